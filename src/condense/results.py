@@ -1,0 +1,128 @@
+"""The one writer of result files: JSON, stamped with where the numbers come from, never half-written."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def provenance(seed: int | None = None) -> dict[str, Any]:
+    """Where a number comes from: versions, device, git commit, seed and the date (UTC, ISO 8601).
+
+    Args:
+        seed: the seed that the run was started with; ``None`` if it drew no random numbers.
+    """
+    return {
+        "condense": _condense_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": device_name(),
+        "commit": _commit(),
+        "seed": seed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def device_name() -> str:
+    """The name of the current CUDA device, or the processor's architecture and its number of threads."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def write_results(
+    path: str | Path, content: Mapping[str, Any], *, seed: int | None = None, overwrite: bool = False
+) -> Path:
+    """Write ``content`` as JSON under the key ``results``, next to ``provenance``.
+
+    The file appears under its name only when it is complete, so an interrupt leaves either the old file or
+    none. Dataclasses, paths, methods (anything with ``to_dict``), tuples and scalars of NumPy or PyTorch are
+    converted; a number that is not finite becomes ``null``, because JSON has no other way to say it.
+
+    Args:
+        path: where to; missing folders are made.
+        content: what was measured.
+        seed: recorded in the provenance.
+        overwrite: replace an existing file.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: the file exists and ``overwrite`` is false.
+    """
+    target = Path(path)
+    refuse_existing(target, "path", overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    document = {"provenance": provenance(seed), "results": _plain(content)}
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=2, allow_nan=False)
+            file.write("\n")
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> None:
+    """Raise ``ValueError`` if ``path`` exists, so that nothing is overwritten unasked."""
+    if path.exists() and not overwrite:
+        raise ValueError(f"{argument}: wanted a path that does not exist yet, got {path}")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in the types that JSON knows."""
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _condense_version() -> str:
+    try:
+        return importlib.metadata.version("condense-attention")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that nobody installed
+        return "not installed"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file belongs to (``-dirty`` if tracked files differ)."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # An installed copy may lie inside somebody else's repository, whose commit would say nothing.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        commit = git("rev-parse", "HEAD")
+        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return None
