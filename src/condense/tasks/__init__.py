@@ -1,0 +1,24 @@
+"""What models are trained on and judged by: text corpora and numbers hidden in them."""
+
+from condense.tasks.corpus import Corpus, encode_corpus, load_corpus, read_documents
+from condense.tasks.passkeys import FORMS, Key, draw_keys, hide, key_line, question_prompt
+from condense.tasks.sequences import PasskeySequence, SequenceBuilder
+from condense.tasks.words import Words, common_words, load_words
+
+__all__ = [
+    "FORMS",
+    "Corpus",
+    "Key",
+    "PasskeySequence",
+    "SequenceBuilder",
+    "Words",
+    "common_words",
+    "draw_keys",
+    "encode_corpus",
+    "hide",
+    "key_line",
+    "load_corpus",
+    "load_words",
+    "question_prompt",
+    "read_documents",
+]

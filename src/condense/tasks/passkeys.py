@@ -1,0 +1,83 @@
+"""The hidden-numbers task as text: lines that state a number, and questions that ask for it.
+
+A line says ``The number of the quiet bridge is 4821.``; two common words name the number, which has four digits.
+The questions stand after the text. They come in two forms, so that a user's own phrasing has a chance:
+
+- ``"cloze"``: ``The number of the quiet bridge is`` -> `` 4821.``
+- ``"question"``: ``Question: What is the number of the quiet bridge?`` / ``Answer:`` -> `` 4821.``
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FORMS = ("cloze", "question")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One hidden number: two words that name it, and its four digits as a string."""
+
+    first: str
+    second: str
+    number: str
+
+
+def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int) -> list[Key]:
+    """``count`` keys with different numbers, no word used twice.
+
+    Raises:
+        ValueError: ``count`` is not positive, or needs more words than there are.
+    """
+    if count <= 0 or 2 * count > len(words):
+        raise ValueError(f"count: wanted 1 to {len(words) // 2} keys for {len(words)} words, got {count}")
+    chosen = rng.choice(len(words), size=2 * count, replace=False)
+    numbers = 1000 + rng.choice(9000, size=count, replace=False)
+    return [
+        Key(words[chosen[2 * index]], words[chosen[2 * index + 1]], str(number))
+        for index, number in enumerate(numbers)
+    ]
+
+
+def key_line(key: Key) -> str:
+    """The line that states the number, without its newline."""
+    return f"The number of the {key.first} {key.second} is {key.number}."
+
+
+def question_prompt(key: Key, form: str = "cloze") -> str:
+    """The text after which the model should go on with a space and the number.
+
+    Raises:
+        ValueError: an unknown form.
+    """
+    if form == "cloze":
+        return f"The number of the {key.first} {key.second} is"
+    if form == "question":
+        return f"Question: What is the number of the {key.first} {key.second}?\nAnswer:"
+    raise ValueError(f"form: wanted one of {', '.join(FORMS)}, got {form!r}")
+
+
+def hide(text: str, keys: Sequence[Key], depths: Sequence[float]) -> str:
+    """``text`` with one line per key, put at the line starts nearest to the given depths.
+
+    Args:
+        text: the haystack, with lines.
+        keys: what to hide.
+        depths: for every key a share of the text's length, 0 (top) to 1 (bottom).
+
+    Raises:
+        ValueError: the text is empty, or there are not as many depths as keys, or a depth lies outside 0 to 1.
+    """
+    if not text:
+        raise ValueError("text: wanted a text to hide numbers in, got an empty string")
+    if len(depths) != len(keys) or any(not 0 <= depth <= 1 for depth in depths):
+        raise ValueError(f"depths: wanted {len(keys)} numbers from 0 to 1, got {list(depths)}")
+    body = text if text.endswith("\n") else text + "\n"
+    lines = [line + "\n" for line in body.split("\n")[:-1]]
+    starts = np.cumsum([0, *(len(line) for line in lines)])
+    places = [int(np.argmin(np.abs(starts - depth * len(body)))) for depth in depths]
+    # From the bottom up, so that an insertion does not move the places still to come.
+    for place, key in sorted(zip(places, keys, strict=True), key=lambda pair: pair[0], reverse=True):
+        lines.insert(place, key_line(key) + "\n")
+    return "".join(lines)

@@ -1,0 +1,160 @@
+"""The hidden-numbers task as tokens: sequences of an exact length, built from pieces encoded once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from condense.tasks.corpus import Corpus
+from condense.tasks.passkeys import FORMS, Key, draw_keys
+
+_LEAST_TEXT = 1 / 8  # of a sequence; keys that would leave less text than this are dropped
+
+
+@dataclass(frozen=True)
+class PasskeySequence:
+    """One sequence: text with hidden numbers, then the questions with their answers.
+
+    Attributes:
+        input_ids: ``[L]`` int64.
+        keys: the hidden numbers, in the order of the questions.
+        answers: for every question the span ``[start, stop)`` of the tokens of its answer (space and digits).
+        depths: for every question where its line stands, 0 (top) to 1 (the questions begin).
+        form: the form of the questions.
+    """
+
+    input_ids: np.ndarray
+    keys: tuple[Key, ...]
+    answers: tuple[tuple[int, int], ...]
+    depths: tuple[float, ...]
+    form: str
+
+
+class SequenceBuilder:
+    """Builds sequences of one length from a corpus: plain text, and text with hidden numbers.
+
+    All pieces (words, numbers, the fixed parts of a line) are encoded once, here, so that a sequence costs some
+    array copies. With a tokenizer that never merges across word starts and newlines (the library's own) the
+    tokens equal those of the whole text; with others they are a valid encoding of the same text.
+
+    Args:
+        tokenizer: a fast tokenizer; sequences start with its ``bos`` token if it has one.
+        corpus: where the text comes from.
+        words: the words that numbers are named by.
+        length: tokens of every sequence.
+
+    Raises:
+        ValueError: the length is below 128, or the corpus is shorter than one sequence, or has no line starts.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, words: Sequence[str], length: int
+    ) -> None:
+        if length < 128:
+            raise ValueError(f"length: wanted at least 128 tokens, got {length}")
+        if len(corpus.tokens) <= length:
+            raise ValueError(f"corpus: wanted more tokens than length {length}, got {len(corpus.tokens)}")
+        self.length = length
+        self._corpus = corpus
+        # Text may start at any line that leaves a whole sequence behind it.
+        last = int(np.searchsorted(corpus.line_starts, len(corpus.tokens) - length, side="right"))
+        self._starts = corpus.line_starts[:last]
+        self._words = tuple(words)
+        bos = tokenizer.bos_token_id
+        self._bos = np.array([] if bos is None else [bos], np.int64)
+
+        def encode(texts: list[str]) -> list[np.ndarray]:
+            encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+            return [np.array(ids, np.int64) for ids in encoding["input_ids"]]
+
+        self._word_ids = dict(zip(self._words, encode([f" {word}" for word in self._words]), strict=True))
+        numbers = [str(number) for number in range(1000, 10000)]
+        self._number_ids = dict(zip(numbers, encode([f" {number}" for number in numbers]), strict=True))
+        self._the_number, self._is, self._end, self._question, self._answer, self._newline = encode(
+            ["The number of the", " is", ".\n", "Question: What is the number of the", "?\nAnswer:", "\n"]
+        )
+
+    def plain(self, rng: np.random.Generator) -> np.ndarray:
+        """``[length]`` int64: a stretch of text that starts at a random line."""
+        return np.concatenate([self._bos, self._text(rng, self.length - len(self._bos))[0]])
+
+    def passkeys(self, rng: np.random.Generator, count: int, form: str) -> PasskeySequence:
+        """Text with ``count`` numbers hidden at uniform depth, and the questions in random order at the end.
+
+        Long words can make ``count`` numbers too many for a short sequence; then as many are hidden as fit.
+
+        Raises:
+            ValueError: an unknown form, or a ``count`` that ``draw_keys`` refuses.
+        """
+        if form not in FORMS:
+            raise ValueError(f"form: wanted one of {', '.join(FORMS)}, got {form!r}")
+        keys = draw_keys(rng, self._words, count)
+        lines = [self._line(key) for key in keys]
+        questions = [self._ask(key, form) for key in keys]
+        room = self.length - len(self._bos) - len(self._newline)
+        sizes = [len(line) + len(ask) + len(reply) for line, (ask, reply) in zip(lines, questions, strict=True)]
+        while len(keys) > 1 and room - sum(sizes) < self.length * _LEAST_TEXT:
+            for parts in (keys, lines, questions, sizes):
+                parts.pop()
+
+        text, line_starts = self._text(rng, room - sum(sizes))
+        depths = rng.random(len(keys)) * len(text)
+        places = line_starts[_nearest(line_starts, depths)]
+        order = np.argsort(places, kind="stable")
+        pieces, at, length = [self._bos], 0, len(self._bos)
+        positions = np.zeros(len(keys), np.int64)
+        for index in order:
+            pieces += [text[at : places[index]], lines[index]]
+            positions[index] = length + places[index] - at
+            length += places[index] - at + len(lines[index])
+            at = places[index]
+        pieces += [text[at:], self._newline]
+        length += len(text) - at + len(self._newline)
+
+        asked = rng.permutation(len(keys))
+        depth = positions / length
+        answers = []
+        for index in asked:
+            ask, reply = questions[index]
+            pieces += [ask, reply]
+            start = length + len(ask)
+            length = start + len(reply)
+            answers.append((int(start), int(length - len(self._end))))
+        return PasskeySequence(
+            input_ids=np.concatenate(pieces),
+            keys=tuple(keys[index] for index in asked),
+            answers=tuple(answers),
+            depths=tuple(float(depth[index]) for index in asked),
+            form=form,
+        )
+
+    def _text(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """A stretch of ``size`` tokens, and the offsets in it at which lines begin (0 is always one)."""
+        first = int(rng.integers(len(self._starts)))
+        start = int(self._starts[first])
+        last = int(np.searchsorted(self._corpus.line_starts, start + size))
+        text = self._corpus.tokens[start : start + size].astype(np.int64)
+        return text, self._corpus.line_starts[first:last] - start
+
+    def _line(self, key: Key) -> np.ndarray:
+        return np.concatenate([*self._name(key, self._the_number), self._is, self._number_ids[key.number], self._end])
+
+    def _ask(self, key: Key, form: str) -> tuple[np.ndarray, np.ndarray]:
+        """The question up to where the answer begins, and the answer with its full stop and newline."""
+        if form == "cloze":
+            ask = [*self._name(key, self._the_number), self._is]
+        else:
+            ask = [*self._name(key, self._question), self._answer]
+        return np.concatenate(ask), np.concatenate([self._number_ids[key.number], self._end])
+
+    def _name(self, key: Key, opening: np.ndarray) -> list[np.ndarray]:
+        return [opening, self._word_ids[key.first], self._word_ids[key.second]]
+
+
+def _nearest(ascending: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """For every value the index of the entry that lies nearest to it."""
+    right = np.clip(np.searchsorted(ascending, values), 1, max(1, len(ascending) - 1))
+    right = np.minimum(right, len(ascending) - 1)
+    left = np.maximum(right - 1, 0)
+    return np.where(values - ascending[left] <= ascending[right] - values, left, right)
