@@ -1,0 +1,41 @@
+"""How much memory a cache really holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache
+
+
+def cache_nbytes(past_key_values: Cache) -> int:
+    """Bytes allocated by a cache, whatever its layers: each tensor storage counted whole and once.
+
+    Views count as what they keep alive. Raises ValueError if ``past_key_values`` is not a transformers cache.
+    """
+    if not isinstance(past_key_values, Cache):
+        raise ValueError(f"past_key_values must be a transformers Cache, got {type(past_key_values).__name__}")
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in _tensors(vars(past_key_values), set())
+        if tensor.numel() > 0
+    }
+    return sum(storages.values())
+
+
+def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in visited or isinstance(value, type):
+        return
+    visited.add(id(value))
+    if isinstance(value, dict):
+        children = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        children = list(value)
+    else:
+        children = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    for child in children:
+        yield from _tensors(child, visited)

@@ -1,0 +1,86 @@
+"""The base of a method's settings: frozen dataclass, checked fields, JSON round trip through a registry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+_REGISTRY: dict[str, type[MethodConfig]] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodConfig:
+    """Settings of one attention method. Subclasses set ``name`` and enter the registry by being defined."""
+
+    name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Register the subclass under its ``name`` (abstract bases leave it empty)."""
+        super().__init_subclass__(**kwargs)
+        if cls.__dict__.get("name"):
+            _REGISTRY[cls.name] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: ``{"method": name, **fields}``."""
+        return {"method": self.name, **dataclasses.asdict(self)}
+
+    def replace(self, **changes: Any) -> Self:
+        """The same method with some fields changed; all fields are checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def __str__(self) -> str:
+        fields = ", ".join(
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        )
+        return f"{type(self).__name__}({fields})"
+
+
+def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
+    """The inverse of `MethodConfig.to_dict`.
+
+    Raises ValueError for an unknown method name or an unknown field.
+    """
+    fields = dict(settings)
+    cls = method_class(fields.pop("method", None))
+    unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
+    if unknown:
+        raise ValueError(f"{cls.name}: unknown settings {sorted(unknown)}; known are {field_names(cls)}")
+    return cls(**fields)
+
+
+def method_class(name: object) -> type[MethodConfig]:
+    """The registered class of that name. Raises ValueError naming the known methods."""
+    if not isinstance(name, str) or name not in _REGISTRY:
+        raise ValueError(f"method must be one of {method_names()}, got {name!r}")
+    return _REGISTRY[name]
+
+
+def method_names() -> list[str]:
+    """All registered method names, sorted."""
+    return sorted(_REGISTRY)
+
+
+def field_names(cls: type[MethodConfig]) -> list[str]:
+    """Names of a method's settings, in order of declaration."""
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def check_int(name: str, value: object, minimum: int) -> None:
+    """Raise ValueError unless ``value`` is an int (not a bool) of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -1,0 +1,264 @@
+"""The corridor: q, k, v -> plan -> representatives -> prefix-band attention -> output and what stays.
+
+Training, prefill, chunked prefill and decode are `extend` with different amounts of past.
+
+Shapes: B rows, H query heads, K KV heads, L new tokens, M prefix entries, N band tokens, D and Dv widths,
+Q summary queries, S queries per summary, G chunks of c tokens. Positions count a row's real tokens from 0.
+Rows are right-aligned: new tokens end at column L - 1, padding stands to their left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.methods.base import Method
+from condense.ops import UniformBounds, attend
+from condense.ops.aligned import append_band, append_prefix, chunks, merge, newest, own, window_mean
+from condense.ops.checks import check_qkv
+
+# raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back
+SLACK = 24
+
+
+class Past(NamedTuple):
+    """What one layer keeps between calls. ``seen`` is int64 on the CPU, so that no step waits for a GPU.
+
+    prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``: entries, left-aligned, `Method` order.
+    band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``: exact tokens, right-aligned.
+    summary_q ``[B, K, Q, D]``: the newest summary queries, right-aligned. seen ``[B]``: real tokens per row.
+    """
+
+    prefix_k: Tensor
+    prefix_v: Tensor
+    band_k: Tensor
+    band_v: Tensor
+    summary_q: Tensor
+    seen: Tensor
+
+
+class Sources(NamedTuple):
+    """All that attention reads besides the queries."""
+
+    prefix_k: Tensor
+    prefix_v: Tensor
+    band_k: Tensor
+    band_v: Tensor
+    bounds: UniformBounds
+    prefix_bias: Tensor | None
+
+
+def empty_past(k: Tensor, v: Tensor) -> Past:
+    """The past of rows that have seen nothing; k ``[B, K, L, D]`` and v give shapes, dtype and device."""
+    none_k, none_v = k[:, :, :0], v[:, :, :0]
+    return Past(none_k, none_v, none_k, none_v, none_k, torch.zeros(k.shape[0], dtype=torch.int64))
+
+
+def summary_queries(method: Method, q: Tensor, num_kv_heads: int) -> Tensor | None:
+    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q; None if not needed."""
+    if method.num_summary == 0:
+        return None
+    if q.shape[1] == num_kv_heads:
+        return q
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
+
+
+def extend(
+    method: Method,
+    past: Past | None,
+    k: Tensor,
+    v: Tensor,
+    summary_q: Tensor | None,
+    *,
+    scale: float,
+    counts: Tensor | None = None,
+    backend: str = "auto",
+    keep: bool = True,
+) -> tuple[Sources, Past | None]:
+    """Read L new tokens: what their queries attend to, and the new past (None unless ``keep``).
+
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, summary_q ``[B, K, L, D]`` from `summary_queries`;
+    counts int64 CPU ``[B]``: real tokens per row, the rest is padding on the left (None: all real).
+    Sources carry gradients of k, v and summary_q; the past is detached.
+    Raises ValueError if gradients would flow through a method that looks ahead without consent.
+    """
+    needs_consent = method.looks_ahead and not method.permits_future and torch.is_grad_enabled()
+    if needs_consent and any(x.requires_grad for x in (k, v, summary_q) if x is not None):
+        raise ValueError(
+            f"{method}: this summary lets tokens depend on later ones, so it is for inference under "
+            "torch.no_grad(); train with summary='streaming' or pass allow_future=True"
+        )
+    L = k.shape[2]
+    fresh = past is None
+    past = empty_past(k, v) if past is None else past
+    if counts is not None and bool((counts == L).all()):
+        counts = None
+    if counts is not None:
+        pad = (torch.arange(L) < (L - counts)[:, None]).to(k.device)[:, None, :, None]
+        k, v = k.masked_fill(pad, 0), v.masked_fill(pad, 0)
+        summary_q = None if summary_q is None else summary_q.masked_fill(pad, 0)
+    band_k, band_v = append_band(past.band_k, k, counts), append_band(past.band_v, v, counts)
+    seen = past.seen + (L if counts is None else counts)
+    queries = band_k[:, :, :0] if summary_q is None else append_band(past.summary_q, summary_q, counts)
+
+    before, after = _ready(method, past.seen), _ready(method, seen)
+    num_new = int((after - before).max())
+    prefix_k, prefix_v = past.prefix_k, past.prefix_v
+    if num_new > 0:
+        c, p, S = method.rule.chunk, method.rule.entries, method.num_summary
+        tokens = before * c - (seen - band_k.shape[2])
+        summary = None
+        if S > 0 and method.looks_ahead and fresh:
+            summary = window_mean(queries, seen - S, S, c, 1, seen).expand(-1, -1, num_new, -1)
+        elif S > 0:
+            summary = window_mean(queries, (before + 1) * c + method.lag - S, S, c, num_new, seen)
+        new_k, new_v = method.represent(
+            chunks(band_k, tokens, num_new, c),
+            chunks(band_v, tokens, num_new, c),
+            summary,
+            scale=scale,
+            backend=backend,
+        )
+        prefix_k, prefix_v = append_prefix(prefix_k, new_k, before * p), append_prefix(prefix_v, new_v, before * p)
+
+    bounds = UniformBounds(method.rule, merge(seen - L), merge(seen - band_k.shape[2]))
+    bias = method.prefix_bias(prefix_k.shape[2], k.device)
+    sources = Sources(prefix_k, prefix_v, band_k, band_v, bounds, bias)
+    if not keep:
+        return sources, None
+    num_band = int((seen - first_needed(method, seen - SLACK)).clamp(max=band_k.shape[2]).max())
+    num_queries = min(queries.shape[2], method.num_summary - 1 + SLACK if method.num_summary > 1 else 0)
+    return sources, Past(
+        own(prefix_k),
+        own(prefix_v),
+        newest(band_k, num_band),
+        newest(band_v, num_band),
+        newest(queries, num_queries),
+        seen,
+    )
+
+
+def first_needed(method: Method, seen: Tensor) -> Tensor:
+    """Position of the earliest token that must still be at hand, exact, once ``seen`` tokens have been read."""
+    return method.rule.closed(seen.clamp(min=0)) * method.rule.chunk
+
+
+def num_entries(method: Method, seen: Tensor) -> Tensor:
+    """Prefix entries made once ``seen`` tokens (int64 ``[B]``) have been read."""
+    return _ready(method, seen) * method.rule.entries
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    method: Method,
+    scale: float | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    padding: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Condensed causal attention of whole sequences: plan, represent, attend.
+
+    q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, Dv]``, rotated already; Hkv divides H; float64,
+    float32, bfloat16 or float16. scale: softmax scale, default ``D ** -0.5``.
+    backend: "reference" (the definition), "torch", or "auto". cu_seqlens: packed documents, int ``[n + 1]``
+    from 0 to L, B = 1; groups and windows restart at each. padding: left pads per row, int ``[B]``.
+    Returns out ``[B, H, L, Dv]`` and, with return_lse, the log-sum-exp ``[B, H, L]`` in float32 or wider;
+    padded queries give 0 and -inf. Differentiable in q, k and v.
+    Raises ValueError for arguments that do not fit together.
+    """
+    check_qkv(q, k, v)
+    method = Method.parse(method)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None:
+        if padding is not None:
+            raise ValueError("cu_seqlens and padding exclude each other, got both")
+        lengths = _document_lengths(cu_seqlens, q)
+        documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+        results = [_attention(a, b, c, method, scale, backend, None, return_lse) for a, b, c in documents if a.shape[2]]
+        out = torch.cat([result[0] for result in results], dim=2)
+        lse = torch.cat([result[1] for result in results if result[1] is not None], dim=2) if return_lse else None
+    else:
+        counts = None if padding is None else q.shape[2] - _left_pads(padding, q)
+        out, lse = _attention(q, k, v, method, scale, backend, counts, return_lse)
+    return out if lse is None else (out, lse)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    method: Method,
+    scale: float,
+    backend: str,
+    counts: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    summary_q = summary_queries(method, q, k.shape[1])
+    sources, _ = extend(method, None, k, v, summary_q, scale=scale, counts=counts, backend=backend, keep=False)
+    return attend_to(sources, q, scale=scale, backend=backend, return_lse=return_lse)
+
+
+def attend_to(
+    sources: Sources,
+    q: Tensor,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`condense.ops.attend` on what `extend` returned."""
+    return attend(
+        q,
+        sources.prefix_k,
+        sources.prefix_v,
+        sources.band_k,
+        sources.band_v,
+        sources.bounds,
+        scale=scale,
+        prefix_bias=sources.prefix_bias,
+        dropout_p=dropout_p,
+        backend=backend,
+        return_lse=return_lse,
+    )
+
+
+def _document_lengths(cu_seqlens: Tensor, q: Tensor) -> list[int]:
+    marks = cu_seqlens.tolist() if cu_seqlens.ndim == 1 and not cu_seqlens.is_floating_point() else []
+    lengths = [stop - start for start, stop in itertools.pairwise(marks)]
+    if not lengths or marks[0] != 0 or marks[-1] != q.shape[2] or min(lengths) < 0:
+        raise ValueError(
+            f"cu_seqlens must be integers that rise from 0 to the number of tokens, {q.shape[2]}, got {cu_seqlens}"
+        )
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1, got {q.shape[0]}")
+    return lengths
+
+
+def _left_pads(padding: Tensor, q: Tensor) -> Tensor:
+    B, L = q.shape[0], q.shape[2]
+    if padding.shape != (B,) or padding.is_floating_point():
+        raise ValueError(
+            f"padding must be integers of shape ({B},), got {padding.dtype} of shape {tuple(padding.shape)}"
+        )
+    pads = padding.cpu().to(torch.int64)
+    if bool((pads < 0).any()) or bool((pads > L).any()):
+        raise ValueError(f"padding must be between 0 and the number of tokens, {L}, got {pads.tolist()}")
+    return pads
+
+
+def _ready(method: Method, seen: Tensor) -> Tensor:
+    """Chunks whose entries can be made from the first ``seen`` tokens."""
+    rule = method.rule
+    if rule.max_chunks == 0:
+        return torch.zeros_like(seen)
+    ready = torch.div((seen - method.lag).clamp(min=0), rule.chunk, rounding_mode="floor")
+    return ready if rule.max_chunks is None else ready.clamp(max=rule.max_chunks)

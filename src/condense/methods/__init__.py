@@ -1,0 +1,10 @@
+"""One file per method: its settings, who sees what, how tokens become representatives."""
+
+from condense.methods.base import Method
+from condense.methods.cca import CCA
+from condense.methods.dense import Dense
+from condense.methods.lca import LCA
+from condense.methods.lm_infinite import LMInfinite
+from condense.methods.streaming_llm import StreamingLLM
+
+__all__ = ["CCA", "LCA", "Dense", "LMInfinite", "Method", "StreamingLLM"]

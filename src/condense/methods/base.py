@@ -1,0 +1,70 @@
+"""What a method is: the rule of who sees what, and how a chunk of tokens becomes prefix entries.
+
+A new method is one file in this folder: a frozen dataclass derived from `Method` with a ``name``.
+Training, prefill, chunked prefill, decode, caches and Hugging Face models work with it unchanged.
+
+Shapes: B rows, K KV heads, G chunks of c tokens, p entries per chunk, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from condense.config import MethodConfig, method_from_dict
+from condense.ops import UniformRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(MethodConfig):
+    """Base of all methods. The defaults describe a method that keeps no representatives."""
+
+    @property
+    def rule(self) -> UniformRule:
+        """The three numbers that say who sees what."""
+        raise TypeError(f"{type(self).__name__} must define `rule`")
+
+    @property
+    def lag(self) -> int:
+        """Tokens after a chunk's last one until its entries can be made; at most the rule's window."""
+        return 0
+
+    @property
+    def num_summary(self) -> int:
+        """Queries, ending ``lag`` tokens after a chunk's last, whose mean weighs the chunk; 0: none needed."""
+        return 0
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if entries of a prompt depend on queries after the tokens that see them (inference only)."""
+        return False
+
+    @property
+    def permits_future(self) -> bool:
+        """True if the user consents to gradients through a method that looks ahead."""
+        return False
+
+    def represent(
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Prefix entries of G chunks: ``[B, K, G * p, D]`` and ``[B, K, G * p, Dv]`` in the dtype of k and v.
+
+        k ``[B, K, G, c, D]``, v ``[B, K, G, c, Dv]``; summary ``[B, K, G, D]`` float32 or wider, None if
+        `num_summary` is 0. By default each token stands for itself.
+        """
+        return k.flatten(2, 3), v.flatten(2, 3)
+
+    def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
+        """Additive bias ``[1, 1, num_entries]`` float64 on the scaled scores of prefix entries, or None."""
+        return None
+
+    @classmethod
+    def parse(cls, settings: Self | dict[str, object]) -> Method:
+        """A method from itself or its `to_dict` form. Raises ValueError for anything else."""
+        method = method_from_dict(settings) if isinstance(settings, dict) else settings
+        if not isinstance(method, Method):
+            raise ValueError(f"method must be a condense method such as condense.CCA(), got {method!r}")
+        return method

@@ -1,0 +1,104 @@
+"""Groups of g tokens, one representative each: what CCA and LCA share. They differ in defaults only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from condense.config import check_bool, check_choice, check_int
+from condense.methods.base import Method
+from condense.ops import POOLINGS, Pooling, UniformRule, group_scores, pool
+
+Summary = Literal["last", "streaming", "prompt"]
+RepBias = Literal["none", "log_size"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupPooling(Method):
+    """Far tokens pooled in groups of ``group_size``, the last ``window`` tokens and the open group exact.
+
+    group_size: tokens per group, >= 1. window: exact local tokens, >= 0.
+    summary: whose query weighs a group. "last": the group's own last. "streaming": the mean of the last
+    ``num_summary_queries`` when the group leaves the window. "prompt": the mean of the last ones of the whole
+    prompt, for every group in it; that lets earlier tokens depend on later ones, so it is for inference only
+    unless ``allow_future``.
+    num_summary_queries: for "streaming" and "prompt"; None stands for ``group_size``.
+    key_pooling, value_pooling: "weighted" by the softmax of the group's scores, "mean", "max" per channel or
+    "select" the token with the highest score.
+    rep_bias: "log_size" adds ln(group_size) to a representative's score, as it stands for that many tokens.
+    Raises ValueError for a field out of range.
+    """
+
+    group_size: int = 16
+    window: int = 1024
+    summary: Summary = "last"
+    num_summary_queries: int | None = None
+    key_pooling: Pooling = "weighted"
+    value_pooling: Pooling = "weighted"
+    rep_bias: RepBias = "none"
+    allow_future: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("group_size", self.group_size, 1)
+        check_int("window", self.window, 0)
+        check_choice("summary", self.summary, ("last", "streaming", "prompt"))
+        if self.num_summary_queries is not None:
+            check_int("num_summary_queries", self.num_summary_queries, 1)
+        check_choice("key_pooling", self.key_pooling, POOLINGS)
+        check_choice("value_pooling", self.value_pooling, POOLINGS)
+        check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
+        check_bool("allow_future", self.allow_future)
+
+    @property
+    def rule(self) -> UniformRule:
+        """Groups of g behind the window, one entry each."""
+        return UniformRule(chunk=self.group_size, window=self.window)
+
+    @property
+    def lag(self) -> int:
+        """A group's last query is at hand at once; the others come when the group leaves the window."""
+        return 0 if self.summary == "last" else self.window
+
+    @property
+    def num_summary(self) -> int:
+        """Queries in the summary, 0 if neither pooling looks at scores."""
+        if not self._needs_scores:
+            return 0
+        return 1 if self.summary == "last" else self.num_summary_queries or self.group_size
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The prompt summary uses queries of the prompt's end."""
+        return self.summary == "prompt" and self._needs_scores
+
+    @property
+    def permits_future(self) -> bool:
+        """``allow_future``."""
+        return self.allow_future
+
+    @property
+    def _needs_scores(self) -> bool:
+        return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
+
+    def represent(
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
+        if summary is None:
+            scores = k.new_zeros(k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))
+        else:
+            scores = group_scores(summary, k, scale=scale, backend=backend)
+        return (
+            pool(k, scores, how=self.key_pooling, backend=backend),
+            pool(v, scores, how=self.value_pooling, backend=backend),
+        )
+
+    def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
+        """ln(g) on every representative with ``rep_bias="log_size"`` (LCA, the version Theorem 1 bounds)."""
+        if self.rep_bias == "none" or self.group_size == 1:
+            return None
+        return torch.full((1, 1, num_entries), math.log(self.group_size), dtype=torch.float64, device=device)

@@ -1,0 +1,30 @@
+"""LM-Infinite (Han et al., 2024): global tokens and a local window. A baseline: it drops tokens."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from condense.config import check_int
+from condense.methods.base import Method
+from condense.ops import UniformRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LMInfinite(Method):
+    """The first ``n_global`` (>= 0) and the last ``window`` (>= 1) tokens, exact.
+
+    Positions stay absolute: the paper's distance ceiling, which matters beyond the trained length, is left out.
+    Raises ValueError for a field out of range.
+    """
+
+    name: ClassVar[str] = "lm_infinite"
+    n_global: int = 10
+    window: int = 4096
+
+    def __post_init__(self) -> None:
+        check_int("n_global", self.n_global, 0)
+        check_int("window", self.window, 1)
+
+    @property
+    def rule(self) -> UniformRule:
+        """Tokens close one by one; the global ones go on as their own entries."""
+        return UniformRule(chunk=1, window=self.window, max_chunks=self.n_global)

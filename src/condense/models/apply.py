@@ -1,0 +1,167 @@
+"""Condense a model in place, undo it, or do it for a while; and remember it in the model's configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from condense.methods import Method
+from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
+from condense.models.families import FAMILIES, is_supported, sliding_window
+
+logger = logging.getLogger(__name__)
+ModelT = TypeVar("ModelT", bound=nn.Module)
+_CONFIG_KEY = "condense"
+
+
+def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> ModelT:
+    """Give a Hugging Face causal LM condensed attention, in place, and return it.
+
+    layers: indices to condense; None means all that can be. On a model that is condensed already, the named
+    layers change and the others keep what they have. Layers with a sliding window stay stock and are logged.
+    The choice is written to ``config.condense`` and survives save_pretrained. Apply before accelerate, FSDP and
+    torch.compile wrap the model.
+    Raises ValueError for an unsupported model, a layer that cannot be condensed, or anything but a method.
+    """
+    method = Method.parse(method)
+    base, attentions = _attentions(model)
+    full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
+    chosen = full if layers is None else _checked_layers(layers, attentions, full)
+    if not chosen:
+        raise ValueError(f"{type(base).__name__} has sliding windows in all layers: nothing is left to condense")
+    if layers is None and len(full) < len(attentions):
+        logger.warning("layers %s have a sliding window and stay as they are", sorted(set(attentions) - set(full)))
+    assignment = {**condensed_layers(model), **dict.fromkeys(chosen, method)}
+    _assign(base, attentions, assignment)
+    return model
+
+
+def restore(model: ModelT) -> ModelT:
+    """The stock model again, bit for bit, in place. A model that is not condensed is returned as it is."""
+    base, attentions = _attentions(model)
+    if any(isinstance(module, CondensedAttention) for module in attentions.values()):
+        _assign(base, attentions, {})
+    return model
+
+
+@contextmanager
+def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
+    """`apply` for the length of a ``with`` block; afterwards the model is what it was before."""
+    base, attentions = _attentions(model)
+    before = condensed_layers(model)
+    apply(model, method, layers)
+    try:
+        yield model
+    finally:
+        _assign(base, attentions, before)
+
+
+def condensed_layers(model: nn.Module) -> dict[int, Method]:
+    """Layer index to method, for the layers that are condensed."""
+    modules = (m for m in model.modules() if isinstance(m, CondensedAttention))
+    methods = {int(m.layer_idx): m.condense_method for m in modules}  # type: ignore[arg-type]
+    return {i: method for i, method in methods.items() if method is not None}
+
+
+def condense_from_config(model: PreTrainedModel) -> None:
+    """Condense a model under construction if its configuration says so (``config.condense``)."""
+    config = model.config.get_text_config(decoder=True)
+    settings = getattr(config, _CONFIG_KEY, None)
+    if not settings:
+        return
+    attentions = _by_layer(m for m in model.modules() if is_supported(m))
+    if not attentions:
+        return  # an inner model or a head without attention of its own; the outer post_init comes by later
+    assignment = {i: Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}
+    _set_methods(attentions, assignment)
+    model._condense_previous = config._attn_implementation
+    # straight into the field: the public setter walks a model that is not complete yet
+    config._attn_implementation_internal = IMPLEMENTATION
+
+
+def _assign(base: PreTrainedModel, attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
+    """Make ``assignment`` (empty: stock) the state of the model and of its configuration."""
+    config: Any = next(iter(attentions.values())).config
+    if not assignment:
+        for module in attentions.values():
+            module.__class__ = type(module).__mro__[2]
+            del module.condense_method
+            _rebind_hooks(module)
+        delattr(config, _CONFIG_KEY)
+        if config._attn_implementation == IMPLEMENTATION:
+            base.set_attn_implementation(_pop_previous(base))
+        return
+    _set_methods(attentions, assignment)
+    config.condense = _settings(assignment)
+    if config._attn_implementation != IMPLEMENTATION:
+        base._condense_previous = config._attn_implementation
+        base.set_attn_implementation(IMPLEMENTATION)
+
+
+def _pop_previous(base: PreTrainedModel) -> str:
+    """The implementation before; on a loaded model the inner one, which was constructed first, has it."""
+    holders = (vars(module) for module in base.modules())
+    return next(holder.pop("_condense_previous") for holder in holders if "_condense_previous" in holder)
+
+
+def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
+    for index, module in attentions.items():
+        if not isinstance(module, CondensedAttention):
+            module.__class__ = condensed_class(type(module))
+            _rebind_hooks(module)
+        module.condense_method = assignment.get(index)  # type: ignore[assignment]
+
+
+def _rebind_hooks(module: nn.Module) -> None:
+    """Accelerate's hooks keep the forward of the class that the module had when they were installed."""
+    if "_old_forward" in vars(module):
+        module._old_forward = type(module).forward.__get__(module)
+
+
+def _settings(assignment: dict[int, Method]) -> dict[str, Any]:
+    """JSON form: each method once, with its layers."""
+    methods = dict.fromkeys(assignment.values())
+    return {
+        "methods": [
+            {"method": method.to_dict(), "layers": [i for i in sorted(assignment) if assignment[i] == method]}
+            for method in methods
+        ]
+    }
+
+
+def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
+    """The transformers model inside ``model`` (PEFT wrappers included) and its attention modules by layer."""
+    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if base is None:
+        raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
+    config: Any = base.config
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise ValueError(f"{type(base).__name__} has cross-attention: only decoder-only models can be condensed")
+    found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
+    if not found:
+        raise ValueError(
+            f"{type(base).__name__} has no attention that can be condensed; supported are "
+            f"{', '.join(sorted(FAMILIES.values()))}"
+        )
+    return base, _by_layer(found)
+
+
+def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
+    return {int(module.layer_idx): module for module in modules}  # type: ignore[arg-type]
+
+
+def _checked_layers(layers: Iterable[int], attentions: dict[int, nn.Module], full: list[int]) -> list[int]:
+    chosen = list(layers)
+    for index in chosen:
+        if isinstance(index, bool) or not isinstance(index, int) or index not in attentions:
+            raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {index!r}")
+        if index not in full:
+            raise ValueError(f"layers: layer {index} has a sliding window and cannot be condensed; full are {full}")
+    if not chosen:
+        raise ValueError("layers must name at least one layer, got none; leave it out to condense all")
+    return chosen

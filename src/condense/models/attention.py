@@ -1,0 +1,217 @@
+"""Where condensed attention meets transformers: no forward is copied.
+
+A stock attention class gets a thin subclass. Its forward hands the stock forward a capturing proxy in place of
+the cache, and hands the attention function, through keyword arguments, an object that knows the real cache.
+The stock forward projects, rotates and calls `condense_attention`, which has everything it needs.
+
+Shapes: B rows, H query heads, K KV heads, L new tokens, S keys at hand, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from condense.functional import attend_to, extend, summary_queries
+from condense.methods import Method
+from condense.models.families import FAMILIES, sliding_window, stock_class
+from condense.models.layers import ensure_layer
+from condense.models.rows import documents_of, padding_of
+from condense.ops import UniformBounds, UniformRule, attend
+
+IMPLEMENTATION = "condense"
+
+
+def condense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    condense_state: Captured | DenseState | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered as `condense`.
+
+    query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
+    None. Returns ``[B, L, H, Dv]`` and no weights.
+    Raises ValueError if the model was not prepared by `condense.apply`, and for what cannot be honoured.
+    """
+    if condense_state is None:
+        raise ValueError(
+            "attn_implementation='condense' works through condense.apply(model, method): call that instead"
+        )
+    if kwargs.get("softcap") is not None:
+        raise ValueError("condensed attention has no logit soft-capping: call condense.restore(model)")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        # autocast would round scores and pooling weights; give it its dtype at the door and keep it out
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    with torch.autocast(device_type, enabled=False):
+        out = condense_state.attend(module, query, key, value, attention_mask, scale, dropout, kwargs)
+    return out.transpose(1, 2), None
+
+
+class Captured:
+    """Stands in for the cache during a condensed layer's forward: remembers the new keys and values."""
+
+    def __init__(self, cache: Cache | None, layer_idx: int) -> None:
+        self.cache = cache
+        self.layer_idx = layer_idx
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Cache.update as the stock forward calls it: nothing is stored, the new tokens go on as they are."""
+        self.layer_idx = layer_idx
+        return key_states, value_states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["cache"], name)
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        dropout: float,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
+        method: Method = module.condense_method  # type: ignore[assignment]
+        seen = 0 if self.cache is None else self.cache.get_seq_length(self.layer_idx)
+        documents = self._documents(module, mask, seen, kwargs)
+        if documents is not None:
+            parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
+            return torch.cat([_condensed(method, None, 0, a, b, c, None, scale, dropout) for a, b, c in parts], dim=2)
+        padding = padding_of(mask, seen, q.shape[2])
+        if padding is None:
+            return _condensed(method, self.cache, self.layer_idx, q, k, v, None, scale, dropout)
+        q, k, v = padding.align(q), padding.align(k), padding.align(v)
+        out = _condensed(method, self.cache, self.layer_idx, q, k, v, padding.counts, scale, dropout)
+        return padding.restore(out)
+
+    def _documents(self, module: nn.Module, mask: Tensor | None, seen: int, kwargs: dict[str, Any]) -> list[int] | None:
+        """Lengths of packed documents, recognised as transformers' flash attention does; None for plain rows."""
+        marks = kwargs.get("cu_seq_lens_q")
+        if marks is None:
+            return documents_of(kwargs.get("position_ids")) if self.cache is None and mask is None else None
+        if self.cache is not None and (seen > 0 or not module.training):
+            raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
+        return [n for n in marks.diff().tolist() if n]
+
+
+def _condensed(
+    method: Method,
+    cache: Cache | None,
+    layer_idx: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    summary_q = summary_queries(method, q, k.shape[1])
+    if cache is None:
+        sources, _ = extend(method, None, k, v, summary_q, scale=scale, counts=counts, keep=False)
+    else:
+        ensure_layer(cache, layer_idx, method)
+        sources, _ = cache.update(k, v, layer_idx, query_states=summary_q, scale=scale, counts=counts)
+    return attend_to(sources, q, scale=scale, dropout_p=dropout)[0]
+
+
+class DenseState:
+    """For a layer that stays as it is inside a condensed model: full or sliding causal attention.
+
+    The model has one mask for all layers and it says nothing of causality, so this layer's comes from the offset.
+    """
+
+    def __init__(self, window: int | None, offset: int) -> None:
+        self.rule = UniformRule(chunk=1, window=window, max_chunks=0)
+        self.offset = offset
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        dropout: float,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Attention ``[B, H, L, Dv]`` over keys that end with the new tokens."""
+        L, S = q.shape[2], k.shape[2]
+        total = self.offset + L
+        documents = documents_of(kwargs.get("position_ids")) if self.offset == 0 and mask is None else None
+        marks = kwargs.get("cu_seq_lens_q")
+        documents = documents if marks is None else [n for n in marks.diff().tolist() if n]
+        if documents is not None:
+            parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
+            return torch.cat([self._band(a, b, c, a.shape[2], scale, dropout) for a, b, c in parts], dim=2)
+        keys = padding_of(mask, total - S, S)
+        queries = padding_of(mask, self.offset, L)
+        if keys is None:
+            return self._band(q, k, v, torch.tensor([total]), scale, dropout)
+        q = q if queries is None else queries.align(q)
+        # positions may start anywhere as long as queries and keys agree: count what is still at hand
+        out = self._band(q, keys.align(k), keys.align(v), keys.counts, scale, dropout)
+        return out if queries is None else queries.restore(out)
+
+    def _band(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | int, scale: float, dropout: float) -> Tensor:
+        seen = torch.as_tensor(seen).reshape(-1)
+        bounds = UniformBounds(self.rule, seen - q.shape[2], seen - k.shape[2])
+        return attend(q, k[:, :, :0], v[:, :, :0], k, v, bounds, scale=scale, dropout_p=dropout)[0]
+
+
+class CondensedAttention(nn.Module):
+    """Mixin in front of a stock attention class. ``condense_method`` is None for a layer that stays as it is."""
+
+    condense_method: Method | None
+
+    def forward(self, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
+        """The stock forward, with the proxy as its cache and the state on its way to `condense_attention`."""
+        if kwargs.get("cache") is not None:
+            raise ValueError(
+                "paged caches and continuous batching cannot be condensed: call condense.restore(model), or use "
+                "model.generate"
+            )
+        config: Any = self.config
+        if config._attn_implementation != IMPLEMENTATION:
+            # somebody chose another implementation after condense.apply: theirs is the last word
+            return super().forward(*args, past_key_values=past_key_values, **kwargs)
+        layer_idx: int = self.layer_idx  # type: ignore[assignment]
+        if self.condense_method is None:
+            offset = 0 if past_key_values is None else past_key_values.get_seq_length(layer_idx)
+            state: Captured | DenseState = DenseState(sliding_window(self), offset)
+            return super().forward(*args, past_key_values=past_key_values, condense_state=state, **kwargs)
+        state = Captured(past_key_values, layer_idx)
+        return super().forward(*args, past_key_values=state, condense_state=state, **kwargs)
+
+
+def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """The thin subclass of a stock attention class, made once and found by pickle under this module."""
+    name = f"Condensed{stock.__name__}"
+    if name not in globals():
+        globals()[name] = type(name, (CondensedAttention, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+    return globals()[name]
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """Lets pickle find a subclass that this process has not made yet."""
+    stock = name.removeprefix("Condensed")
+    if stock == name or stock not in FAMILIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return condensed_class(stock_class(stock))

@@ -1,0 +1,51 @@
+"""The attention classes of transformers that can be condensed, and what is known of each model family."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+# stock attention class -> transformers.models.<family>; every family here runs the whole model test suite
+FAMILIES = {
+    "GPT2Attention": "gpt2",
+    "GemmaAttention": "gemma",
+    "LlamaAttention": "llama",
+    "MistralAttention": "mistral",
+    "OPTAttention": "opt",
+    "Phi3Attention": "phi3",
+    "Qwen2Attention": "qwen2",
+    "Qwen3Attention": "qwen3",
+}
+_LEARNED_POSITIONS = ("gpt2", "opt")
+
+
+def stock_class(name: str) -> type[nn.Module]:
+    """The stock attention class of that name, imported from transformers."""
+    family = FAMILIES[name]
+    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+
+
+def is_supported(module: nn.Module) -> bool:
+    """True for an instance of exactly one of the stock classes."""
+    cls = type(module)
+    family = FAMILIES.get(cls.__name__)
+    return family is not None and cls.__module__ == f"transformers.models.{family}.modeling_{family}"
+
+
+def sliding_window(module: nn.Module) -> int | None:
+    """Window of a layer that the model itself limits, None for full attention.
+
+    Mistral's modules do not carry the value, so the configuration is asked as transformers' caches ask it.
+    """
+    config: Any = module.config
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def max_learned_positions(config: Any) -> int | None:
+    """Positions a model with learned position embeddings has, None where positions are computed."""
+    return config.max_position_embeddings if config.model_type in _LEARNED_POSITIONS else None

@@ -1,0 +1,16 @@
+"""Numerics: prefix-band attention and group pooling, with a plain reference and faster backends."""
+
+from condense.ops.api import POOLINGS, Pooling, attend, group_scores, pool
+from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule
+
+__all__ = [
+    "POOLINGS",
+    "ArrayBounds",
+    "Bounds",
+    "Pooling",
+    "UniformBounds",
+    "UniformRule",
+    "attend",
+    "group_scores",
+    "pool",
+]

@@ -1,0 +1,83 @@
+"""Moving tokens of right-aligned rows: append, cut into chunks, average windows, keep the newest.
+
+All of it is differentiable. Per-row numbers are int64 CPU ``[B]``; where all rows agree, slices replace gathers.
+
+Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens, S queries per window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def merge(per_row: Tensor) -> Tensor:
+    """``[B]`` to ``[1]`` if all rows agree, so that one mask serves the batch."""
+    return per_row[:1] if bool((per_row == per_row[0]).all()) else per_row
+
+
+def append_band(old: Tensor, new: Tensor, counts: Tensor | None) -> Tensor:
+    """``[B, K, N, D]``: old columns, then the last ``counts`` new ones, right-aligned per row."""
+    if old.shape[2] == 0:
+        return new
+    joined = torch.cat([old, new], dim=2)
+    if counts is None:
+        return joined
+    # the new columns' padding stands in the middle now: move the old columns over it
+    N, pads = joined.shape[2], new.shape[2] - counts[:, None]
+    column = torch.arange(N)
+    source = torch.where(column >= N - counts[:, None], column, (column - pads).clamp(min=0))
+    return joined.gather(2, source.to(new.device)[:, None, :, None].expand_as(joined))
+
+
+def append_prefix(old: Tensor, new: Tensor, start: Tensor) -> Tensor:
+    """New entries ``[B, K, n, D]`` from index ``start[b]`` on. What a shorter row gets past its end stays unseen."""
+    first = int(start[0])
+    if bool((start == first).all()):
+        return new if first == 0 else torch.cat([old[:, :, :first], new], dim=2)
+    wide = F.pad(old, (0, 0, 0, int(start.max()) + new.shape[2] - old.shape[2]))
+    index = (start[:, None] + torch.arange(new.shape[2])).to(new.device)[:, None, :, None]
+    return wide.scatter(2, index.expand_as(new), new)
+
+
+def chunks(band: Tensor, start: Tensor, G: int, c: int) -> Tensor:
+    """``[B, K, G, c, D]``: G chunks of c band columns from column ``start[b]`` on."""
+    first = int(start[0])
+    if bool((start == first).all()):
+        return band[:, :, first : first + G * c].unflatten(2, (G, c))
+    column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device)
+    index = column[:, None, :, None].expand(-1, band.shape[1], -1, band.shape[3])
+    return band.gather(2, index).unflatten(2, (G, c))
+
+
+def window_mean(queries: Tensor, start: Tensor, S: int, stride: int, G: int, seen: Tensor) -> Tensor:
+    """``[B, K, G, D]`` float32 or wider: mean of the S queries from position ``start[b] + stride * j`` on.
+
+    Positions before the row's start do not count.
+    """
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    origin = seen - queries.shape[2]
+    first = int(start[0] - origin[0])
+    if stride == S and bool((start >= 0).all()) and bool((start - origin == first).all()):
+        return queries[:, :, first : first + G * S].unflatten(2, (G, S)).mean(3, dtype=wide)
+    position = start[:, None, None] + stride * torch.arange(G)[:, None] + torch.arange(S)
+    column = (position - origin[:, None, None]).clamp(0, queries.shape[2] - 1).to(queries.device)
+    inside = (position >= 0).to(queries.device)
+    B, K, _, D = queries.shape
+    total = queries.new_zeros(B, K, G, D, dtype=wide)
+    for s in range(S):
+        index = column[:, None, :, s, None].expand(B, K, G, D)
+        total = total + queries.gather(2, index) * inside[:, None, :, s, None]
+    return total / inside.sum(-1).clamp(min=1)[:, None, :, None]
+
+
+def newest(x: Tensor, count: int) -> Tensor:
+    """The last ``count`` columns, see `own`."""
+    return own(x[:, :, x.shape[2] - count :])
+
+
+def own(x: Tensor) -> Tensor:
+    """Detached and alone in its storage: a view would keep all of a longer sequence alive."""
+    x = x.detach()
+    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()

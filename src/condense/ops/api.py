@@ -1,0 +1,106 @@
+"""The numerics that all methods share, dispatched to a backend. Backends never import each other.
+
+Shapes: B rows, H query heads, K KV heads, L queries, M prefix entries, N band tokens, D key width,
+Dv value width, G groups of c tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from condense.ops import reference, torch_blocks
+from condense.ops.bounds import Bounds
+from condense.ops.checks import check_backend
+
+Pooling = Literal["weighted", "mean", "max", "select"]
+POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
+
+
+def attend(
+    q: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    band_k: Tensor,
+    band_v: Tensor,
+    bounds: Bounds,
+    *,
+    scale: float,
+    prefix_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Prefix-band attention: one softmax over the visible prefix entries and band tokens.
+
+    q ``[B, H, L, D]``; prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``; band_k ``[B, K, N, D]``,
+    band_v ``[B, K, N, Dv]``; K divides H; float64, float32, bfloat16 or float16, one dtype and device.
+    ``prefix_bias`` float ``[B|1, K|1, M]`` is added to the scaled scores of prefix entries.
+    ``dropout_p`` is attention dropout.
+
+    Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
+    bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf.
+    Raises ValueError for an unknown backend.
+    """
+    match check_backend(backend, q.device):
+        case "reference":
+            out, lse = reference.attend(
+                q,
+                prefix_k,
+                prefix_v,
+                band_k,
+                band_v,
+                bounds,
+                scale=scale,
+                prefix_bias=prefix_bias,
+                dropout_p=dropout_p,
+            )
+            return out, lse if return_lse else None
+        case _:
+            return torch_blocks.attend(
+                q,
+                prefix_k,
+                prefix_v,
+                band_k,
+                band_v,
+                bounds,
+                scale=scale,
+                prefix_bias=prefix_bias,
+                dropout_p=dropout_p,
+                return_lse=return_lse,
+            )
+
+
+def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:
+    """Scores ``scale * summary . k`` of every group's tokens, float32 or wider ``[B, K, G, c]``.
+
+    summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
+    """
+    if check_backend(backend, k.device) == "reference":
+        return reference.group_scores(summary, k, scale=scale)
+    wide = torch.promote_types(k.dtype, torch.float32)
+    return (k.to(wide) @ summary.to(wide)[..., None])[..., 0] * scale
+
+
+def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> Tensor:
+    """Pool each group to one vector.
+
+    x ``[B, K, G, c, D]``, scores ``[B, K, G, c]`` float32 or wider. ``how``: "weighted" by the softmax of the
+    scores, "mean", "max" per channel, or "select" the vector with the highest score (ties to the lowest
+    position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
+    Gradients flow through the weights, not through the choice of the anchor.
+    """
+    if check_backend(backend, x.device) == "reference":
+        return reference.pool(x, scores, how=how)
+    match how:
+        case "weighted":
+            return (scores.softmax(-1)[..., None, :] @ x.to(scores.dtype))[..., 0, :].to(x.dtype)
+        case "mean":
+            return x.to(scores.dtype).mean(3).to(x.dtype)
+        case "max":
+            return x.amax(3)
+        case "select":
+            anchor = scores.argmax(-1)[..., None, None].expand(*x.shape[:3], 1, x.shape[4])
+            return x.gather(3, anchor)[..., 0, :]

@@ -1,0 +1,146 @@
+"""Who sees what: the three bounds of prefix-band attention, from the uniform rule or as arrays.
+
+Query t sees prefix entries ``[0, rep_end)`` and band columns ``[raw_start, raw_end)``.
+Positions count a row's real tokens from 0; a negative position is padding, which sees nothing.
+
+Shapes: B rows, K KV heads, L queries. A dimension that does not matter is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Extent(NamedTuple):
+    """Host-side hull of a block's bounds: prefix entries ``[0, rep_end)``, band ``[raw_start, raw_end)``."""
+
+    rep_end: int
+    raw_start: int
+    raw_end: int
+
+
+class Arrays(NamedTuple):
+    """Bounds of a block of queries, int64 ``[B|1, K|1, L]`` on the device of the queries."""
+
+    rep_end: Tensor
+    raw_start: Tensor
+    raw_end: Tensor
+
+
+class Bounds(Protocol):
+    """What an attention backend asks of bounds."""
+
+    def arrays(self, start: int, stop: int, device: torch.device) -> Arrays:
+        """Bounds of queries ``[start, stop)``."""
+        ...
+
+    def extents(self, blocks: list[tuple[int, int]]) -> list[Extent]:
+        """Hull of the bounds of each block of queries, as Python ints."""
+        ...
+
+    def is_causal(self, num_queries: int, num_band: int) -> bool:
+        """True if query i sees no prefix entry and exactly the band columns ``[0, num_band - L + i]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class UniformRule:
+    """``n(t) = max(0, t + 1 - window) // chunk`` closed chunks; ``entries`` prefix entries stand for each.
+
+    ``window=None``: nothing ever closes (dense attention). ``max_chunks``: only the first ones have entries
+    (StreamingLLM's sinks; 0 for a pure window).
+    """
+
+    chunk: int
+    window: int | None
+    entries: int = 1
+    max_chunks: int | None = None
+
+    def closed(self, seen: Tensor) -> Tensor:
+        """Chunks no longer visible token by token once ``seen`` tokens (int64, any shape) have been read."""
+        if self.window is None:
+            return torch.zeros_like(seen)
+        return torch.div((seen - self.window).clamp(min=0), self.chunk, rounding_mode="floor")
+
+    def visible_entries(self, closed: Tensor) -> Tensor:
+        """Prefix entries that stand for ``closed`` chunks."""
+        if self.max_chunks is not None:
+            closed = closed.clamp(max=self.max_chunks)
+        return closed * self.entries
+
+
+@dataclass(frozen=True)
+class UniformBounds:
+    """The uniform rule on rows that may start anywhere.
+
+    query_start: int64 CPU ``[B]`` or ``[1]``, position of each row's query 0 (negative: left padding).
+    band_start: likewise, position of the token in band column 0.
+    """
+
+    rule: UniformRule
+    query_start: Tensor
+    band_start: Tensor
+
+    def arrays(self, start: int, stop: int, device: torch.device) -> Arrays:
+        """Bounds of queries ``[start, stop)``: int64 ``[B|1, 1, L]``."""
+        steps = torch.arange(start, stop, device=device)
+        return self._at(steps, self.query_start.to(device), self.band_start.to(device))
+
+    def extents(self, blocks: list[tuple[int, int]]) -> list[Extent]:
+        """Hull per block. Bounds never decrease with t, so a block's ends are all that is looked at."""
+        starts, stops = torch.tensor(blocks, dtype=torch.int64).T
+        last = self._at(stops - 1, self.query_start, self.band_start)
+        # a left-padded row begins at its first real token, position 0
+        steps = torch.maximum(starts, -self.query_start[:, None])
+        first = self._at(steps[:, None], self.query_start, self.band_start).raw_start
+        none = torch.iinfo(torch.int64).max
+        raw_start = torch.where(last.raw_end > 0, first, none).amin((0, 1))
+        raw_end = last.raw_end.amax((0, 1))
+        hulls = torch.stack([last.rep_end.amax((0, 1)), torch.minimum(raw_start, raw_end), raw_end], dim=1)
+        return [Extent(*row) for row in hulls.tolist()]
+
+    def is_causal(self, num_queries: int, num_band: int) -> bool:
+        """True if no row is padded, the band starts at its row's start and no chunk is closed yet."""
+        if bool((self.band_start != 0).any()) or bool((self.query_start != num_band - num_queries).any()):
+            return False
+        return int(self.rule.closed(torch.tensor(num_band))) == 0
+
+    def _at(self, steps: Tensor, query_start: Tensor, band_start: Tensor) -> Arrays:
+        t = query_start[:, None, None] + steps
+        origin = band_start[:, None, None]
+        closed = self.rule.closed(t + 1)
+        real = t >= 0
+        raw_end = torch.where(real, t + 1 - origin, 0)
+        raw_start = torch.where(real, (closed * self.rule.chunk - origin).clamp(min=0), 0)
+        return Arrays(self.rule.visible_entries(closed), raw_start, raw_end)
+
+
+@dataclass(frozen=True)
+class ArrayBounds:
+    """Bounds given entry by entry: int64 ``[B|1, K|1, L]`` each, never decreasing along L."""
+
+    rep_end: Tensor
+    raw_start: Tensor
+    raw_end: Tensor
+
+    def arrays(self, start: int, stop: int, device: torch.device) -> Arrays:
+        """Bounds of queries ``[start, stop)``."""
+        return Arrays(*(x[..., start:stop].to(device) for x in (self.rep_end, self.raw_start, self.raw_end)))
+
+    def extents(self, blocks: list[tuple[int, int]]) -> list[Extent]:
+        """Hull per block; one transfer to the host for all blocks."""
+        hulls = []
+        for start, stop in blocks:
+            rep_end, raw_start, raw_end = (x[..., start:stop] for x in (self.rep_end, self.raw_start, self.raw_end))
+            seen = raw_end > raw_start
+            first = torch.where(seen, raw_start, raw_end.amax()).amin()
+            hulls.append(torch.stack([rep_end.amax(), torch.minimum(first, raw_end.amax()), raw_end.amax()]))
+        return [Extent(*row) for row in torch.stack(hulls).tolist()]
+
+    def is_causal(self, num_queries: int, num_band: int) -> bool:
+        """Never taken for granted: answering would need a transfer to the host."""
+        return False

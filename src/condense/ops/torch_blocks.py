@@ -1,0 +1,115 @@
+"""The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
+
+Nothing of size L x L is made: a block of queries reads only the prefix entries and the stretch of the band
+that it can see, so memory is linear in L.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, M prefix entries, N band tokens, S visible keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.ops.bounds import Bounds, Extent
+
+# rows of (query x grouped head) handed to one fused call: large enough to fill a GPU, small enough that the
+# masked part of the band (a block's own length) stays a small share of what is read
+_BLOCK_ROWS = 1024
+_MAX_BLOCK = 512
+
+
+def attend(
+    q: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    band_k: Tensor,
+    band_v: Tensor,
+    bounds: Bounds,
+    *,
+    scale: float,
+    prefix_bias: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `condense.ops.attend`."""
+    H, L = q.shape[1], q.shape[2]
+    K, N = band_k.shape[1], band_k.shape[2]
+    if not return_lse and bounds.is_causal(L, N) and (L == N or L == 1):
+        out = F.scaled_dot_product_attention(
+            q, band_k, band_v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
+        )
+        return out, None
+    size = max(1, min(_MAX_BLOCK, _BLOCK_ROWS // (H // K)))
+    blocks = [(start, min(start + size, L)) for start in range(0, L, size)]
+    parts = []
+    for (start, stop), extent in zip(blocks, bounds.extents(blocks), strict=True):
+        k = torch.cat([prefix_k[:, :, : extent.rep_end], band_k[:, :, extent.raw_start : extent.raw_end]], dim=2)
+        v = torch.cat([prefix_v[:, :, : extent.rep_end], band_v[:, :, extent.raw_start : extent.raw_end]], dim=2)
+        mask = _visible(bounds, start, stop, extent, q.device)
+        bias = None if prefix_bias is None else prefix_bias[..., : extent.rep_end]
+        parts.append(_block(q[:, :, start:stop], k, v, mask, bias, scale, dropout_p, return_lse))
+    out = torch.cat([part[0] for part in parts], dim=2)
+    lse = torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+    return out, lse
+
+
+def _visible(bounds: Bounds, start: int, stop: int, extent: Extent, device: torch.device) -> Tensor:
+    """Mask bool ``[B|1, K|1, L, S]`` over the block's own stretch of prefix and band."""
+    rep_end, raw_start, raw_end = (x[..., None] for x in bounds.arrays(start, stop, device))
+    entry = torch.arange(extent.rep_end, device=device)
+    column = torch.arange(extent.raw_start, extent.raw_end, device=device)
+    in_prefix = (entry < rep_end).expand(*raw_end.shape[:-1], extent.rep_end)
+    return torch.cat([in_prefix, (column >= raw_start) & (column < raw_end)], dim=-1)
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """One block. q ``[B, H, L, D]``, k and v ``[B, K, S, D]``, mask ``[B|1, K|1, L, S]``, bias ``[B|1, K|1, M]``."""
+    B, H, L, _ = q.shape
+    K, S = k.shape[1], k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if S == 0:
+        # sums over nothing keep the graph connected, so that every input has a gradient
+        nothing = q.sum(-1, keepdim=True) * 0 + (k.sum() + v.sum()) * 0
+        return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
+    # heads that share a KV head become rows of one call: each key is read once, whatever the GQA ratio
+    rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
+    mask = mask[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3)
+    empty = ~mask.any(-1, keepdim=True)
+    # a query that sees nothing gets a harmless row here and is zeroed below: no NaN in values or gradients
+    mask = mask | empty
+    attn_mask = mask
+    if bias is not None and bias.shape[-1] > 0:
+        attn_mask = _key_offsets(bias.to(wide), S, q.dtype)[:, :, None].masked_fill(~mask, float("-inf"))
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
+    out = out.masked_fill(empty, 0.0).unflatten(2, (H // K, L)).flatten(1, 2)
+    if not return_lse:
+        return out, out.new_empty(0)
+    scores = (rows.to(wide) @ k.to(wide).mT) * scale
+    if bias is not None:
+        scores = scores + F.pad(bias.to(wide), (0, S - bias.shape[-1]))[:, :, None]
+    lse = scores.masked_fill(~mask, float("-inf")).logsumexp(-1)
+    lse = lse.masked_fill(empty[..., 0], float("-inf"))
+    return out, lse.unflatten(2, (H // K, L)).flatten(1, 2)
+
+
+def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
+    """Prefix bias ``[B|1, K|1, M]`` as additive mask ``[B|1, K|1, S]`` in ``dtype``.
+
+    Fused attention takes the mask in the dtype of q, and log 16 in bfloat16 is off by 0.7 percent of the
+    weight. Softmax does not notice a constant: subtracting the rounding residual of the largest bias from
+    every key makes that bias exact and leaves the small residual, which has its own fine rounding, on the rest.
+    """
+    largest = bias.amax(-1, keepdim=True)
+    residual = largest - largest.to(dtype).to(bias.dtype)
+    return (F.pad(bias, (0, S - bias.shape[-1])) - residual).to(dtype)
