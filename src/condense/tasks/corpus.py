@@ -93,9 +93,7 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     return Corpus(tokens, line_starts.astype(np.int64), np.array(document_starts, np.int64))
 
 
-def load_corpus(
-    paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path
-) -> Corpus:
+def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path) -> Corpus:
     """``encode_corpus`` of files, kept on disk: the second call with the same files and tokenizer reads it back.
 
     Args:

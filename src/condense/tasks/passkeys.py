@@ -35,8 +35,7 @@ def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int) -> lis
     chosen = rng.choice(len(words), size=2 * count, replace=False)
     numbers = 1000 + rng.choice(9000, size=count, replace=False)
     return [
-        Key(words[chosen[2 * index]], words[chosen[2 * index + 1]], str(number))
-        for index, number in enumerate(numbers)
+        Key(words[chosen[2 * index]], words[chosen[2 * index + 1]], str(number)) for index, number in enumerate(numbers)
     ]
 
 

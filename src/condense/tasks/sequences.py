@@ -48,9 +48,7 @@ class SequenceBuilder:
         ValueError: the length is below 128, or the corpus is shorter than one sequence, or has no line starts.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, words: Sequence[str], length: int
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, words: Sequence[str], length: int) -> None:
         if length < 128:
             raise ValueError(f"length: wanted at least 128 tokens, got {length}")
         if len(corpus.tokens) <= length:

@@ -1,0 +1,129 @@
+"""Train the bundled model and measure it; how the numbers in the documentation were made.
+
+    python benchmarks/demo_model.py prepare  --data TRAIN... --cache CACHE
+    python benchmarks/demo_model.py train    --data TRAIN... --cache CACHE --output MODEL --seed 0
+    python benchmarks/demo_model.py evaluate --model MODEL --data TEST... --output RESULTS.json
+
+`train --until dense` stops after the first phase and `train --resume` goes on from there, or from the last
+checkpoint of an interrupted run.
+"""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import condense
+from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
+from condense.results import refuse_existing, write_results
+from condense.tasks import FORMS, SequenceBuilder, encode_corpus, load_words, read_documents
+from condense.train import prepare, run_training
+from condense.train.recipes import demo_model
+
+LENGTH = 4096
+KEYS = 8
+
+
+def methods() -> Mapping[str, condense.Method]:
+    condensed = condense.CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
+    return {
+        "dense": condense.Dense(),
+        "condensed": condensed,
+        "condensed, no bias": condensed.replace(rep_bias="none"),
+        "condensed, weighted keys": condensed.replace(key_pooling="weighted"),
+        "condensed, last query": condensed.replace(summary="last"),
+        # As many entries as the condensed model keeps of 4,096 tokens: (4096 - 256) / 16 + 256.
+        "window": condense.StreamingLLM(sink=4, window=492),
+    }
+
+
+def train(options: argparse.Namespace) -> None:
+    config = demo_model(options.data, options.output, seed=options.seed, cache=options.cache, workers=options.workers)
+    if options.steps is not None:
+        config = config.with_steps(options.steps)
+    print(run_training(config, resume=options.resume, until=options.until))
+
+
+def prepare_data(options: argparse.Namespace) -> None:
+    config = demo_model(options.data, options.cache / "unused", cache=options.cache)
+    prepared = prepare(config)
+    print(f"{len(prepared.tokenizer)} tokens in the vocabulary, {len(prepared.corpus.tokens)} in the corpus")
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    refuse_existing(options.output, "output")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    corpus = encode_corpus(read_documents(options.data), tokenizer)
+    words = load_words()
+    found = {}
+    for kind, choice in (("held-out", words.held_out), ("trained", words.trained)):
+        builder = SequenceBuilder(tokenizer, corpus, choice, LENGTH)
+        for form in FORMS:
+            sequences = passkey_sequences(builder, options.sequences, keys=KEYS, form=form, seed=1)
+            found[f"{form}, {kind} words"] = retrieval(model, methods(), sequences)
+    losses = text_loss(model, methods(), text_sequences(builder, options.sequences, seed=2))
+    content = {
+        "model": options.model.name,
+        "parameters": model.num_parameters(),
+        "dtype": options.dtype,
+        "text": [path.name for path in options.data],
+        "length": LENGTH,
+        "keys": KEYS,
+        "retrieval": found,
+        "text_loss": losses,
+    }
+    write_results(options.output, content, seed=options.seed)
+    table = Table("method", *found, "text loss", *(f"{p.start} to {p.stop - 1}" for p in losses[0].by_position))
+    for index, name in enumerate(methods()):
+        shares = [results[index].exact for results in found.values()]
+        loss = losses[index]
+        table.add_row(
+            name,
+            *(f"{share.share:.3f} [{share.low:.3f}, {share.high:.3f}]" for share in shares),
+            f"{loss.loss:.3f}",
+            *(f"{position.loss:.3f}" for position in loss.by_position),
+        )
+    Console(width=200).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+
+    command = commands.add_parser("prepare", help="train the tokenizer and encode the text")
+    command.add_argument("--data", type=Path, nargs="+", required=True)
+    command.add_argument("--cache", type=Path, required=True)
+    command.set_defaults(run=prepare_data)
+
+    command = commands.add_parser("train", help="train one seed")
+    command.add_argument("--data", type=Path, nargs="+", required=True)
+    command.add_argument("--output", type=Path, required=True)
+    command.add_argument("--cache", type=Path, help="tokenizer and encoded text, shared by seeds")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--steps", type=int, help="steps of every phase, to try out a machine")
+    command.add_argument("--workers", type=int, default=8)
+    command.add_argument("--until", help="stop after this phase: dense or mixed")
+    command.add_argument("--resume", action="store_true", help="go on with an unfinished run")
+    command.set_defaults(run=train)
+
+    command = commands.add_parser("evaluate", help="retrieval and text loss under several methods")
+    command.add_argument("--model", type=Path, required=True)
+    command.add_argument("--data", type=Path, nargs="+", required=True, help="text that was not trained on")
+    command.add_argument("--output", type=Path, required=True, help="JSON file")
+    command.add_argument("--sequences", type=int, default=60, help=f"texts of {KEYS} questions each")
+    command.add_argument("--dtype", default="float32")
+    command.add_argument("--seed", type=int, help="the model's, for the record")
+    command.set_defaults(run=evaluate)
+
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

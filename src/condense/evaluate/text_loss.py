@@ -1,0 +1,110 @@
+"""The loss on plain text, method by method and by position."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from rich.progress import Progress
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from condense.config import check_int
+from condense.methods import Method
+from condense.models import use
+from condense.tasks import SequenceBuilder
+
+_SLICE = 1024  # positions whose logits are held in float32 at a time
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """Mean loss (nats per token) of the tokens at positions ``start`` to ``stop - 1``."""
+
+    start: int
+    stop: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class TextLossResult:
+    """One method's loss.
+
+    Attributes:
+        name: what the caller called the method.
+        method: its settings.
+        loss: mean over all tokens, nats per token.
+        standard_error: of that mean, from the spread between sequences.
+        tokens: number of predicted tokens.
+        by_position: means over stretches of positions.
+    """
+
+    name: str
+    method: Method
+    loss: float
+    standard_error: float
+    tokens: int
+    by_position: tuple[PositionLoss, ...]
+
+
+def text_sequences(builder: SequenceBuilder, count: int, *, seed: int = 0) -> list[np.ndarray]:
+    """``count`` stretches of plain text, each ``[L]`` int64; the same for the same arguments."""
+    check_int("count", count, 1)
+    return [builder.plain(np.random.default_rng([seed, index])) for index in range(count)]
+
+
+def text_loss(
+    model: PreTrainedModel,
+    methods: Mapping[str, Method],
+    sequences: Sequence[np.ndarray],
+    *,
+    edges: Sequence[int] = (0, 256, 512, 1024, 2048),
+) -> list[TextLossResult]:
+    """Mean loss of every token given all before it, under every method.
+
+    Args:
+        model: a causal LM with stock attention, left as it was.
+        methods: by the names that the results carry.
+        sequences: token ids, all of one length.
+        edges: where the stretches of ``by_position`` begin, ascending; the last ends with the sequence.
+
+    Raises:
+        ValueError: no method or no sequence, sequences of several lengths, or edges that do not ascend within.
+    """
+    if not methods or not sequences:
+        raise ValueError(f"methods: wanted methods and sequences, got {len(methods)} and {len(sequences)}")
+    lengths = {len(sequence) for sequence in sequences}
+    if len(lengths) > 1:
+        raise ValueError(f"sequences: wanted one length, got {sorted(lengths)}")
+    bounds = [*edges, lengths.pop()]
+    if any(low >= high for low, high in pairwise(bounds)) or bounds[0] < 0:
+        raise ValueError(f"edges: wanted ascending positions below {bounds[-1]}, got {list(edges)}")
+    results = []
+    model.eval()
+    with Progress(transient=True) as progress:
+        for name, method in methods.items():
+            with torch.no_grad(), use(model, method):
+                rows = [_losses(model, sequence) for sequence in progress.track(sequences, description=name)]
+            losses = np.stack(rows)
+            means = losses.mean(1)
+            error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
+            # The token at position p is predicted by column p - 1: nothing predicts the first.
+            stretches = tuple(
+                PositionLoss(low, high, float(losses[:, max(low - 1, 0) : high - 1].mean()))
+                for low, high in pairwise(bounds)
+            )
+            results.append(TextLossResult(name, method, float(losses.mean()), error, losses.size, stretches))
+    return results
+
+
+def _losses(model: PreTrainedModel, sequence: np.ndarray) -> np.ndarray:
+    """Loss of every token but the first, ``[L - 1]`` float64."""
+    ids = torch.from_numpy(sequence).to(model.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    parts = [
+        functional.cross_entropy(part.float(), targets, reduction="none")
+        for part, targets in zip(logits.split(_SLICE), ids[1:].split(_SLICE), strict=True)
+    ]
+    return torch.cat(parts).double().cpu().numpy()

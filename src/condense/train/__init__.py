@@ -1,0 +1,16 @@
+"""Training from scratch and adaptation, dense and condensed steps on the same weights."""
+
+from condense.train.config import PhaseConfig, TrainConfig
+from condense.train.recipes import RECIPES
+from condense.train.run import Prepared, prepare, run_training
+from condense.train.tokenizer import train_tokenizer
+
+__all__ = [
+    "RECIPES",
+    "PhaseConfig",
+    "Prepared",
+    "TrainConfig",
+    "prepare",
+    "run_training",
+    "train_tokenizer",
+]

@@ -1,0 +1,139 @@
+"""What a training run is: frozen dataclasses that recipes fill in."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from condense.config import check_choice, check_int
+from condense.methods import Method
+
+Mix = Literal["dense", "condensed", "alternate"]
+_MIXES = ("dense", "condensed", "alternate")
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """One stretch of training with one sequence length and one learning rate schedule: warm-up, cosine to 0.
+
+    Attributes:
+        name: names the folder of the phase's checkpoints.
+        steps: optimizer steps.
+        sequence_length: tokens per sequence.
+        batch_size: sequences per optimizer step.
+        mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock
+            attention in even steps, ``method`` in odd ones, on the same weights.
+        method: the condensed attention; needed unless ``mix`` is ``"dense"``.
+        learning_rate: its peak.
+        warmup_steps: steps until the peak.
+        task_share: share of the sequences with hidden numbers and questions; the others are plain text.
+        keys: fewest and most hidden numbers in one sequence, drawn uniformly.
+        answer_weight: weight in the loss of an answer's tokens; all others weigh 1.
+        weight_decay: AdamW's, on matrices.
+        gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
+        gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
+        checkpoint_steps: steps between checkpoints to resume from.
+        logging_steps: steps between entries of the loss history.
+    """
+
+    name: str
+    steps: int
+    sequence_length: int
+    batch_size: int
+    mix: Mix = "dense"
+    method: Method | None = None
+    learning_rate: float = 2e-3
+    warmup_steps: int = 100
+    task_share: float = 0.5
+    keys: tuple[int, int] = (2, 8)
+    answer_weight: float = 5.0
+    weight_decay: float = 0.1
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
+    checkpoint_steps: int = 1000
+    logging_steps: int = 50
+
+    def __post_init__(self) -> None:
+        sizes = ("steps", "sequence_length", "batch_size", "checkpoint_steps", "logging_steps")
+        for field in (*sizes, "gradient_accumulation_steps"):
+            check_int(field, getattr(self, field), 1)
+        check_int("warmup_steps", self.warmup_steps, 0)
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                "batch_size: wanted a multiple of gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps}, got {self.batch_size}"
+            )
+        check_choice("mix", self.mix, _MIXES)
+        if self.mix != "dense" and self.method is None:
+            raise ValueError(f"method: wanted a method for mix {self.mix!r}, got None")
+        if not 0 <= self.task_share <= 1:
+            raise ValueError(f"task_share: wanted a number from 0 to 1, got {self.task_share}")
+        if not 1 <= self.keys[0] <= self.keys[1]:
+            raise ValueError(f"keys: wanted 1 <= fewest <= most, got {self.keys}")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate: wanted a positive number, got {self.learning_rate}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole run: where it starts from, on what it trains, and where the model goes.
+
+    Attributes:
+        recipe: the name of the function that made this.
+        seed: decides the weights to start from and every sequence.
+        data: text files (see ``condense.tasks.read_documents``).
+        output: the folder that the finished model is written to; must not exist.
+        phases: trained in order, each from the weights of the one before.
+        architecture: a fresh model: the arguments of ``AutoConfig.for_model``, ``vocab_size`` included.
+        pretrained: the folder or name of a saved model to adapt, instead of ``architecture``.
+        dtype: of the weights; with ``"bfloat16"`` the optimizer keeps a float32 copy.
+        cache: folder for the tokenizer and the encoded text; runs can share it. By default beside ``output``.
+        workers: processes that build sequences; 0 builds them in the training process.
+        shard_size: no file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
+    """
+
+    recipe: str
+    seed: int
+    data: tuple[Path, ...]
+    output: Path
+    phases: tuple[PhaseConfig, ...]
+    architecture: Mapping[str, Any] | None = None
+    pretrained: str | Path | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    cache: Path | None = None
+    workers: int = 0
+    shard_size: str = "5GB"
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("data: wanted at least one text file, got none")
+        if not self.phases:
+            raise ValueError("phases: wanted at least one phase, got none")
+        if len({phase.name for phase in self.phases}) < len(self.phases):
+            raise ValueError(f"phases: wanted different names, got {[phase.name for phase in self.phases]}")
+        if (self.architecture is None) == (self.pretrained is None):
+            raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
+        check_choice("dtype", self.dtype, _DTYPES)
+        check_int("seed", self.seed, 0)
+        check_int("workers", self.workers, 0)
+
+    @property
+    def work(self) -> Path:
+        """The folder of everything unfinished: checkpoints, and the models between phases."""
+        return self.output.with_name(self.output.name + ".work")
+
+    @property
+    def cache_folder(self) -> Path:
+        """The folder of the tokenizer and the encoded text."""
+        return self.cache if self.cache is not None else self.output.with_name(self.output.name + ".cache")
+
+    def with_steps(self, steps: int) -> "TrainConfig":
+        """The same run with this many steps in every phase, and a warm-up of at most a tenth of them."""
+        check_int("steps", steps, 1)
+        phases = tuple(
+            dataclasses.replace(phase, steps=steps, warmup_steps=min(phase.warmup_steps, steps // 10))
+            for phase in self.phases
+        )
+        return dataclasses.replace(self, phases=phases)

@@ -1,0 +1,44 @@
+"""Training sequences as a dataset: item i depends on the seed and on i alone, so that resuming is exact."""
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from condense.tasks import FORMS, SequenceBuilder
+from condense.train.config import PhaseConfig
+
+
+class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
+    """The sequences of one phase, in the order in which they are trained on.
+
+    An item has ``input_ids`` (int64) and ``loss_weights`` (float32), both ``[L]``: the weight of a token as a
+    target, which is 0 for the first one (nothing predicts it), ``answer_weight`` in answers and 1 elsewhere.
+
+    Args:
+        builder: makes sequences of the phase's length.
+        phase: how many, with which tasks.
+        seed: of this phase.
+    """
+
+    def __init__(self, builder: SequenceBuilder, phase: PhaseConfig, seed: tuple[int, ...]) -> None:
+        self._builder = builder
+        self._phase = phase
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._phase.steps * self._phase.batch_size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rng = np.random.default_rng([*self._seed, index])
+        weights = torch.ones(self._builder.length)
+        weights[0] = 0
+        if rng.random() < self._phase.task_share:
+            fewest, most = self._phase.keys
+            count = int(rng.integers(fewest, most + 1))
+            sequence = self._builder.passkeys(rng, count, FORMS[int(rng.integers(len(FORMS)))])
+            for start, stop in sequence.answers:
+                weights[start:stop] = self._phase.answer_weight
+            ids = sequence.input_ids
+        else:
+            ids = self._builder.plain(rng)
+        return {"input_ids": torch.from_numpy(ids), "loss_weights": weights}

@@ -1,0 +1,147 @@
+"""Recipes: functions that make a training configuration, with all numbers in one place."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from condense.methods import CCA, Method
+from condense.train.config import Mix, PhaseConfig, TrainConfig
+
+
+def demo_model(
+    data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = 8
+) -> TrainConfig:
+    """The bundled model: a Llama of 11.5M parameters, good with dense and with condensed attention.
+
+    Two phases of 65,536 tokens a step: short sequences with dense attention until retrieval appears, then
+    sequences of 4,096 tokens that alternate between dense and condensed attention. Meant for one large GPU.
+    """
+    condensed = CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
+    return TrainConfig(
+        recipe="demo_model",
+        seed=seed,
+        data=tuple(data),
+        output=output,
+        architecture={
+            "model_type": "llama",
+            "vocab_size": 4096,
+            "hidden_size": 320,
+            "intermediate_size": 896,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "head_dim": 64,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "tie_word_embeddings": True,
+        },
+        phases=(
+            PhaseConfig(
+                name="dense",
+                steps=3000,
+                sequence_length=512,
+                batch_size=128,
+                learning_rate=2e-3,
+                warmup_steps=200,
+                task_share=0.6,
+                keys=(2, 8),
+            ),
+            PhaseConfig(
+                name="mixed",
+                steps=3000,
+                sequence_length=4096,
+                batch_size=16,
+                mix="alternate",
+                method=condensed,
+                learning_rate=1.5e-3,
+                warmup_steps=100,
+                task_share=0.6,
+                keys=(2, 10),
+            ),
+        ),
+        dtype="bfloat16",
+        cache=cache,
+        workers=workers,
+        shard_size="12MB",
+    )
+
+
+def adapt(
+    data: Sequence[Path],
+    output: Path,
+    *,
+    pretrained: str | Path,
+    method: Method,
+    mix: Mix = "alternate",
+    steps: int = 1000,
+    sequence_length: int = 4096,
+    batch_size: int = 16,
+    gradient_accumulation_steps: int = 1,
+    learning_rate: float = 3e-4,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    cache: Path | None = None,
+    workers: int = 4,
+) -> TrainConfig:
+    """Adapt a saved Hugging Face model to a method, on any text, half of it with hidden numbers."""
+    phase = PhaseConfig(
+        name="adapt",
+        steps=steps,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        mix=mix,
+        method=method,
+        learning_rate=learning_rate,
+        warmup_steps=min(100, steps // 10),
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
+    return TrainConfig(
+        recipe="adapt",
+        seed=seed,
+        data=tuple(data),
+        output=output,
+        pretrained=pretrained,
+        phases=(phase,),
+        dtype=dtype,  # type: ignore[arg-type]  # checked by TrainConfig
+        cache=cache,
+        workers=workers,
+    )
+
+
+def smoke(
+    data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = 0
+) -> TrainConfig:
+    """A tiny model and a few steps on a CPU: shows in seconds that a set-up works."""
+    shape = {
+        "sequence_length": 256,
+        "batch_size": 4,
+        "checkpoint_steps": 3,
+        "logging_steps": 2,
+        "warmup_steps": 1,
+    }
+    condensed = CCA(group_size=16, window=32, summary="streaming", key_pooling="select", rep_bias="log_size")
+    return TrainConfig(
+        recipe="smoke",
+        seed=seed,
+        data=tuple(data),
+        output=output,
+        architecture={
+            "model_type": "llama",
+            "vocab_size": 512,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        },
+        phases=(
+            PhaseConfig(name="dense", steps=6, keys=(1, 2), **shape),  # type: ignore[arg-type]
+            PhaseConfig(name="mixed", steps=6, keys=(1, 2), mix="alternate", method=condensed, **shape),  # type: ignore[arg-type]
+        ),
+        cache=cache,
+        workers=workers,
+    )
+
+
+RECIPES: dict[str, Callable[..., TrainConfig]] = {"adapt": adapt, "demo_model": demo_model, "smoke": smoke}

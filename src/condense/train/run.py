@@ -1,0 +1,197 @@
+"""Runs a training configuration: phase after phase, resumable, and nothing half-written at the end."""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from condense.results import refuse_existing, write_results
+from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
+from condense.train.config import PhaseConfig, TrainConfig
+from condense.train.data import TrainingSequences
+from condense.train.phase import newest_checkpoint, train_phase
+from condense.train.tokenizer import train_tokenizer
+
+REPORT = "training.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all runs on the same data share: the tokenizer and the encoded text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    corpus: Corpus
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Train (or load) the tokenizer and encode the data; both are kept in ``config.cache_folder``.
+
+    Raises:
+        ValueError: a data file is missing or empty, or the pretrained model has no tokenizer to load.
+    """
+    if config.pretrained is not None:
+        tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
+    else:
+        tokenizer = _own_tokenizer(config)
+    return Prepared(tokenizer, load_corpus(config.data, tokenizer, config.cache_folder))
+
+
+def run_training(config: TrainConfig, *, resume: bool = False, until: str | None = None) -> Path:
+    """Train all phases and write model, tokenizer and ``training.json`` to ``config.output``.
+
+    Unfinished work lives in ``config.work``: each phase's checkpoints, and its model once it is done. The
+    output folder appears under its name only when everything in it is written.
+
+    Args:
+        config: the run.
+        resume: go on with what an interrupted run of the same configuration left in ``config.work``.
+        until: stop after the phase of this name; a later call with ``resume`` goes on.
+
+    Returns:
+        The folder of the finished model: ``config.output``, or a phase's model if ``until`` stopped it.
+
+    Raises:
+        ValueError: the output exists; unfinished work does and ``resume`` is false; bad data; no such phase.
+    """
+    refuse_existing(config.output, "output")
+    if config.work.exists() and not resume:
+        raise ValueError(f"resume: wanted True, since an unfinished run lies in {config.work}, got False")
+    names = [phase.name for phase in config.phases]
+    if until is not None and until not in names:
+        raise ValueError(f"until: wanted one of {', '.join(names)}, got {until!r}")
+    prepared = prepare(config)
+    start: Path | None = None
+    reports = []
+    for index, phase in enumerate(config.phases):
+        folder = config.work / f"{index}-{phase.name}"
+        if not (folder / "model").exists():
+            _run_phase(config, index, phase, prepared, start, folder)
+        start = folder / "model"
+        reports.append(folder / REPORT)
+        if phase.name == until and phase is not config.phases[-1]:
+            return start
+    assert start is not None
+    _finish(config, start, reports)
+    return config.output
+
+
+def _run_phase(
+    config: TrainConfig,
+    index: int,
+    phase: PhaseConfig,
+    prepared: Prepared,
+    start: Path | None,
+    folder: Path,
+) -> None:
+    """Train one phase from ``start`` (``None``: from the configuration's own start) into ``folder/model``."""
+    seed = config.seed
+    set_seed(seed)
+    model = _load(start, config.dtype) if start is not None else _first_model(config, prepared.tokenizer)
+    words = load_words().trained
+    builder = SequenceBuilder(prepared.tokenizer, prepared.corpus, words, phase.sequence_length)
+    dataset = TrainingSequences(builder, phase, seed=(seed, index))
+    checkpoint = newest_checkpoint(folder)
+    began = time.monotonic()
+    history = train_phase(model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint)
+    report = {
+        "phase": phase,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "tokens": phase.steps * phase.batch_size * phase.sequence_length,
+        "seconds": round(time.monotonic() - began, 1),
+        "resumed_from": checkpoint.name if checkpoint else None,
+        "history": history,
+    }
+    write_results(folder / REPORT, report, seed=seed, overwrite=True)
+
+    def write(path: Path) -> None:
+        model.save_pretrained(path, max_shard_size=config.shard_size)
+        prepared.tokenizer.save_pretrained(path)
+
+    _write_folder(folder / "model", write)
+    for leftover in folder.glob("checkpoint-*"):
+        shutil.rmtree(leftover)
+
+
+def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    if config.pretrained is not None:
+        return _load(config.pretrained, config.dtype)
+    assert config.architecture is not None
+    settings = AutoConfig.for_model(
+        **config.architecture,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    # Parameters alone: .to(dtype) would also round the frequencies of rotary positions.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.dtype))
+    model.config.dtype = getattr(torch, config.dtype)
+    return model
+
+
+def _load(path: str | Path, dtype: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+
+
+def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
+    assert config.architecture is not None
+    vocab_size = config.architecture["vocab_size"]
+    digest = hashlib.sha256()
+    documents = list(read_documents(config.data))
+    for document in documents:
+        digest.update(document.encode())
+    folder = config.cache_folder / f"tokenizer-{vocab_size}-{digest.hexdigest()[:16]}"
+    if not folder.exists():
+        positions = config.architecture["max_position_embeddings"]
+        trained = train_tokenizer(documents, vocab_size, positions)
+        _write_folder(folder, trained.save_pretrained)
+    # Read back even when new, so that the first run uses exactly what the second one will.
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
+    """Write the output folder from the last phase's model, then drop the unfinished work."""
+
+    def write(folder: Path) -> None:
+        shutil.copytree(model, folder, dirs_exist_ok=True)
+        phases = [json.loads(report.read_text())["results"] for report in reports]
+        content = {
+            "recipe": config.recipe,
+            "data": [path.name for path in config.data],
+            "architecture": config.architecture,
+            "dtype": config.dtype,
+            "phases": phases,
+        }
+        write_results(folder / REPORT, content, seed=config.seed)
+
+    _write_folder(config.output, write)
+    shutil.rmtree(config.work)
+
+
+def _write_folder(target: Path, write: Callable[[Path], Any]) -> None:
+    """Let ``write`` fill a folder of another name, which then gets its own."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir()
+        write(part)
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
