@@ -10,6 +10,8 @@ Rows are right-aligned: new tokens end at column L - 1, padding stands to their 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -176,6 +178,32 @@ def attention(
     """
     check_qkv(q, k, v)
     method = Method.parse(method)
+    with outside_autocast(q, k, v) as (q, k, v):
+        return _rows_or_documents(q, k, v, method, scale, backend, cu_seqlens, padding, return_lse)
+
+
+@contextmanager
+def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors in autocast's dtype, if it is on, and autocast off: it would round scores and pooling weights."""
+    device_type = tensors[0].device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors = tuple(x.to(dtype) for x in tensors)
+    with torch.autocast(device_type, enabled=False):
+        yield tensors
+
+
+def _rows_or_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    method: Method,
+    scale: float | None,
+    backend: str,
+    cu_seqlens: Tensor | None,
+    padding: Tensor | None,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None:
         if padding is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from condense.functional import attend_to, extend, summary_queries
+from condense.functional import attend_to, extend, outside_autocast, summary_queries
 from condense.methods import Method
 from condense.models.families import FAMILIES, sliding_window, stock_class
 from condense.models.layers import ensure_layer
@@ -49,13 +49,8 @@ def condense_attention(
     if kwargs.get("softcap") is not None:
         raise ValueError("condensed attention has no logit soft-capping: call condense.restore(model)")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        # autocast would round scores and pooling weights; give it its dtype at the door and keep it out
-        dtype = torch.get_autocast_dtype(device_type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    with torch.autocast(device_type, enabled=False):
-        out = condense_state.attend(module, query, key, value, attention_mask, scale, dropout, kwargs)
+    with outside_autocast(query, key, value) as (q, k, v):
+        out = condense_state.attend(module, q, k, v, attention_mask, scale, dropout, kwargs)
     return out.transpose(1, 2), None
 
 

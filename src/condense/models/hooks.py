@@ -64,8 +64,8 @@ def _check_generation(model: Any, generation_config: GenerationConfig, methods: 
     kind = generation_config.cache_implementation
     if kind not in _GROWING_CACHES:
         raise ValueError(
-            f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays small while it "
-            "grows"
+            f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays "
+            "small while it grows"
         )
     if generation_config.prefill_chunk_size is not None:
         ahead = next((method for method in methods.values() if method.looks_ahead), None)
@@ -76,5 +76,6 @@ def _check_generation(model: Any, generation_config: GenerationConfig, methods: 
     positions = max_learned_positions(model.config.get_text_config(decoder=True))
     if positions is not None and generation_config.max_length is not None and generation_config.max_length > positions:
         raise ValueError(
-            f"prompt and new tokens must fit the model's {positions} learned positions, got {generation_config.max_length}"
+            f"prompt and new tokens must fit the model's {positions} learned positions, got "
+            f"{generation_config.max_length}"
         )
