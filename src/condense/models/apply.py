@@ -68,6 +68,11 @@ def condensed_layers(model: nn.Module) -> dict[int, Method]:
     return {i: method for i, method in methods.items() if method is not None}
 
 
+def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention modules that condense knows, by layer index. Raises ValueError if the model has none."""
+    return _attentions(model)[1]
+
+
 def condense_from_config(model: PreTrainedModel) -> None:
     """Condense a model under construction if its configuration says so (``config.condense``)."""
     config = model.config.get_text_config(decoder=True)

@@ -2,6 +2,7 @@
 
 from condense.ops.api import POOLINGS, Pooling, attend, group_scores, pool
 from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule
+from condense.ops.checks import resolve_backend
 
 __all__ = [
     "POOLINGS",
@@ -13,4 +14,5 @@ __all__ = [
     "attend",
     "group_scores",
     "pool",
+    "resolve_backend",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops import reference, torch_blocks
 from condense.ops.bounds import Bounds
-from condense.ops.checks import check_backend
+from condense.ops.checks import resolve_backend
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
@@ -44,7 +44,7 @@ def attend(
     bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf.
     Raises ValueError for an unknown backend.
     """
-    match check_backend(backend, q.device):
+    match resolve_backend(backend, q.device):
         case "reference":
             out, lse = reference.attend(
                 q,
@@ -78,7 +78,7 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
     """
-    if check_backend(backend, k.device) == "reference":
+    if resolve_backend(backend, k.device) == "reference":
         return reference.group_scores(summary, k, scale=scale)
     wide = torch.promote_types(k.dtype, torch.float32)
     return (k.to(wide) @ summary.to(wide)[..., None])[..., 0] * scale
@@ -92,7 +92,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
     Gradients flow through the weights, not through the choice of the anchor.
     """
-    if check_backend(backend, x.device) == "reference":
+    if resolve_backend(backend, x.device) == "reference":
         return reference.pool(x, scores, how=how)
     match how:
         case "weighted":

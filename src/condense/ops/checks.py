@@ -34,7 +34,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"KV heads must divide query heads, got {k.shape[1]} KV heads for {q.shape[1]} query heads")
 
 
-def check_backend(backend: str, device: torch.device) -> str:
+def resolve_backend(backend: str, device: torch.device) -> str:
     """Resolve ``backend`` to one that runs here; an explicit one is never exchanged for another."""
     if backend == "auto":
         return "torch"

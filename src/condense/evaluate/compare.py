@@ -1,0 +1,189 @@
+"""The same prompt under several attention methods: answers, time to first token, time per token, cache bytes."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from condense.caches import cache_nbytes
+from condense.methods import Dense, Method
+from condense.models import use
+from condense.models.families import max_learned_positions
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, questions asked after it (none: the text is continued), and right answers where they are known."""
+
+    text: str
+    questions: Sequence[str] = ()
+    expected: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One method on one prompt, greedy, batch 1.
+
+    first_token_s: reading the text and the first question up to its first new token. token_s: median over the
+    further tokens. cache_bytes: allocated after the text. correct: answers that begin with the expected one,
+    None if none is expected.
+    """
+
+    method: Method
+    text_tokens: int
+    answers: list[str]
+    correct: int | None
+    first_token_s: float
+    token_s: float | None
+    cache_bytes: int
+
+
+def compare(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 16,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[Outcome]:
+    """Read the text once per method, then answer each question on a copy of that cache.
+
+    on_step is called after the text and after every answer. `condense.Dense` stands for the stock model.
+    Raises ValueError for an empty text, sizes below 1, expected answers that do not match the questions, or a
+    prompt longer than the model's learned positions.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+    if prompt.expected and len(prompt.expected) != len(prompt.questions):
+        raise ValueError(
+            f"expected must hold one answer per question, got {len(prompt.expected)} for {len(prompt.questions)}"
+        )
+    text = encode(tokenizer, prompt.text, model)
+    questions = [encode(tokenizer, question, model, special=False) for question in prompt.questions]
+    longest = text.shape[1] + max((q.shape[1] for q in questions), default=0) + max_new_tokens
+    check_positions(model, longest)
+    return [
+        _run(model, tokenizer, method, text, questions, prompt.expected, max_new_tokens, on_step) for method in methods
+    ]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, model: PreTrainedModel, *, special: bool = True) -> Tensor:
+    """Token ids ``[1, L]`` on the model's device. Raises ValueError if there are none."""
+    ids = tokenizer(text, add_special_tokens=special, return_tensors="pt").input_ids
+    if ids.numel() == 0:
+        raise ValueError("text must hold at least one token, got an empty text")
+    return ids.to(device=model.device, dtype=torch.int64)
+
+
+def check_positions(model: PreTrainedModel, length: int) -> None:
+    """Raise ValueError if ``length`` tokens do not fit a model with learned positions."""
+    positions = max_learned_positions(model.config.get_text_config(decoder=True))
+    if positions is not None and length > positions:
+        raise ValueError(f"prompt and new tokens must fit the model's {positions} learned positions, got {length}")
+
+
+@contextmanager
+def attention_of(model: PreTrainedModel, method: Method) -> Iterator[None]:
+    """The method for the length of the block; Dense leaves the model stock."""
+    if isinstance(method, Dense):
+        yield
+    else:
+        with use(model, method):
+            yield
+
+
+class Stopwatch(StoppingCriteria):
+    """Notes when each token is ready; never stops anything."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times = [now(device)]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """One more token is ready."""
+        self.times.append(now(self.device))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def further_s(self) -> list[float]:
+        """Seconds of each further token."""
+        return [b - a for a, b in zip(self.times[1:-1], self.times[2:], strict=True)]
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@torch.no_grad()
+def _run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    method: Method,
+    text: Tensor,
+    questions: list[Tensor],
+    expected: Sequence[str],
+    max_new_tokens: int,
+    on_step: Callable[[], None],
+) -> Outcome:
+    with attention_of(model, method):
+        # the last token of a text that is continued is read by generate itself
+        body = text if questions else text[:, :-1]
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        read_s = 0.0
+        if body.shape[1] > 0:
+            start = now(model.device)
+            model(body, past_key_values=cache, logits_to_keep=1)
+            read_s = now(model.device) - start
+        cache_bytes = cache_nbytes(cache)
+        on_step()
+        answers, first_s, further_s = [], [], []
+        for question in questions or [text[:, -1:]]:
+            watch = Stopwatch(model.device)
+            ids = torch.cat([body, question], dim=1)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=copy.deepcopy(cache),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                stopping_criteria=StoppingCriteriaList([watch]),
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            )
+            answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+            first_s.append(watch.first_s)
+            further_s.extend(watch.further_s)
+            on_step()
+    correct = sum(a.startswith(e) for a, e in zip(answers, expected, strict=True)) if expected else None
+    return Outcome(
+        method=method,
+        text_tokens=text.shape[1],
+        answers=answers,
+        correct=correct,
+        first_token_s=read_s + first_s[0],
+        token_s=statistics.median(further_s) if further_s else None,
+        cache_bytes=cache_bytes,
+    )

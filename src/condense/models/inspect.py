@@ -1,0 +1,126 @@
+"""What condensing a model would change, layer by layer, by arithmetic alone: no weights, no forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from condense.functional import SLACK, first_needed, num_entries
+from condense.methods import Dense, Method
+from condense.models.apply import attention_layers
+from condense.models.families import sliding_window
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer at one length, batch 1. Entries per KV head; bytes of the cache after a prefill of that length.
+
+    FLOPs count attention over visible keys and pooling, not projections. pays_from: the shortest length from
+    which the condensed layer needs fewer FLOPs than the dense one, None if it never does. method: None for a
+    layer that stays stock; then both columns are the stock figures.
+    """
+
+    layer: int
+    method: Method | None
+    dense_entries: int
+    entries: int
+    dense_bytes: int
+    bytes: int
+    dense_flops: int
+    flops: int
+    pays_from: int | None
+
+
+def inspect(model: nn.Module, method: Method, length: int, itemsize: int = 2) -> list[LayerReport]:
+    """What `condense.apply(model, method)` would mean for a prompt of ``length`` tokens.
+
+    itemsize: bytes per cached number (2 for bfloat16). Works on a model on the meta device.
+    Raises ValueError as `condense.apply` does, and for a length below 1.
+    """
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"length must be an integer >= 1, got {length!r}")
+    method = Method.parse(method)
+    reports = []
+    for index, module in sorted(attention_layers(model).items()):
+        heads = _Heads.of(module.config)
+        window = sliding_window(module)
+        stock = heads.dense_flops(length, window)
+        stock_entries = length if window is None else min(length, window)
+        stock_bytes = stock_entries * heads.entry_numbers * itemsize
+        if window is not None:
+            report = LayerReport(
+                index, None, stock_entries, stock_entries, stock_bytes, stock_bytes, stock, stock, None
+            )
+        else:
+            entries, tail = _kept(method, length)
+            numbers = entries * heads.entry_numbers + tail * heads.num_kv * heads.width
+            report = LayerReport(
+                index, method, length, entries, stock_bytes, numbers * itemsize,
+                stock, heads.flops(method, length), heads.pays_from(method),
+            )  # fmt: skip
+        reports.append(report)
+    return reports
+
+
+@dataclass(frozen=True)
+class _Heads:
+    num_q: int
+    num_kv: int
+    width: int
+
+    @classmethod
+    def of(cls, config: Any) -> _Heads:
+        num_q = config.num_attention_heads
+        num_kv = getattr(config, "num_key_value_heads", None) or num_q
+        return cls(num_q, num_kv, getattr(config, "head_dim", None) or config.hidden_size // num_q)
+
+    @property
+    def entry_numbers(self) -> int:
+        """Numbers in one cache entry of all KV heads: a key and a value each."""
+        return self.num_kv * 2 * self.width
+
+    def dense_flops(self, length: int, window: int | None = None) -> int:
+        seen = torch.arange(1, length + 1)
+        return int((seen if window is None else seen.clamp(max=window)).sum()) * self._per_key
+
+    def flops(self, method: Method, length: int) -> int:
+        return int(self._cumulative(method, length)[-1])
+
+    def pays_from(self, method: Method) -> int | None:
+        """Searched up to 64 windows and chunks: a method that does not pay there never does."""
+        if method.rule.window is None:
+            return None
+        limit = 64 * (method.rule.window + method.rule.chunk)
+        seen = torch.arange(1, limit + 1)
+        dearer = (self._cumulative(method, limit) >= seen.cumsum(0) * self._per_key).nonzero()
+        last = int(dearer[-1]) if dearer.numel() else -1
+        return None if last == limit - 1 else last + 2
+
+    @property
+    def _per_key(self) -> int:
+        """Score and weighted value of one query position over one key: 2 (D + Dv) per query head."""
+        return self.num_q * 4 * self.width
+
+    def _cumulative(self, method: Method, length: int) -> torch.Tensor:
+        """FLOPs for prompts of 1 to ``length`` tokens, ``[length]``."""
+        rule, seen = method.rule, torch.arange(1, length + 1)
+        closed = rule.closed(seen)
+        visible = rule.visible_entries(closed) + seen - closed * rule.chunk
+        pooled = num_entries(method, seen) // rule.entries * rule.chunk * self.num_kv * 4 * self.width
+        if method.num_summary > 0:
+            # scores of every pooled token, and the mean over each KV head's queries
+            pooled = pooled + pooled // 2 + seen * self.num_q * self.width
+        return visible.cumsum(0) * self._per_key + pooled
+
+
+def _kept(method: Method, length: int) -> tuple[int, int]:
+    """Entries (representatives and exact tokens) and summary queries that a cache holds after ``length`` tokens."""
+    seen = torch.tensor([length])
+    if isinstance(method, Dense):
+        return length, 0
+    exact = min(length, int(seen - first_needed(method, seen - SLACK)))
+    tail = min(length, method.num_summary - 1 + SLACK) if method.num_summary > 1 else 0
+    return int(num_entries(method, seen)) + exact, tail

@@ -1,0 +1,85 @@
+"""Pictures of measured data. matplotlib is an extra, imported only when a picture is drawn."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from condense.evaluate.compare import Outcome
+
+FORMATS = (".png", ".svg", ".pdf")
+_COLOURS = ("#9aa0a6", "#1a73e8", "#e37400", "#188038", "#a142f4", "#d93025")
+
+
+def require_matplotlib(path: Path) -> None:
+    """Raise ValueError if a picture cannot be drawn there: another ending than .png, .svg, .pdf, or no matplotlib."""
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"plot must end in one of {', '.join(FORMATS)}, got {path}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot needs matplotlib: pip install 'condense-attention[plot]'")
+
+
+def plot_comparison(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Bars of `condense compare`: KV cache, time to first token, time per token; right answers on the labels."""
+    labels = [type(o.method).__name__ + ("" if o.correct is None else f"\n{o.correct} right") for o in outcomes]
+    panels = {
+        "KV cache, MiB": [o.cache_bytes / 2**20 for o in outcomes],
+        "time to first token, s": [o.first_token_s for o in outcomes],
+        "time per token, ms": [(o.token_s or 0.0) * 1e3 for o in outcomes],
+    }
+    figure, axes = _figure(len(panels), width=3.4)
+    for axis, (title, values) in zip(axes, panels.items(), strict=True):
+        bars = axis.bar(labels, values, color=_COLOURS[: len(values)])
+        axis.bar_label(bars, fmt="%.3g", fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(labelsize=8)
+    figure.suptitle(f"{outcomes[0].text_tokens} tokens of text", fontsize=10)
+    _save(figure, path)
+
+
+def plot_demo_model(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """What the bundled model can do, per method: questions answered exactly (95% interval) and text loss by position.
+
+    runs: label -> {"accuracy", "low", "high", "positions": [...], "loss": [...]}.
+    """
+    figure, (left, right) = _figure(2, width=4.6)
+    for i, (label, run) in enumerate(runs.items()):
+        colour = _COLOURS[i % len(_COLOURS)]
+        error = [[run["accuracy"] - run["low"]], [run["high"] - run["accuracy"]]]
+        bar = left.bar(label, run["accuracy"], yerr=error, capsize=4, color=colour)
+        left.bar_label(bar, labels=[f"{run['accuracy']:.3f}"], fontsize=8, padding=2)
+        right.plot(run["positions"], run["loss"], marker="o", markersize=3, color=colour, label=label)
+    left.set_ylim(0, 1.12)
+    left.set_title("hidden numbers recalled exactly", fontsize=10)
+    left.tick_params(labelsize=8)
+    right.set_title("text loss by position, nats per token", fontsize=10)
+    right.set_xlabel("position", fontsize=8)
+    right.tick_params(labelsize=8)
+    right.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _figure(panels: int, width: float) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(1, panels, figsize=(width * panels, 3.2), layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    """Written beside and renamed, so that an interrupt leaves no half picture."""
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        figure.savefig(temporary, dpi=160)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        pyplot.close(figure)
