@@ -5,14 +5,11 @@ condense.apply(model, condense.CCA(group_size=16, window=1024))
 model.generate(**inputs)
 """
 
-from importlib.metadata import version as _version
-
 from condense.caches import cache_nbytes
 from condense.functional import attention
 from condense.methods import CCA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.models import apply, install, restore, use
-
-__version__ = _version("condense-attention")
+from condense.version import __version__
 
 install()
 
@@ -23,6 +20,7 @@ __all__ = [
     "LMInfinite",
     "Method",
     "StreamingLLM",
+    "__version__",
     "apply",
     "attention",
     "cache_nbytes",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import os
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 import transformers
 
+from condense.version import __version__
+
 
 def provenance(seed: int | None = None) -> dict[str, Any]:
     """Where a number comes from: versions, device, git commit, seed and the date (UTC, ISO 8601).
@@ -24,7 +25,7 @@ def provenance(seed: int | None = None) -> dict[str, Any]:
         seed: the seed that the run was started with; ``None`` if it drew no random numbers.
     """
     return {
-        "condense": _condense_version(),
+        "condense": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -102,13 +103,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     return str(value)
-
-
-def _condense_version() -> str:
-    try:
-        return importlib.metadata.version("condense-attention")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that nobody installed
-        return "not installed"
 
 
 def _commit() -> str | None:
