@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
@@ -74,7 +75,7 @@ def retrieval(
     answer = _forced if decoding == "forced" else _generated
     results = []
     model.eval()
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
         for name, method in methods.items():
             outcomes: list[bool] = []
             with torch.no_grad(), use(model, method):

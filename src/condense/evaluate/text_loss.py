@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -83,7 +84,7 @@ def text_loss(
         raise ValueError(f"edges: wanted ascending positions below {bounds[-1]}, got {list(edges)}")
     results = []
     model.eval()
-    with Progress(transient=True) as progress:
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
         for name, method in methods.items():
             with torch.no_grad(), use(model, method):
                 rows = [_losses(model, sequence) for sequence in progress.track(sequences, description=name)]

@@ -1,5 +1,6 @@
 """Text files as one array of tokens that sequences are sliced from."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
@@ -109,7 +111,8 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     if file.is_file():
         with np.load(file) as arrays:
             return Corpus(arrays["tokens"], arrays["line_starts"], arrays["document_starts"])
-    documents = track(list(read_documents(paths)), description="Encoding", transient=True)
+    console = Console(stderr=True)
+    documents = track(list(read_documents(paths)), description="Encoding", transient=True, console=console)
     corpus = encode_corpus(documents, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{file.name}.", suffix=".part")
@@ -137,12 +140,14 @@ def newline_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _read_json_lines(path: Path, kind: str | None) -> Iterator[str]:
     import zstandard
 
-    with path.open("rb") as raw:
-        stream: Any = raw
+    with contextlib.ExitStack() as stack:
+        stream: Any = stack.enter_context(path.open("rb"))
         if path.suffix == ".zst":
-            stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(raw)
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+            stream = stack.enter_context(decompressor.stream_reader(stream))
         # newline="\n": some texts hold other line breaks of Unicode, which are not the end of a record.
-        for number, line in enumerate(io.TextIOWrapper(stream, encoding="utf-8", newline="\n"), start=1):
+        lines = stack.enter_context(io.TextIOWrapper(stream, encoding="utf-8", newline="\n"))
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
@@ -151,7 +156,7 @@ def _read_json_lines(path: Path, kind: str | None) -> Iterator[str]:
                     yield record["text"]
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(
-                    f"paths: wanted JSON objects with a text field, got something else in line {number} of {path}"
+                    f"paths: wanted JSON objects with a text field, got another line {number} in {path}"
                 ) from error
 
 

@@ -85,11 +85,13 @@ def train_phase(
         # Trainer's own argument for it has another name in each of the supported versions.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = MasterAdamW(model, lr=phase.learning_rate, weight_decay=phase.weight_decay)
+    use_cache = model.config.use_cache
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, optimizers=(optimizer, None))
     if not interactive:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Lines(phase))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    model.config.use_cache = use_cache  # Trainer turned it off, and the saved model should generate with a cache
     return list(trainer.state.log_history)
 
 

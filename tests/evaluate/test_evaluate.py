@@ -1,0 +1,124 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import condense
+from condense.evaluate import Proportion, passkey_sequences, retrieval, text_loss, text_sequences
+from condense.tasks import PasskeySequence, SequenceBuilder, load_words
+
+METHODS = {
+    "dense": condense.Dense(),
+    "condensed": condense.CCA(group_size=8, window=32, summary="streaming", key_pooling="select"),
+    "window": condense.StreamingLLM(sink=4, window=60),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=1,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def builder(tokenizer: Any, corpus: Any) -> SequenceBuilder:
+    return SequenceBuilder(tokenizer, corpus, load_words().held_out, 512)
+
+
+def _answered_by_the_model(model: LlamaForCausalLM, sequence: PasskeySequence, every: int) -> PasskeySequence:
+    """The sequence with every so many answers replaced by what the model itself would write."""
+    ids = torch.from_numpy(sequence.input_ids.copy())[None]
+    for start, stop in sequence.answers[::every]:
+        ids[:, start:stop] = model.generate(ids[:, :start], max_new_tokens=stop - start, do_sample=False)[:, start:]
+    return PasskeySequence(ids[0].numpy(), sequence.keys, sequence.answers, sequence.depths, sequence.form)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_forward_equals_greedy_generation(model: LlamaForCausalLM, builder: SequenceBuilder, name: str) -> None:
+    sequences = passkey_sequences(builder, 2, keys=4, form="cloze")
+    with condense.use(model, METHODS[name]):
+        # An untrained model answers nothing: let some answers be its own, so that both outcomes occur.
+        sequences = [_answered_by_the_model(model, sequence, every=2) for sequence in sequences]
+    for sequence in sequences:
+        forced, generated = (
+            retrieval(model, {name: METHODS[name]}, [sequence], decoding=decoding)[0].exact
+            for decoding in ("forced", "generate")
+        )
+        assert forced == generated
+        assert 0 < forced.right < forced.total == 4
+
+
+def test_results_say_which_method_and_where(model: LlamaForCausalLM, builder: SequenceBuilder) -> None:
+    sequences = passkey_sequences(builder, 3, keys=4, form="question", seed=2)
+    results = retrieval(model, METHODS, sequences, depths=4)
+    assert [result.name for result in results] == list(METHODS)
+    assert [result.method for result in results] == list(METHODS.values())
+    for result in results:
+        assert result.exact.total == 12
+        assert sum(part.total for part in result.by_depth) == 12
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_same_seed_asks_the_same(builder: SequenceBuilder) -> None:
+    first, again, other = (passkey_sequences(builder, 2, keys=3, seed=seed) for seed in (0, 0, 1))
+    assert [sequence.keys for sequence in first] == [sequence.keys for sequence in again]
+    assert [sequence.keys for sequence in first] != [sequence.keys for sequence in other]
+    assert {word for s in first for key in s.keys for word in (key.first, key.second)} <= set(load_words().held_out)
+
+
+def test_text_loss_is_the_models_own(model: LlamaForCausalLM, builder: SequenceBuilder) -> None:
+    sequences = text_sequences(builder, 3)
+    dense, condensed, _ = text_loss(model, METHODS, sequences, edges=(0, 16, 40))
+    ids = torch.from_numpy(np.stack(sequences))
+    with torch.no_grad():
+        expected = model(ids, labels=ids).loss.item()
+    assert math.isclose(dense.loss, expected, rel_tol=1e-5)
+    assert dense.tokens == 3 * 511
+    assert [(part.start, part.stop) for part in dense.by_position] == [(0, 16), (16, 40), (40, 512)]
+    mean = (15 * dense.by_position[0].loss + 24 * dense.by_position[1].loss + 472 * dense.by_position[2].loss) / 511
+    assert math.isclose(mean, dense.loss, rel_tol=1e-9)
+    # Nothing is condensed before window + group tokens have been read.
+    assert math.isclose(condensed.by_position[0].loss, dense.by_position[0].loss, rel_tol=1e-6)
+    assert not math.isclose(condensed.by_position[2].loss, dense.by_position[2].loss, rel_tol=1e-6)
+
+
+def test_wilson_interval() -> None:
+    # Values of the closed formula, as printed in statistics tables.
+    interval = Proportion.of([True] * 81 + [False] * 182)
+    assert (round(interval.low, 4), round(interval.high, 4)) == (0.2553, 0.3662)
+    assert Proportion.of([True] * 20).low == pytest.approx(0.8389, abs=1e-4)
+    assert Proportion.of([]).high == 1.0
+    assert math.isnan(Proportion.of([]).share)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, s: retrieval(m, {}, s), "methods: wanted methods and sequences, got 0 and 1"),
+        (lambda m, s: retrieval(m, METHODS, []), "methods: wanted methods and sequences, got 3 and 0"),
+        (lambda m, s: retrieval(m, METHODS, s, decoding="guess"), "decoding"),
+        (lambda m, s: text_loss(m, METHODS, []), "methods: wanted methods and sequences"),
+        (lambda m, s: text_loss(m, METHODS, [np.zeros(8), np.zeros(9)]), r"sequences: wanted one length, got \[8, 9\]"),
+        (lambda m, s: text_loss(m, METHODS, [np.zeros(8)], edges=(0, 8)), "edges: wanted ascending positions below 8"),
+    ],
+)
+def test_bad_input(model: LlamaForCausalLM, builder: SequenceBuilder, call: Any, message: str) -> None:
+    sequences = passkey_sequences(builder, 1, keys=2)
+    with pytest.raises(ValueError, match=message):
+        call(model, sequences)

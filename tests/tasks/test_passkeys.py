@@ -1,0 +1,138 @@
+import re
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from condense.tasks import (
+    FORMS,
+    Corpus,
+    Key,
+    SequenceBuilder,
+    common_words,
+    draw_keys,
+    hide,
+    key_line,
+    load_words,
+    question_prompt,
+)
+
+LINE = re.compile(r"^The number of the (\w+) (\w+) is (\d{4})\.$", re.MULTILINE)
+QUESTION = re.compile(r"^Question: What is the number of the (\w+) (\w+)\?\nAnswer: (\d{4})\.$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def builder(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> SequenceBuilder:
+    return SequenceBuilder(tokenizer, corpus, load_words().trained, 1024)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sequence_is_the_text_it_says(
+    builder: SequenceBuilder, tokenizer: PreTrainedTokenizerBase, form: str
+) -> None:
+    for seed in range(20):
+        sequence = builder.passkeys(np.random.default_rng(seed), 6, form)
+        assert sequence.input_ids.shape == (1024,)
+        text = tokenizer.decode(sequence.input_ids[1:])
+        assert tokenizer(text)["input_ids"] == sequence.input_ids.tolist()
+
+        named = [(key.first, key.second, key.number) for key in sequence.keys]
+        assert len(named) == 6
+        stated = LINE.findall(text)
+        if form == "cloze":  # questions and lines read alike: the last six are the questions
+            stated, asked = stated[:6], stated[6:]
+        else:
+            asked = QUESTION.findall(text)
+        assert sorted(stated) == sorted(named)  # each stated once
+        assert asked == named
+        for key, (start, stop) in zip(sequence.keys, sequence.answers, strict=True):
+            assert tokenizer.decode(sequence.input_ids[start:stop]) == f" {key.number}"
+        end = text.index(asked_line(sequence.keys[0], form), text.index(key_line(sequence.keys[0])) + 1)
+        for key, depth in zip(sequence.keys, sequence.depths, strict=True):
+            share = text.index(key_line(key)) / end
+            assert abs(share - depth) < 0.1
+
+
+def asked_line(key: Key, form: str) -> str:
+    return question_prompt(key, form)
+
+
+def test_the_same_generator_gives_the_same_sequence(builder: SequenceBuilder) -> None:
+    first, again = (builder.passkeys(np.random.default_rng(5), 4, "cloze") for _ in range(2))
+    np.testing.assert_array_equal(first.input_ids, again.input_ids)
+    assert (first.keys, first.answers, first.depths) == (again.keys, again.answers, again.depths)
+    other = builder.passkeys(np.random.default_rng(6), 4, "cloze")
+    assert first.keys != other.keys
+
+
+def test_depth_is_uniform(builder: SequenceBuilder) -> None:
+    depths = [
+        depth for seed in range(100) for depth in builder.passkeys(np.random.default_rng(seed), 8, "cloze").depths
+    ]
+    counts, _ = np.histogram(depths, bins=5, range=(0, 1))
+    assert counts.min() > 0.6 * counts.mean()
+
+
+def test_keys_that_do_not_fit_are_dropped(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> None:
+    builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 128)
+    sequence = builder.passkeys(np.random.default_rng(0), 8, "question")
+    assert 1 <= len(sequence.keys) < 8
+    assert sequence.input_ids.shape == (128,)
+
+
+def test_plain_text_is_the_corpus(builder: SequenceBuilder, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    ids = builder.plain(np.random.default_rng(1))
+    assert ids.shape == (1024,)
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids[1:]) in text
+
+
+def test_words_are_split_once_and_for_all() -> None:
+    words = load_words()
+    assert len(words.trained) == 2400
+    assert len(words.held_out) == 600
+    assert not set(words.trained) & set(words.held_out)
+    assert all(re.fullmatch("[a-z]{3,10}", word) for word in (*words.trained, *words.held_out))
+    assert load_words() == words
+
+
+def test_common_words() -> None:
+    assert common_words(["a cat, a cat and dog's dog; bird Bird"], 2, skip=1) == ["and", "dog"]
+    with pytest.raises(ValueError, match="count: wanted a positive number of words, got 0"):
+        common_words([], 0)
+
+
+def test_hiding_in_a_users_text() -> None:
+    keys = [Key("quiet", "bridge", "4821"), Key("old", "gate", "1000"), Key("red", "hill", "2000")]
+    text = "first\n" * 10 + "a\u2028b\n" + "last"
+    hidden = hide(text, keys, [0.0, 0.5, 1.0])
+    assert hidden.startswith(key_line(keys[0]) + "\nfirst")
+    assert hidden.endswith("last\n" + key_line(keys[2]) + "\n")
+    without = hidden
+    for key in keys:
+        assert hidden.count(key_line(key)) == 1
+        without = without.replace(key_line(key) + "\n", "")
+    assert without == text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hide("", [], []), "text: wanted"),
+        (lambda: hide("x", [Key("a", "b", "1")], [2.0]), "depths: wanted 1 numbers from 0 to 1"),
+        (lambda: question_prompt(Key("a", "b", "1"), "poem"), "form: wanted one of cloze, question, got 'poem'"),
+        (lambda: draw_keys(np.random.default_rng(0), ["a", "b"], 2), "count: wanted 1 to 1 keys"),
+    ],
+)
+def test_bad_input(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_bad_builders(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match="length: wanted at least 128 tokens, got 0"):
+        SequenceBuilder(tokenizer, corpus, ["a"], 0)
+    with pytest.raises(ValueError, match="corpus: wanted more tokens than length"):
+        SequenceBuilder(tokenizer, corpus, ["a"], 10**9)
+    with pytest.raises(ValueError, match="form: wanted one of"):
+        SequenceBuilder(tokenizer, corpus, ["a", "b"], 128).passkeys(np.random.default_rng(0), 1, "poem")

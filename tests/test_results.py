@@ -1,0 +1,56 @@
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import condense
+from condense.results import write_results
+
+
+@dataclass(frozen=True)
+class Point:
+    length: int
+    seconds: float
+
+
+def test_content_is_converted_and_stamped(tmp_path: Path) -> None:
+    content = {
+        "points": [Point(8, float("nan"))],
+        "loss": torch.tensor(2.0),
+        "method": condense.Dense(),
+        "in": Path("a"),
+    }
+    path = write_results(tmp_path / "deep" / "r.json", content, seed=3)
+    document = json.loads(path.read_text())
+    assert document["results"] == {
+        "points": [{"length": 8, "seconds": None}],
+        "loss": 2.0,
+        "method": {"method": "dense"},
+        "in": "a",
+    }
+    stamp = document["provenance"]
+    assert stamp["seed"] == 3
+    assert stamp["torch"] == torch.__version__
+    assert {"condense", "transformers", "python", "device", "commit", "date"} <= stamp.keys()
+
+
+def test_an_existing_file_is_kept_unless_told(tmp_path: Path) -> None:
+    path = write_results(tmp_path / "r.json", {"a": 1})
+    with pytest.raises(ValueError, match=r"path: wanted a path that does not exist yet, got .*r.json"):
+        write_results(path, {"a": 2})
+    assert json.loads(path.read_text())["results"] == {"a": 1}
+    write_results(path, {"a": 2}, overwrite=True)
+    assert json.loads(path.read_text())["results"] == {"a": 2}
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        args[1].write('{"half')  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(json, "dump", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_results(tmp_path / "r.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,253 @@
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import condense
+from condense.tasks import SequenceBuilder, load_words
+from condense.train import RECIPES, PhaseConfig, TrainConfig, run_training
+from condense.train.data import TrainingSequences
+from condense.train.optimizer import MasterAdamW
+from condense.train.phase import newest_checkpoint
+from condense.train.trainer import MixedTrainer, weighted_cross_entropy
+
+
+@pytest.fixture
+def config(text_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    cache = tmp_path_factory.getbasetemp() / "cache"
+    return RECIPES["smoke"]([text_file], tmp_path / "model", cache=cache)
+
+
+def _one_phase(config: TrainConfig, output: Path, **changes: Any) -> TrainConfig:
+    phase = dataclasses.replace(config.phases[1], **changes)
+    return dataclasses.replace(config, output=output, phases=(phase,))
+
+
+class InterruptError(Exception):
+    pass
+
+
+def _interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    stock = MixedTrainer.training_step
+
+    def step(self: MixedTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step == steps:
+            raise InterruptError
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(MixedTrainer, "training_step", step)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    config = dataclasses.replace(config, dtype=dtype)
+    whole = run_training(_one_phase(config, tmp_path / "whole"))
+    broken = _one_phase(config, tmp_path / "broken")
+    with monkeypatch.context() as patch:
+        _interrupt_after(patch, 4)
+        with pytest.raises(InterruptError):
+            run_training(broken)
+    assert not broken.output.exists()
+    with pytest.raises(ValueError, match="resume: wanted True"):
+        run_training(broken)
+    run_training(broken, resume=True)
+    report = json.loads((broken.output / "training.json").read_text())["results"]
+    assert report["phases"][0]["resumed_from"] == "checkpoint-3"
+    expected, resumed = load_file(whole / "model.safetensors"), load_file(broken.output / "model.safetensors")
+    assert expected.keys() == resumed.keys()
+    for name, weight in expected.items():
+        assert weight.dtype == getattr(torch, dtype)
+        assert torch.equal(weight, resumed[name]), name
+
+
+def test_the_recipe_leaves_one_finished_folder(config: TrainConfig) -> None:
+    middle = run_training(config, until="dense")
+    assert middle != config.output
+    assert not config.output.exists()
+    output = run_training(config, resume=True)
+    assert sorted(path.name for path in output.parent.iterdir()) == ["model"]
+    assert not [path for path in output.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.use_cache
+    assert AutoTokenizer.from_pretrained(output).padding_side == "left"
+    document = json.loads((output / "training.json").read_text())
+    assert document["provenance"]["seed"] == 0
+    results = document["results"]
+    assert results["data"] == ["text.txt"]
+    assert [phase["tokens"] for phase in results["phases"]] == [6 * 4 * 256] * 2
+    history = results["phases"][1]["history"]
+    assert {"dense_loss", "condensed_loss", "grad_norm", "step"} <= history[0].keys()
+    with pytest.raises(ValueError, match="output: wanted a path that does not exist yet"):
+        run_training(config)
+
+
+def test_a_saved_model_is_adapted(config: TrainConfig, text_file: Path, tmp_path: Path) -> None:
+    base = run_training(_one_phase(config, tmp_path / "base", steps=1, mix="dense"))
+    adapted = RECIPES["adapt"](
+        [text_file],
+        tmp_path / "adapted",
+        pretrained=base,
+        method=condense.CCA(group_size=8, window=16),
+        mix="condensed",
+        steps=2,
+        sequence_length=128,
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        dtype="float32",
+        workers=0,
+    )
+    output = run_training(adapted)
+    before, after = load_file(base / "model.safetensors"), load_file(output / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_alternate_steps_are_condensed_and_the_others_stock(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+    compute = MixedTrainer.compute_loss
+
+    def record(self: MixedTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
+        used.append(model.config._attn_implementation)
+        return compute(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(MixedTrainer, "compute_loss", record)
+    run_training(_one_phase(config, tmp_path / "m", steps=4, gradient_accumulation_steps=2))
+    assert used == ["sdpa"] * 2 + ["condense"] * 2 + ["sdpa"] * 2 + ["condense"] * 2
+
+
+def test_weighted_loss_is_the_weighted_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 5, generator=generator, dtype=torch.bfloat16)
+    targets = torch.randint(5, (2, 3), generator=generator)
+    weights = torch.tensor([[1.0, 5.0, 0.0], [1.0, 1.0, 5.0]])
+    picked = logits.double().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    expected = -(picked * weights).sum() / weights.sum()
+    torch.testing.assert_close(weighted_cross_entropy(logits, targets, weights), expected.float())
+
+
+def test_items_depend_on_seed_and_index_alone(tokenizer: Any, corpus: Any) -> None:
+    builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 256)
+    phase = PhaseConfig(name="p", steps=5, sequence_length=256, batch_size=4, keys=(1, 3))
+    first, again = (TrainingSequences(builder, phase, seed=(1, 0)) for _ in range(2))
+    other = TrainingSequences(builder, phase, seed=(1, 1))
+    assert len(first) == 20
+    _ = again[7]
+    weighted = 0
+    for index in range(len(first)):
+        item, same = first[index], again[index]
+        assert torch.equal(item["input_ids"], same["input_ids"])
+        assert torch.equal(item["loss_weights"], same["loss_weights"])
+        answers = tokenizer.decode(item["input_ids"][item["loss_weights"] == 5.0])
+        weighted += answers != ""
+        assert answers.replace(" ", "").isdigit() or not answers
+    assert 3 <= weighted <= 17
+    assert not all(torch.equal(first[index]["input_ids"], other[index]["input_ids"]) for index in range(20))
+
+
+def test_held_out_words_never_enter_training(tokenizer: Any, corpus: Any) -> None:
+    words = load_words()
+    builder = SequenceBuilder(tokenizer, corpus, words.trained, 512)
+    phase = PhaseConfig(name="p", steps=10, sequence_length=512, batch_size=4, task_share=1.0)
+    dataset = TrainingSequences(builder, phase, seed=(0,))
+    for index in range(len(dataset)):
+        text = tokenizer.decode(dataset[index]["input_ids"])
+        named = [line.split()[4:6] for line in text.split("\n") if line.startswith("The number of the ")]
+        assert not {word.strip("?") for pair in named for word in pair} & set(words.held_out)
+
+
+def test_master_copies_keep_small_steps() -> None:
+    model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = MasterAdamW(model, lr=1e-4, weight_decay=0.0)
+    for _ in range(50):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        optimizer.zero_grad()
+    # A step of 1e-4 is lost on a bfloat16 weight of 1 (spacing 0.0039 below it); fifty of them are not.
+    assert model.weight.float().allclose(torch.tensor(1 - 50e-4), atol=2e-3)
+    assert (model.weight < 1).all()
+
+
+def test_float32_is_plain_adamw() -> None:
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = MasterAdamW(models[0], lr=1e-2, weight_decay=0.1)
+    groups = [{"params": [models[1].weight]}, {"params": [models[1].bias], "weight_decay": 0.0}]
+    plain = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        for model, optimizer in zip(models, (ours, plain), strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert torch.equal(models[0].weight, models[1].weight)
+    assert torch.equal(models[0].bias, models[1].bias)
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    for step, state in ((2, '{"global_step": 2}'), (4, '{"global_st'), (6, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert newest_checkpoint(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"batch_size": -1}, "batch_size"),
+        ({"batch_size": 3, "gradient_accumulation_steps": 2}, "batch_size: wanted a multiple of"),
+        ({"mix": "both"}, "mix"),
+        ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
+        ({"task_share": 1.5}, "task_share: wanted a number from 0 to 1, got 1.5"),
+        ({"keys": (4, 2)}, "keys: wanted 1 <= fewest <= most"),
+        ({"learning_rate": 0.0}, "learning_rate: wanted a positive number"),
+    ],
+)
+def test_bad_phases(changes: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"name": "p", "steps": 1, "sequence_length": 128, "batch_size": 2}
+    PhaseConfig(**good)
+    with pytest.raises(ValueError, match=message):
+        PhaseConfig(**good | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": ()}, "data: wanted at least one"),
+        ({"phases": ()}, "phases: wanted at least one"),
+        ({"pretrained": "somewhere"}, "pretrained: wanted either"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_bad_runs(config: TrainConfig, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(config, **changes)
+
+
+def test_bad_data(config: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"paths: wanted an existing text file, got .*none.txt"):
+        run_training(dataclasses.replace(config, data=(tmp_path / "none.txt",)))
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(ValueError, match="documents: wanted at least one document with text"):
+        run_training(dataclasses.replace(config, data=(empty,)))
+    with pytest.raises(ValueError, match="until: wanted one of dense, mixed, got 'third'"):
+        run_training(config, until="third")
+    assert not config.output.exists()
