@@ -1,8 +1,41 @@
-"""Shared by all tests. Its place makes `oracle` importable."""
+"""Fixtures that several folders share: a small text with its tokenizer and corpus, and the backends."""
+
+from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from condense.ops import torch_blocks
+from condense.tasks import Corpus, encode_corpus
+from condense.train import train_tokenizer
+
+PARAGRAPH = (
+    "The harbour lay quiet under the moon, and 27 boats rocked at their moorings.\n"
+    "“Who goes there?” cried the watchman;\tnobody answered him.\n\n"
+    "In the year 1894 a letter came, written in a small careful hand.\n"
+)
+
+
+@pytest.fixture(scope="session")
+def text() -> str:
+    return "".join(f"Chapter {n}\n\n{PARAGRAPH}" for n in range(60))
+
+
+@pytest.fixture(scope="session")
+def text_file(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(text: str) -> PreTrainedTokenizerBase:
+    return train_tokenizer([text], vocab_size=400)
+
+
+@pytest.fixture(scope="session")
+def corpus(text: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    return encode_corpus([text], tokenizer)
 
 
 @pytest.fixture(params=["reference", "torch", "torch-blocks"])
