@@ -89,7 +89,7 @@ class TrainConfig:
         architecture: a fresh model: the arguments of ``AutoConfig.for_model``, ``vocab_size`` included.
         pretrained: the folder or name of a saved model to adapt, instead of ``architecture``.
         dtype: of the weights; with ``"bfloat16"`` the optimizer keeps a float32 copy.
-        cache: folder for the tokenizer and the encoded text; runs can share it. By default beside ``output``.
+        cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``.
         workers: processes that build sequences; 0 builds them in the training process.
         shard_size: no file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
     """
@@ -127,7 +127,7 @@ class TrainConfig:
     @property
     def cache_folder(self) -> Path:
         """The folder of the tokenizer and the encoded text."""
-        return self.cache if self.cache is not None else self.output.with_name(self.output.name + ".cache")
+        return self.cache if self.cache is not None else self.work / "cache"
 
     def with_steps(self, steps: int) -> "TrainConfig":
         """The same run with this many steps in every phase, and a warm-up of at most a tenth of them."""

@@ -174,6 +174,7 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
             "recipe": config.recipe,
             "data": [path.name for path in config.data],
             "architecture": config.architecture,
+            "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
             "dtype": config.dtype,
             "phases": phases,
         }

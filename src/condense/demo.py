@@ -1,0 +1,96 @@
+"""The bundled model, and the bundled long text with numbers hidden in it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from condense.evaluate.compare import Prompt
+from condense.tasks.passkeys import Key, question_prompt
+
+_ASSETS = ("assets", "demo")
+_TEXT = "text.json"
+
+
+@dataclass(frozen=True)
+class DemoText:
+    """A long text and the numbers hidden in it.
+
+    Attributes:
+        text: about 3,900 tokens of the bundled tokenizer.
+        keys: the hidden numbers, in the order in which to ask for them.
+    """
+
+    text: str
+    keys: tuple[Key, ...]
+
+
+def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The bundled model with stock attention, in evaluation mode on the CPU, and its tokenizer. No network.
+
+    A Llama of 11.5M parameters that reads up to 4,096 tokens of English and finds numbers hidden in them, with
+    dense attention and with ``CCA(group_size=16, window=256, summary="streaming", key_pooling="select",
+    rep_bias="log_size")``; ``condense.train.recipes.demo_model`` made it.
+
+    Args:
+        dtype: of the weights, which are stored in bfloat16.
+
+    Raises:
+        ValueError: the installation lacks the model's files.
+    """
+    folder = _asset("config.json").parent
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def demo_config() -> PreTrainedConfig:
+    """The bundled model's configuration, without its weights.
+
+    Raises:
+        ValueError: the installation lacks the file.
+    """
+    return AutoConfig.from_pretrained(_asset("config.json").parent, local_files_only=True)
+
+
+def demo_text() -> DemoText:
+    """The bundled text: the opening of a public-domain novel that the model was not trained on.
+
+    Raises:
+        ValueError: the installation lacks the file.
+    """
+    content = json.loads(_asset(_TEXT).read_text(encoding="utf-8"))
+    return DemoText(content["text"], tuple(Key(*key) for key in content["keys"]))
+
+
+def demo_prompt() -> Prompt:
+    """`demo_text` with its questions and right answers, ready for `condense.evaluate.compare`.
+
+    Raises:
+        ValueError: the installation lacks the file.
+    """
+    demo = demo_text()
+    questions = tuple(question_prompt(key, "question") for key in demo.keys)
+    return Prompt(demo.text, questions, tuple(key.number for key in demo.keys))
+
+
+def _asset(name: str) -> Path:
+    # A package on disk: safetensors maps files into memory, which cannot be done from inside an archive.
+    path = Path(str(importlib.resources.files("condense").joinpath(*_ASSETS, name)))
+    if not path.is_file():
+        raise ValueError(
+            f"demo model: wanted the package's own files, got an installation without {path.name}; "
+            "install condense-attention again, or clone the repository with all its files"
+        )
+    return path
