@@ -43,7 +43,8 @@ class CondensedLayer(CacheLayerMixin):
 
         key_states ``[B, K, L, D]`` and value_states ``[B, K, L, Dv]``, right-aligned per row. Keywords, given by
         the attention function of `condense.apply`: query_states, the summary queries ``[B, K, L, D]`` or None;
-        scale, the softmax scale; counts, real tokens per row (int64 CPU ``[B]``) or None; backend.
+        scale, the softmax scale; counts, real tokens per row (int64 CPU ``[B]``) or None; trailing, slots at the
+        end that were real in every row before alignment (default: the smallest count); backend.
         Raises ValueError if called by anything else.
         """
         if "query_states" not in kwargs:
@@ -67,8 +68,8 @@ class CondensedLayer(CacheLayerMixin):
         L = key_states.shape[2]
         self.past = past
         self._num_slots += L
-        smallest = L if counts is None else int(counts.min())
-        self._num_real_slots = self._num_real_slots + L if smallest == L else smallest
+        trailing = kwargs.get("trailing", L if counts is None else int(counts.min()))
+        self._num_real_slots = self._num_real_slots + L if trailing == L else trailing
         return sources, None
 
     @property
@@ -148,7 +149,15 @@ class CondensedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``)."""
-        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        if self.past is None:
+            return
+        seen = self.past.seen
+        if bool((seen == seen[0]).all()):
+            seen = seen[:1].repeat(beam_idx.shape[0])  # rows alike: no need to wait for beam_idx from the GPU
+        else:
+            seen = seen.index_select(0, beam_idx.cpu())
+        tensors = (x.index_select(0, beam_idx.to(x.device)) for x in self.past[:-1])
+        self.past = Past(*tensors, seen=seen)  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times."""

@@ -19,7 +19,6 @@ def cache_nbytes(past_key_values: Cache) -> int:
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in _tensors(vars(past_key_values), set())
-        if tensor.numel() > 0
     }
     return sum(storages.values())
 

@@ -28,24 +28,29 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
     torch.compile wrap the model.
     Raises ValueError for an unsupported model, a layer that cannot be condensed, or anything but a method.
     """
-    method = Method.parse(method)
     base, attentions = _attentions(model)
+    _assign(base, attentions, _plan(base, attentions, method, layers))
+    return model
+
+
+def _plan(
+    base: PreTrainedModel, attentions: dict[int, nn.Module], method: Method, layers: Iterable[int] | None
+) -> dict[int, Method]:
+    """What each layer gets, checked before anything changes."""
+    method = Method.parse(method)
     full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
     chosen = full if layers is None else _checked_layers(layers, attentions, full)
     if not chosen:
         raise ValueError(f"{type(base).__name__} has sliding windows in all layers: nothing is left to condense")
     if layers is None and len(full) < len(attentions):
         logger.warning("layers %s have a sliding window and stay as they are", sorted(set(attentions) - set(full)))
-    assignment = {**condensed_layers(model), **dict.fromkeys(chosen, method)}
-    _assign(base, attentions, assignment)
-    return model
+    return {**_methods(attentions), **dict.fromkeys(chosen, method)}
 
 
 def restore(model: ModelT) -> ModelT:
     """The stock model again, bit for bit, in place. A model that is not condensed is returned as it is."""
     base, attentions = _attentions(model)
-    if any(isinstance(module, CondensedAttention) for module in attentions.values()):
-        _assign(base, attentions, {})
+    _assign(base, attentions, {})
     return model
 
 
@@ -53,24 +58,30 @@ def restore(model: ModelT) -> ModelT:
 def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
     """`apply` for the length of a ``with`` block; afterwards the model is what it was before."""
     base, attentions = _attentions(model)
-    before = condensed_layers(model)
-    apply(model, method, layers)
+    config: Any = base.config
+    before, implementation = _methods(attentions), config._attn_implementation
+    _assign(base, attentions, _plan(base, attentions, method, layers))
     try:
         yield model
     finally:
         _assign(base, attentions, before)
+        if config._attn_implementation != implementation:
+            base.set_attn_implementation(implementation)
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
     """Layer index to method, for the layers that are condensed."""
-    modules = (m for m in model.modules() if isinstance(m, CondensedAttention))
-    methods = {int(m.layer_idx): m.condense_method for m in modules}  # type: ignore[arg-type]
-    return {i: method for i, method in methods.items() if method is not None}
+    return _methods(_by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)))
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules that condense knows, by layer index. Raises ValueError if the model has none."""
     return _attentions(model)[1]
+
+
+def _methods(attentions: dict[int, nn.Module]) -> dict[int, Method]:
+    methods = {i: m.condense_method for i, m in attentions.items() if isinstance(m, CondensedAttention)}
+    return {i: method for i, method in methods.items() if method is not None}
 
 
 def condense_from_config(model: PreTrainedModel) -> None:
@@ -93,7 +104,10 @@ def _assign(base: PreTrainedModel, attentions: dict[int, nn.Module], assignment:
     """Make ``assignment`` (empty: stock) the state of the model and of its configuration."""
     config: Any = next(iter(attentions.values())).config
     if not assignment:
-        for module in attentions.values():
+        condensed = [module for module in attentions.values() if isinstance(module, CondensedAttention)]
+        if not condensed:
+            return
+        for module in condensed:
             module.__class__ = type(module).__mro__[2]
             del module.condense_method
             _rebind_hooks(module)
@@ -145,7 +159,7 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
     if base is None:
         raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     config: Any = base.config
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"{type(base).__name__} has cross-attention: only decoder-only models can be condensed")
     found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
     if not found:
@@ -153,6 +167,8 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
             f"{type(base).__name__} has no attention that can be condensed; supported are "
             f"{', '.join(sorted(FAMILIES.values()))}"
         )
+    if any(getattr(module, "is_causal", True) is False for module in found):
+        raise ValueError(f"{type(base).__name__} has bidirectional attention: only causal models can be condensed")
     return base, _by_layer(found)
 
 
@@ -161,6 +177,8 @@ def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
 
 
 def _checked_layers(layers: Iterable[int], attentions: dict[int, nn.Module], full: list[int]) -> list[int]:
+    if not isinstance(layers, Iterable):
+        raise ValueError(f"layers must be a list of layer indices, got {layers!r}")
     chosen = list(layers)
     for index in chosen:
         if isinstance(index, bool) or not isinstance(index, int) or index not in attentions:

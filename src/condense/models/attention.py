@@ -18,8 +18,8 @@ from transformers import Cache
 from condense.functional import attend_to, extend, outside_autocast, summary_queries
 from condense.methods import Method
 from condense.models.families import FAMILIES, sliding_window, stock_class
-from condense.models.layers import ensure_layer
-from condense.models.rows import documents_of, padding_of
+from condense.models.layers import ensure_layers
+from condense.models.rows import Padding, documents_of, padding_of
 from condense.ops import UniformBounds, UniformRule, attend
 
 IMPLEMENTATION = "condense"
@@ -48,6 +48,8 @@ def condense_attention(
         )
     if kwargs.get("softcap") is not None:
         raise ValueError("condensed attention has no logit soft-capping: call condense.restore(model)")
+    if kwargs.get("is_causal") is False:
+        raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
         out = condense_state.attend(module, q, k, v, attention_mask, scale, dropout, kwargs)
@@ -84,26 +86,24 @@ class Captured:
     ) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
         method: Method = module.condense_method  # type: ignore[assignment]
+        B, _, L, _ = q.shape
         seen = 0 if self.cache is None else self.cache.get_seq_length(self.layer_idx)
-        documents = self._documents(module, mask, seen, kwargs)
+        padding = padding_of(mask, seen, B, L)
+        documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None)
         if documents is not None:
+            _refuse_cached_documents(module, self.cache, seen)
             parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
             return torch.cat([_condensed(method, None, 0, a, b, c, None, scale, dropout) for a, b, c in parts], dim=2)
-        padding = padding_of(mask, seen, q.shape[2])
         if padding is None:
             return _condensed(method, self.cache, self.layer_idx, q, k, v, None, scale, dropout)
         q, k, v = padding.align(q), padding.align(k), padding.align(v)
-        out = _condensed(method, self.cache, self.layer_idx, q, k, v, padding.counts, scale, dropout)
-        return padding.restore(out)
+        return padding.restore(_condensed(method, self.cache, self.layer_idx, q, k, v, padding, scale, dropout))
 
-    def _documents(self, module: nn.Module, mask: Tensor | None, seen: int, kwargs: dict[str, Any]) -> list[int] | None:
-        """Lengths of packed documents, recognised as transformers' flash attention does; None for plain rows."""
-        marks = kwargs.get("cu_seq_lens_q")
-        if marks is None:
-            return documents_of(kwargs.get("position_ids")) if self.cache is None and mask is None else None
-        if self.cache is not None and (seen > 0 or not module.training):
-            raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
-        return [n for n in marks.diff().tolist() if n]
+
+def _refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
+    """Training asks for a cache by default and drops it; anybody else would go on with it."""
+    if cache is not None and (seen > 0 or not module.training):
+        raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
 
 
 def _condensed(
@@ -113,28 +113,34 @@ def _condensed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    counts: Tensor | None,
+    padding: Padding | None,
     scale: float,
     dropout: float,
 ) -> Tensor:
+    counts = None if padding is None else padding.counts
     summary_q = summary_queries(method, q, k.shape[1])
     if cache is None:
         sources, _ = extend(method, None, k, v, summary_q, scale=scale, counts=counts, keep=False)
     else:
-        ensure_layer(cache, layer_idx, method)
-        sources, _ = cache.update(k, v, layer_idx, query_states=summary_q, scale=scale, counts=counts)
+        ensure_layers(cache, {layer_idx: method})
+        trailing = q.shape[2] if padding is None else padding.trailing
+        sources, _ = cache.update(
+            k, v, layer_idx, query_states=summary_q, scale=scale, counts=counts, trailing=trailing
+        )
     return attend_to(sources, q, scale=scale, dropout_p=dropout)[0]
 
 
 class DenseState:
     """For a layer that stays as it is inside a condensed model: full or sliding causal attention.
 
-    The model has one mask for all layers and it says nothing of causality, so this layer's comes from the offset.
+    The model has one mask for all layers and it says nothing of causality, so this layer counts what it has seen.
     """
 
-    def __init__(self, window: int | None, offset: int) -> None:
+    def __init__(self, window: int | None, cache: Cache | None, layer_idx: int) -> None:
         self.rule = UniformRule(chunk=1, window=window, max_chunks=0)
-        self.offset = offset
+        self.cache = cache
+        # counted before the stock forward adds the new tokens
+        self.seen = 0 if cache is None else cache.get_seq_length(layer_idx)
 
     def attend(
         self,
@@ -148,18 +154,19 @@ class DenseState:
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Attention ``[B, H, L, Dv]`` over keys that end with the new tokens."""
-        L, S = q.shape[2], k.shape[2]
-        total = self.offset + L
-        documents = documents_of(kwargs.get("position_ids")) if self.offset == 0 and mask is None else None
-        marks = kwargs.get("cu_seq_lens_q")
-        documents = documents if marks is None else [n for n in marks.diff().tolist() if n]
+        B, _, L, _ = q.shape
+        S = k.shape[2]
+        # a sliding layer's mask covers the keys at hand only: both are counted from its end
+        num_columns = 0 if mask is None else mask.shape[-1]
+        keys = padding_of(mask, num_columns - S, B, S)
+        queries = padding_of(mask, num_columns - L, B, L)
+        documents = documents_of(kwargs, B, L, plain=self.cache is None and keys is None)
         if documents is not None:
+            _refuse_cached_documents(module, self.cache, self.seen)
             parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
             return torch.cat([self._band(a, b, c, a.shape[2], scale, dropout) for a, b, c in parts], dim=2)
-        keys = padding_of(mask, total - S, S)
-        queries = padding_of(mask, self.offset, L)
         if keys is None:
-            return self._band(q, k, v, torch.tensor([total]), scale, dropout)
+            return self._band(q, k, v, self.seen + L, scale, dropout)
         q = q if queries is None else queries.align(q)
         # positions may start anywhere as long as queries and keys agree: count what is still at hand
         out = self._band(q, keys.align(k), keys.align(v), keys.counts, scale, dropout)
@@ -189,8 +196,7 @@ class CondensedAttention(nn.Module):
             return super().forward(*args, past_key_values=past_key_values, **kwargs)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
         if self.condense_method is None:
-            offset = 0 if past_key_values is None else past_key_values.get_seq_length(layer_idx)
-            state: Captured | DenseState = DenseState(sliding_window(self), offset)
+            state: Captured | DenseState = DenseState(sliding_window(self), past_key_values, layer_idx)
             return super().forward(*args, past_key_values=past_key_values, condense_state=state, **kwargs)
         state = Captured(past_key_values, layer_idx)
         return super().forward(*args, past_key_values=state, condense_state=state, **kwargs)

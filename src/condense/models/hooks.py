@@ -1,8 +1,8 @@
-"""What `import condense` adds to transformers: two names in its registries, and two wrapped methods.
+"""What `import condense` adds to transformers: two names in its registries, and three wrapped methods.
 
 `post_init`: a saved condensed model loads condensed in one line. `_prepare_cache_for_generation`: layers are
-put into the cache before generate decides about compilation and past recording. Neither does anything for a
-model that is not condensed.
+put into the cache before generate decides about compilation and past recording. `init_continuous_batching`:
+refused. None does anything for a model that is not condensed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 
+from condense.methods import Method
 from condense.models.apply import condense_from_config, condensed_layers
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import max_learned_positions
-from condense.models.layers import ensure_layer
+from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 
 _GROWING_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
@@ -30,6 +32,7 @@ def install() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
     PreTrainedModel.post_init = _wrap_post_init(PreTrainedModel.post_init)
     GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
+    GenerationMixin.init_continuous_batching = _wrap_continuous_batching(GenerationMixin.init_continuous_batching)
 
 
 def _wrap_post_init(stock: Any) -> Any:
@@ -45,37 +48,67 @@ def _wrap_post_init(stock: Any) -> Any:
 def _wrap_prepare_cache(stock: Any) -> Any:
     @functools.wraps(stock)
     def prepare(
-        self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self: Any,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        mode: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         methods = condensed_layers(self) if self.config._attn_implementation == IMPLEMENTATION else {}
         if methods:
-            _check_generation(self, generation_config, methods)
-        result = stock(self, generation_config, model_kwargs, *args, **kwargs)
+            _check_generation(self, generation_config, mode, methods)
+        result = stock(self, generation_config, model_kwargs, mode, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, Cache):
-            for index, method in methods.items():
-                ensure_layer(cache, index, method)
+        if methods and isinstance(cache, Cache):
+            ensure_layers(cache, methods)
         return result
 
     return prepare
 
 
-def _check_generation(model: Any, generation_config: GenerationConfig, methods: dict[int, Any]) -> None:
+def _wrap_continuous_batching(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # refused here already: with flash attention at hand it would quietly switch to that, and be dense
+        if self.config._attn_implementation == IMPLEMENTATION:
+            raise ValueError(
+                "continuous batching and paged caches cannot be condensed: use model.generate, or call "
+                "condense.restore(model) first"
+            )
+        return stock(self, *args, **kwargs)
+
+    return init
+
+
+def _check_generation(
+    model: Any, generation_config: GenerationConfig, mode: GenerationMode, methods: dict[int, Method]
+) -> None:
     kind = generation_config.cache_implementation
     if kind not in _GROWING_CACHES:
         raise ValueError(
             f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays "
             "small while it grows"
         )
-    if generation_config.prefill_chunk_size is not None:
-        ahead = next((method for method in methods.values() if method.looks_ahead), None)
-        if ahead is not None:
-            raise ValueError(
-                f"{ahead} needs the whole prompt in one forward: unset prefill_chunk_size or use summary='streaming'"
-            )
+    ahead = next((method for method in methods.values() if method.looks_ahead), None)
+    if ahead is not None:
+        _check_whole_prompt(ahead, generation_config, mode)
     positions = max_learned_positions(model.config.get_text_config(decoder=True))
     if positions is not None and generation_config.max_length is not None and generation_config.max_length > positions:
         raise ValueError(
             f"prompt and new tokens must fit the model's {positions} learned positions, got "
             f"{generation_config.max_length}"
         )
+
+
+def _check_whole_prompt(method: Method, generation_config: GenerationConfig, mode: GenerationMode) -> None:
+    """A prompt's end is known only if the first forward reads the prompt, all of it, and nothing else."""
+    if generation_config.prefill_chunk_size is not None:
+        reason = "unset prefill_chunk_size"
+    elif not generation_config.use_cache:
+        reason = "leave use_cache on"
+    elif mode == GenerationMode.ASSISTED_GENERATION:
+        reason = "generate without assistant or prompt lookup"
+    else:
+        return
+    raise ValueError(f"{method} needs the whole prompt, alone, in one forward: {reason}, or use summary='streaming'")

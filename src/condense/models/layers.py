@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import DynamicLayer, StaticCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache
 
 from condense.caches import CondensedLayer
 from condense.methods import Method
 
 
-def ensure_layer(cache: Cache, layer_idx: int, method: Method) -> None:
-    """Make ``cache.layers[layer_idx]`` a condensed layer of ``method``, if it is not one already.
+def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
+    """Make ``cache.layers[i]`` a condensed layer of ``methods[i]``, where it is not one already.
 
     Raises ValueError, naming the way out, if the cache is of a kind that cannot be condensed or holds tokens
-    that another attention put there.
+    that another attention put there; no layer is changed then.
     """
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
@@ -23,12 +23,21 @@ def ensure_layer(cache: Cache, layer_idx: int, method: Method) -> None:
             "while it grows"
         )
     if cache.layer_class_to_replicate is not None:
-        while len(cache.layers) <= layer_idx:
+        while len(cache.layers) <= max(methods):
             cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[layer_idx]
-    if isinstance(layer, CondensedLayer) and layer.method == method:
-        return
-    if not isinstance(layer, CondensedLayer) and type(layer) is not DynamicLayer:
+    # a model that leaves early (assistant_early_exit) has a cache for its first layers only
+    held = ((i, method) for i, method in methods.items() if i < len(cache.layers))
+    new = {i: method for i, method in held if not _is_ready(cache.layers[i], method)}
+    for index, method in new.items():
+        cache.layers[index] = CondensedLayer(method)
+
+
+def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
+    """True if the layer can stay, False if it is to be replaced. Raises ValueError if neither will do."""
+    condensed = isinstance(layer, CondensedLayer)
+    if condensed and layer.method == method:
+        return True
+    if not condensed and type(layer) is not DynamicLayer:
         raise ValueError(
             f"a {type(layer).__name__} cannot be condensed: use a plain DynamicCache (cache_implementation unset), or "
             "call condense.restore(model) first"
@@ -36,10 +45,8 @@ def ensure_layer(cache: Cache, layer_idx: int, method: Method) -> None:
     if layer.get_seq_length() > 0:
         held = (
             f"tokens condensed by {layer.method}"
-            if isinstance(layer, CondensedLayer)
-            else (
-                "dense entries (from a stock model, or from prefix tuning, which condensed attention does not support)"
-            )
+            if condensed
+            else "dense entries (from a stock model, or from prefix tuning, which condensed attention does not support)"
         )
         raise ValueError(f"the cache already holds {held}; start {method} from an empty cache")
-    cache.layers[layer_idx] = CondensedLayer(method)
+    return False

@@ -9,7 +9,8 @@ Shapes: B rows, H heads, L new slots, D width.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Padding(NamedTuple):
-    """counts: real tokens per row, int64 CPU ``[B]``. pad: bool ``[B, L]``. order, inverse: int64 ``[B, L]``,
-    the slots with padding first and back, or None if the padding is on the left already.
+    """counts: real tokens per row, int64 CPU ``[B]``. trailing: slots at the end that are real in every row.
+    pad: bool ``[B, L]``. order, inverse: int64 ``[B, L]``, the slots with padding first and back, or None if the
+    padding is on the left already.
     """
 
     counts: Tensor
+    trailing: int
     pad: Tensor
     order: Tensor | None
     inverse: Tensor | None
@@ -36,17 +39,8 @@ class Padding(NamedTuple):
         return out.masked_fill(self.pad[:, None, :, None], 0)
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(2, index[:, None, :, None].expand_as(x))
-
-
-# every layer of a forward gets the same mask and position tensors: look at each once, and wait for the GPU once
-_paddings: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_documents: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def padding_of(mask: Tensor | None, start: int, L: int) -> Padding | None:
-    """Padding among slots ``[start, start + L)`` of a key mask bool ``[B, 1, 1, n]``; None if all are real.
+def padding_of(mask: Tensor | None, start: int, B: int, L: int) -> Padding | None:
+    """Padding in columns ``[start, start + L)`` of a key mask bool ``[B, 1, 1, n]``; None if all are real.
 
     Raises ValueError for a mask of another shape.
     """
@@ -57,14 +51,41 @@ def padding_of(mask: Tensor | None, start: int, L: int) -> Padding | None:
             "attention_mask must be a padding mask [batch, tokens]; condensed attention decides itself who sees "
             f"whom, got a mask of shape {tuple(mask.shape)} and dtype {mask.dtype}"
         )
-    if mask.shape[3] < start + L:
+    if mask.shape[0] != B or start < 0 or start + L > mask.shape[3]:
         raise ValueError(
-            f"attention_mask must cover all {start + L} tokens so far, the cached ones included, got {mask.shape[3]}"
+            "attention_mask must have a row per sequence and cover all tokens so far, the cached ones included: "
+            f"wanted {B} rows, got {mask.shape[0]} rows and {max(0, -start, start + L - mask.shape[3])} tokens too few"
         )
-    known = _paddings.setdefault(mask, {})
-    if (start, L) not in known:
-        known[start, L] = _look(mask[:, 0, 0, start : start + L])
-    return known[start, L]
+    return _once(mask, ("padding", start, L), lambda: _look(mask[:, 0, 0, start : start + L]))
+
+
+def documents_of(kwargs: dict[str, Any], B: int, L: int, *, plain: bool) -> list[int] | None:
+    """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
+
+    kwargs: of the attention call. Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L) or, in a call with
+    neither cache nor padding (``plain``), ``position_ids`` (int ``[B, L]``) that start again.
+    Raises ValueError if several rows are packed, and for marks that do not fit.
+    """
+    marks: Tensor | None = kwargs.get("cu_seq_lens_q")
+    if marks is not None:
+        lengths = _once(marks, ("marks",), lambda: marks.diff().tolist())
+        if B != 1 or sum(lengths) != L:
+            raise ValueError(
+                f"cu_seq_lens_q must mark the documents of one row of {L} tokens, got {B} rows and marks for "
+                f"{sum(lengths)} tokens"
+            )
+        return [n for n in lengths if n]
+    positions: Tensor | None = kwargs.get("position_ids")
+    if not plain or positions is None or L < 2:
+        return None
+    lengths = _once(positions, ("positions",), lambda: _runs(positions))
+    if lengths is not None and B != 1:
+        raise ValueError(f"packed documents (position_ids that start again) must be one row, got {B} rows")
+    return lengths
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(2, index[:, None, :, None].expand_as(x))
 
 
 def _look(real: Tensor) -> Padding | None:
@@ -72,18 +93,28 @@ def _look(real: Tensor) -> Padding | None:
     if bool(host.all()):
         return None
     counts, pad = host.sum(1), ~real
+    trailing = int(host.flip(1).cumprod(1).sum(1).min())
     if bool((host[:, 1:] >= host[:, :-1]).all()):
-        return Padding(counts, pad, None, None)
+        return Padding(counts, trailing, pad, None, None)
     order = host.to(torch.int8).argsort(dim=1, stable=True)
-    return Padding(counts, pad, order.to(real.device), order.argsort(dim=1).to(real.device))
+    return Padding(counts, trailing, pad, order.to(real.device), order.argsort(dim=1).to(real.device))
 
 
-def documents_of(position_ids: Tensor | None) -> list[int] | None:
-    """Lengths of the documents packed into one row, from positions int ``[1, L]`` that restart at 0; None for one."""
-    if position_ids is None or position_ids.shape[0] != 1 or position_ids.shape[1] < 2:
-        return None
-    if position_ids not in _documents:
-        starts = (position_ids[0].diff() != 1).nonzero()[:, 0].add(1).tolist()
-        marks = [0, *starts, position_ids.shape[1]]
-        _documents[position_ids] = [b - a for a, b in itertools.pairwise(marks)] if starts else None
-    return _documents[position_ids]
+def _runs(positions: Tensor) -> list[int] | None:
+    """Lengths of the runs of positions ``[B, L]`` that rise by 1, cut wherever some row is; None for one run."""
+    starts = (positions.diff() != 1).any(0).nonzero()[:, 0].add(1).tolist()
+    marks = [0, *starts, positions.shape[1]]
+    return [b - a for a, b in itertools.pairwise(marks)] if starts else None
+
+
+# every layer of a forward gets the same mask and position tensors: look at each once, and wait for the GPU once
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _once(tensor: Tensor, key: tuple[Any, ...], look: Callable[[], Any]) -> Any:
+    """``look()``, remembered for as long as the tensor lives and is not written to."""
+    key = (*key, None if tensor.is_inference() else tensor._version)
+    known = _known.setdefault(tensor, {})
+    if key not in known:
+        known[key] = look()
+    return known[key]

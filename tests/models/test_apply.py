@@ -1,0 +1,206 @@
+"""apply, restore, use: nested, per layer, in exceptions, and beside what users do to the model themselves."""
+
+import copy
+import time
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from models import tiny
+
+import condense
+from condense.models import condensed_layers
+
+
+@pytest.fixture
+def model():
+    return tiny.model("llama")
+
+
+IDS = tiny.tokens()
+
+
+def test_apply_returns_the_model_and_records_the_choice(model):
+    assert condense.apply(model, tiny.CCA) is model
+    assert condensed_layers(model) == dict.fromkeys(range(3), tiny.CCA)
+    assert model.config.condense == {"methods": [{"method": tiny.CCA.to_dict(), "layers": [0, 1, 2]}]}
+    assert model.config._attn_implementation == "condense"
+
+
+def test_apply_takes_the_dict_form(model):
+    condense.apply(model, tiny.STREAMING.to_dict())
+    assert condensed_layers(model)[0] == tiny.STREAMING
+
+
+def test_apply_again_replaces(model):
+    fresh = tiny.logits(condense.apply(model, tiny.STREAMING), IDS)
+    condense.apply(model, tiny.CCA)
+    condense.apply(model, tiny.STREAMING)
+    assert torch.equal(tiny.logits(model, IDS), fresh)
+    assert len(model.config.condense["methods"]) == 1
+
+
+def test_layers_merge(model):
+    stock = tiny.logits(model, IDS)
+    condense.apply(model, tiny.CCA, layers=[1])
+    one = tiny.logits(model, IDS)
+    assert condensed_layers(model) == {1: tiny.CCA}
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), one, **tiny.EXACT)
+    condense.apply(model, tiny.STREAMING_6, layers=[0])
+    two = tiny.logits(model, IDS)
+    assert condensed_layers(model) == {0: tiny.STREAMING_6, 1: tiny.CCA}
+    assert [part["layers"] for part in model.config.condense["methods"]] in ([[0], [1]], [[1], [0]])
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), two, **tiny.EXACT)
+    for a, b in ((stock, one), (one, two)):
+        assert (a - b).abs().max() > 1
+    assert torch.equal(tiny.logits(condense.restore(model), IDS), stock)
+
+
+@pytest.mark.parametrize("layers", [[1], range(2), (2, 0), {1, 2}], ids=str)
+def test_layers_that_stay_stock_equal_the_dense_method(model, layers):
+    ids, mask = tiny.left_padded([tiny.tokens(1, 40)[0], tiny.tokens(1, 61)[0]])
+    others = sorted(set(range(3)) - set(layers))
+    condense.apply(model, tiny.CCA, layers=layers)
+    left_alone = [tiny.in_chunks(model, ids, tiny.CHUNKS, mask=mask), tiny.logits(model, ids, attention_mask=mask)]
+    condense.apply(model, condense.Dense(), layers=others)
+    as_method = [tiny.in_chunks(model, ids, tiny.CHUNKS, mask=mask), tiny.logits(model, ids, attention_mask=mask)]
+    real = mask.bool()
+    for a, b in zip(left_alone, as_method, strict=True):
+        torch.testing.assert_close(a[real], b[real], **tiny.EXACT)
+
+
+def test_use_is_undone(model):
+    stock, config = tiny.logits(model, IDS), copy.deepcopy(model.config.to_dict())
+    with condense.use(model, tiny.CCA) as used:
+        assert used is model
+        assert (tiny.logits(model, IDS) - stock).abs().max() > 1
+    assert torch.equal(tiny.logits(model, IDS), stock)
+    assert model.config.to_dict() == config
+
+
+def test_use_nests_and_survives_exceptions(model):
+    condense.apply(model, tiny.CCA)
+    outer = tiny.logits(model, IDS)
+    config = copy.deepcopy(model.config.to_dict())
+    with condense.use(model, tiny.STREAMING):
+        middle = tiny.logits(model, IDS)
+        with pytest.raises(RuntimeError, match="on purpose"), condense.use(model, condense.Dense(), layers=[0, 2]):
+            assert condensed_layers(model) == {0: condense.Dense(), 1: tiny.STREAMING, 2: condense.Dense()}
+            raise RuntimeError("on purpose")
+        assert torch.equal(tiny.logits(model, IDS), middle)
+        with pytest.raises(ValueError, match="layers must be indices"), condense.use(model, tiny.CCA, layers=[7]):
+            pass
+        assert torch.equal(tiny.logits(model, IDS), middle)
+    assert torch.equal(tiny.logits(model, IDS), outer)
+    assert model.config.to_dict() == config
+
+
+def test_use_may_hold_restore_and_apply(model):
+    stock = tiny.logits(model, IDS)
+    with condense.use(model, tiny.CCA):
+        condense.restore(model)
+        assert torch.equal(tiny.logits(model, IDS), stock)
+    assert torch.equal(tiny.logits(model, IDS), stock)
+    with condense.use(model, tiny.CCA):
+        condense.apply(model, tiny.STREAMING, layers=[1])
+    assert torch.equal(tiny.logits(model, IDS), stock)
+    assert condensed_layers(model) == {}
+
+
+def test_use_on_a_cache_of_its_own(model):
+    condense.apply(model, tiny.CCA)
+    cache = tiny.filled(model, IDS[:, :40])
+    rest = tiny.logits(model, IDS)[:, 40:]
+    with condense.use(model, tiny.CCA.replace(group_size=8)):
+        tiny.filled(model, IDS)
+        with pytest.raises(ValueError, match="already holds tokens condensed by CCA"):
+            model(IDS[:, 40:], past_key_values=cache)
+    torch.testing.assert_close(tiny.in_chunks(model, IDS[:, 40:], (21,), cache), rest, **tiny.EXACT)
+
+
+def test_use_is_cheap_enough_for_every_training_step():
+    model = tiny.model("llama", num_hidden_layers=8)
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        with condense.use(model, tiny.CCA):
+            pass
+        times.append(time.perf_counter() - start)
+    assert min(times) < 2e-3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_an_implementation_set_afterwards_has_the_last_word(model, implementation):
+    stock = tiny.logits(model, IDS)
+    condense.apply(model, tiny.CCA)
+    condensed = tiny.logits(model, IDS)
+    model.set_attn_implementation(implementation)
+    budget = {"sdpa": 1e-12, "eager": 1e-4}[implementation]  # eager takes its softmax in float32
+    torch.testing.assert_close(tiny.logits(model, IDS), stock, rtol=0, atol=budget)
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), stock, rtol=0, atol=budget)
+    assert tiny.generate(model, IDS).shape == (2, tiny.LENGTH + tiny.NEW)
+    with condense.use(model, tiny.CCA):
+        assert torch.equal(tiny.logits(model, IDS), condensed)
+    torch.testing.assert_close(tiny.logits(model, IDS), stock, rtol=0, atol=budget)
+    model.set_attn_implementation("condense")
+    assert torch.equal(tiny.logits(model, IDS), condensed)
+    model.set_attn_implementation(implementation)
+    condense.restore(model)
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_restore_returns_to_the_implementation_before(model, implementation):
+    model.set_attn_implementation(implementation)
+    stock = tiny.logits(model, IDS)
+    condense.restore(condense.apply(model, tiny.CCA))
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(tiny.logits(model, IDS), stock)
+
+
+class _Doubling(ModelHook):
+    def post_forward(self, module, output):
+        return (2 * output[0], *output[1:])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_accelerate_hooks_keep_working(model, when):
+    reference = tiny.model("llama")
+    for layer in condense.apply(reference, tiny.CCA).model.layers:
+        layer.self_attn.o_proj.weight.data *= 2
+    expected = tiny.logits(reference, IDS)
+    stock_expected = tiny.logits(condense.restore(reference), IDS)
+    if when == "after":
+        condense.apply(model, tiny.CCA)
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, _Doubling())
+    if when == "before":
+        condense.apply(model, tiny.CCA)
+    torch.testing.assert_close(tiny.logits(model, IDS), expected, **tiny.EXACT)
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), expected, **tiny.EXACT)
+    torch.testing.assert_close(tiny.logits(condense.restore(model), IDS), stock_expected, **tiny.EXACT)
+
+
+def test_a_deep_copy_is_condensed_and_independent(model):
+    condense.apply(model, tiny.CCA)
+    expected = tiny.logits(model, IDS)
+    clone = copy.deepcopy(model)
+    assert torch.equal(tiny.logits(clone, IDS), expected)
+    condense.restore(clone)
+    assert (tiny.logits(clone, IDS) - expected).abs().max() > 1
+    assert torch.equal(tiny.logits(model, IDS), expected)
+
+
+def test_inner_model_alone(model):
+    stock = model.model
+    with torch.no_grad():
+        dense = stock(IDS).last_hidden_state
+        condense.apply(stock, tiny.CCA)
+        full = stock(IDS, use_cache=False).last_hidden_state
+        past = stock(IDS[:, :30], use_cache=True).past_key_values
+        rest = stock(IDS[:, 30:], past_key_values=past).last_hidden_state
+    torch.testing.assert_close(rest, full[:, 30:], **tiny.EXACT)
+    assert (full - dense).abs().max() > 0.1
+    condense.restore(stock)
+    with torch.no_grad():
+        assert torch.equal(stock(IDS).last_hidden_state, dense)

@@ -1,0 +1,120 @@
+"""Padding anywhere, and packing: the numbers are those of the same tokens alone."""
+
+import pytest
+import torch
+from models import tiny
+
+import condense
+from condense.models import rows
+
+PAIRS = {
+    "llama-cca": ("llama", tiny.CCA),
+    "llama-streaming-6": ("llama", tiny.STREAMING_6),
+    "llama-streaming-llm": ("llama", tiny.METHODS["streaming-llm"]),
+    "llama-dense": ("llama", condense.Dense()),
+    "qwen3-streaming": ("qwen3", tiny.STREAMING),
+    "gpt2-cca": ("gpt2", tiny.CCA),
+    "opt-streaming-6": ("opt", tiny.STREAMING_6),
+}
+L = tiny.LENGTH
+
+
+def _slots(*gaps):
+    """A mask row: 1 but for the gaps ``(start, stop)``."""
+    row = torch.ones(L, dtype=torch.long)
+    for start, stop in gaps:
+        row[start:stop] = 0
+    return row
+
+
+MASKS = {
+    "left": [_slots((0, 13)), _slots((0, 1)), _slots()],
+    "right": [_slots((48, L)), _slots((60, L)), _slots()],
+    "holes": [_slots((5, 9), (30, 31)), _slots((16, 29)), _slots((0, 2), (59, L))],
+    "everything": [_slots((0, 7), (20, 40), (55, L)), _slots(), _slots((0, 60))],
+    "one-row-all-padding": [_slots((0, L)), _slots(), _slots((0, 20))],
+}
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
+def model(request):
+    name, method = request.param
+    return condense.apply(tiny.model(name), method)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_rows_equal_their_compacted_sequences(model, mask):
+    mask, ids = torch.stack(mask), tiny.tokens(3)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    full = tiny.logits(model, ids, attention_mask=mask, position_ids=positions)
+    chunks = tiny.in_chunks(model, ids, tiny.CHUNKS, mask=mask)
+    assert bool(full.isfinite().all())
+    for row, real, whole, parts in zip(ids, mask.bool(), full, chunks, strict=True):
+        if bool(real.any()):
+            alone = tiny.logits(model, row[real][None])[0]
+            torch.testing.assert_close(whole[real], alone, **tiny.EXACT)
+            torch.testing.assert_close(parts[real], alone, **tiny.EXACT)
+
+
+def test_right_padding_without_a_mask(model):
+    # as evaluation harnesses do it: the real tokens cannot see what follows them
+    ids = tiny.tokens(2)
+    short = ids[1:, :40]
+    ids[1, 40:] = 1
+    torch.testing.assert_close(tiny.logits(model, ids)[1:, :40], tiny.logits(model, short), **tiny.EXACT)
+
+
+def test_an_all_ones_mask_changes_nothing(model):
+    ids = tiny.tokens()
+    ones = torch.ones_like(ids)
+    assert torch.equal(tiny.logits(model, ids, attention_mask=ones), tiny.logits(model, ids))
+    assert torch.equal(tiny.logits(model, ids, attention_mask=ones.bool()), tiny.logits(model, ids))
+
+
+def test_a_mask_may_be_changed_in_place_between_calls():
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    ids, mask = tiny.tokens(2), torch.ones(2, 1, 1, L, dtype=torch.bool)
+    whole = tiny.logits(model, ids, attention_mask=mask)
+    mask[0, ..., :20] = False
+    padded = tiny.logits(model, ids, attention_mask=mask)
+    torch.testing.assert_close(padded[1], whole[1], **tiny.EXACT)
+    assert (padded[0, 40:] - whole[0, 40:]).abs().max() > 1
+
+
+LENGTHS = (23, 1, 30, 7)
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
+@pytest.mark.parametrize("how", ["positions", "marks"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_packed_documents_equal_the_documents_alone(name, how, layers):
+    model = condense.apply(tiny.model(name), tiny.STREAMING_6, layers=layers)
+    ids = tiny.tokens(1)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    kwargs = {"position_ids": positions}
+    if how == "marks":
+        marks = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).to(torch.int32)
+        kwargs |= {"cu_seq_lens_q": marks, "cu_seq_lens_k": marks, "max_length_q": 30, "max_length_k": 30}
+    packed = tiny.logits(model, ids, **kwargs)
+    alone = torch.cat([tiny.logits(model, document) for document in ids.split(LENGTHS, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, **tiny.EXACT)
+    assert (packed - tiny.logits(model, ids)).abs().max() > 1
+
+
+def test_positions_may_be_changed_in_place_between_calls():
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    ids, positions = tiny.tokens(1), torch.arange(L)[None].clone()
+    tiny.logits(model, ids, position_ids=positions)
+    positions[0, 30:] = torch.arange(31)
+    packed = tiny.logits(model, ids, position_ids=positions)
+    torch.testing.assert_close(packed[:, 30:], tiny.logits(model, ids[:, 30:]), **tiny.EXACT)
+
+
+def test_nothing_is_remembered_of_masks_that_are_gone():
+    before = set(map(id, rows._known))
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    ids, mask = tiny.left_padded([tiny.tokens(1, 20)[0], tiny.tokens(1, 40)[0]])
+    tiny.generate(model, ids, attention_mask=mask)
+    tiny.in_chunks(model, ids, (30, 10), mask=mask)
+    tiny.logits(model, tiny.tokens(1), position_ids=torch.arange(L)[None])
+    assert set(map(id, rows._known)) <= before

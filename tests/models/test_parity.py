@@ -1,0 +1,92 @@
+"""Full forward = without cache = chunks = token by token, in every architecture; and what restore brings back."""
+
+import copy
+
+import pytest
+import torch
+from models import tiny
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+import condense
+
+PAIRS = {
+    **{f"llama-{name}": ("llama", name) for name in tiny.METHODS},
+    **{f"{name}-cca": (name, "cca") for name in tiny.OTHERS},
+    **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
+    **{f"{name}-streaming-select-log": (name, "streaming-select-log") for name in tiny.OTHERS},
+    **{f"{name}-streaming-llm": (name, "streaming-llm") for name in tiny.OTHERS},
+    "gpt2-layer-scale": ("gpt2-layer-scale", "cca"),
+}
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
+def pair(request):
+    name, method = request.param
+    return tiny.model(name), tiny.METHODS[method]
+
+
+def test_full_forward_chunks_and_steps_agree(pair):
+    model, method = pair
+    ids = tiny.tokens()
+    condense.apply(model, method)
+    full = tiny.logits(model, ids)
+    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.EXACT)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS), full, **tiny.EXACT)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS, DynamicCache()), full, **tiny.EXACT)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (1,) * tiny.LENGTH), full, **tiny.EXACT)
+
+
+def test_differs_from_dense_only_where_something_is_condensed(pair):
+    model, method = pair
+    ids = tiny.tokens()
+    dense = tiny.logits(model, ids)
+    difference = (tiny.logits(condense.apply(model, method), ids) - dense).abs().amax((0, 2))
+    first = tiny.LENGTH if isinstance(method, condense.Dense) else method.rule.window + method.rule.chunk - 1
+    if method.rule.max_chunks:
+        first += method.rule.max_chunks  # the first tokens to close are kept
+    assert bool((difference[:first] < 1e-12).all())
+    assert first == tiny.LENGTH or difference[first:].max() > 1
+
+
+def test_restore_brings_the_stock_model_back(pair):
+    model, method = pair
+    ids = tiny.tokens()
+    stock, config = tiny.logits(model, ids), copy.deepcopy(model.config.to_dict())
+    classes = [type(module) for module in model.modules()]
+    condense.apply(model, method)
+    chunked = tiny.in_chunks(model, ids, tiny.CHUNKS)
+    assert condense.restore(model) is model
+    assert torch.equal(tiny.logits(model, ids), stock)
+    assert [type(module) for module in model.modules()] == classes
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == "sdpa"
+    assert {type(layer) for layer in tiny.filled(model, ids).layers} == {DynamicLayer}
+    assert condense.restore(model) is model
+    torch.testing.assert_close(tiny.in_chunks(condense.apply(model, method), ids, (40, 21)), chunked, **tiny.EXACT)
+
+
+def test_prompt_summary_prefills_with_and_without_a_cache_and_decodes_as_streaming():
+    model = condense.apply(tiny.model("llama"), tiny.CCA.replace(summary="prompt"))
+    ids = tiny.tokens()
+    full = tiny.logits(model, ids)
+    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.EXACT)
+    cache = tiny.filled(model, ids[:, :40])
+    steps = tiny.in_chunks(model, ids[:, 40:], (1,) * 21, copy.deepcopy(cache))
+    torch.testing.assert_close(tiny.in_chunks(model, ids[:, 40:], (21,), cache), steps, **tiny.EXACT)
+    assert (steps - tiny.logits(condense.apply(model, tiny.CCA), ids)[:, 40:]).abs().max() > 1
+
+
+def test_float32_parity():
+    model = condense.apply(tiny.model("llama", dtype=torch.float32), tiny.STREAMING_6)
+    ids = tiny.tokens()
+    full = tiny.logits(model, ids)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS), full, rtol=0, atol=3e-4)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (1,) * tiny.LENGTH), full, rtol=0, atol=3e-4)
+
+
+def test_a_long_text_takes_many_blocks_of_queries():
+    model = condense.apply(tiny.model("llama", max_position_embeddings=4096), tiny.STREAMING)
+    ids = tiny.tokens(1, 2100)
+    full = tiny.logits(model, ids)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (2000, 1, 1, 98)), full, **tiny.EXACT)

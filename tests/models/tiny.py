@@ -1,0 +1,169 @@
+"""Tiny random models in float64 whose condensed logits are far from the dense ones, and ways to run them.
+
+Shapes: B rows, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+import condense
+
+VOCAB = 64
+LENGTH = 61
+NUM_LAYERS = 3
+NEW = 12
+CHUNKS = (17, 1, 3, 20, 20)
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+G, W = 4, 8
+CCA = condense.CCA(group_size=G, window=W)
+STREAMING = condense.CCA(group_size=G, window=W, summary="streaming", key_pooling="select", rep_bias="log_size")
+STREAMING_6 = STREAMING.replace(num_summary_queries=6, key_pooling="weighted")
+METHODS: dict[str, condense.Method] = {
+    "cca": CCA,
+    "streaming-select-log": STREAMING,
+    "streaming-6": STREAMING_6,
+    "streaming-1": STREAMING.replace(num_summary_queries=1),
+    "lca": condense.LCA(group_size=G, window=W),
+    "max-mean": condense.CCA(group_size=G, window=W, key_pooling="max", value_pooling="mean"),
+    "no-window": condense.CCA(group_size=G, window=0),
+    "streaming-llm": condense.StreamingLLM(sink=2, window=9),
+    "lm-infinite": condense.LMInfinite(n_global=3, window=7),
+    "dense": condense.Dense(),
+}
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+_TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
+_GPT2 = {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4}
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, _SIZES),
+    "qwen2": (Qwen2Config, _SIZES),
+    "qwen3": (Qwen3Config, _SIZES),
+    "mistral": (MistralConfig, _SIZES | {"sliding_window": None}),
+    "gemma": (GemmaConfig, _SIZES | {"num_key_value_heads": 1}),
+    "phi3": (Phi3Config, _SIZES | {"sliding_window": None}),
+    "gpt2": (GPT2Config, _GPT2),
+    "gpt2-layer-scale": (GPT2Config, _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    "opt": (
+        OPTConfig,
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": NUM_LAYERS,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 128,
+            "word_embed_proj_dim": 32,
+        },
+    ),
+    # not to be condensed, or only in part
+    "gemma2": (Gemma2Config, _SIZES),
+    "mistral-sliding": (MistralConfig, _SIZES | {"sliding_window": 12}),
+    "qwen2-mixed": (
+        Qwen2Config,
+        _SIZES | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
+}
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt2", "opt")
+OTHERS = ARCHITECTURES[1:]
+
+
+def config(name: str, **changes: Any) -> PreTrainedConfig:
+    cls, settings = CONFIGS[name]
+    return cls(**(settings | _TOKENS | changes))
+
+
+def model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A model with weights so large that attention is sharp: what it sees or not shows in the logits."""
+    stock = AutoModelForCausalLM.from_config(config(name, **changes))
+    return sharpen(stock).to(dtype).eval()
+
+
+def sharpen(stock: PreTrainedModel) -> PreTrainedModel:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 2.0 * min(parameter.shape) ** -0.5, generator=generator)
+            else:
+                parameter.add_(torch.empty_like(parameter).normal_(0, 0.2, generator=generator))
+    return stock
+
+
+def tokens(B: int = 2, L: int = LENGTH, seed: int = 1) -> Tensor:
+    """Token ids ``[B, L]``, none of them special."""
+    return torch.randint(4, VOCAB, (B, L), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model(ids, **({"use_cache": False} | kwargs)).logits
+
+
+@torch.no_grad()
+def in_chunks(
+    model: Any, ids: Tensor, sizes: tuple[int, ...], cache: Cache | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """Logits ``[B, L, V]`` from one forward per chunk over one cache (made by the model if None is given)."""
+    parts, ends = [], list(itertools.accumulate(sizes))
+    for start, end in zip([0, *ends], ends, strict=False):
+        so_far = None if mask is None else mask[:, :end]
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
+        out = model(
+            ids[:, start:end], past_key_values=cache, attention_mask=so_far, position_ids=positions, use_cache=True
+        )
+        cache = out.past_key_values
+        parts.append(out.logits)
+    return torch.cat(parts, dim=1)
+
+
+@torch.no_grad()
+def filled(model: Any, ids: Tensor) -> DynamicCache:
+    """A cache that has read ``ids``."""
+    return model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
+
+
+def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    """Token ids with `NEW` more; greedy unless told."""
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1} | kwargs
+    if "attention_mask" not in settings and "inputs_embeds" not in settings:
+        settings["attention_mask"] = torch.ones_like(ids)
+    return model.generate(ids, **settings)
+
+
+def left_padded(rows: list[Tensor], pad: int = 1) -> tuple[Tensor, Tensor]:
+    """Rows ``[n]`` of different lengths as ids and mask ``[B, L]``, padding on the left."""
+    L = max(len(row) for row in rows)
+    ids = torch.stack([torch.cat([torch.full((L - len(row),), pad), row]) for row in rows])
+    mask = torch.stack([(torch.arange(L) >= L - len(row)).long() for row in rows])
+    return ids, mask
