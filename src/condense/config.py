@@ -41,8 +41,10 @@ class MethodConfig:
 def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
     """The inverse of `MethodConfig.to_dict`.
 
-    Raises ValueError for an unknown method name or an unknown field.
+    Raises ValueError for anything but a dict, an unknown method name or an unknown field.
     """
+    if not isinstance(settings, dict):
+        raise ValueError(f"method settings must be a dict, got {settings!r}")
     fields = dict(settings)
     cls = method_class(fields.pop("method", None))
     unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}

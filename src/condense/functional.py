@@ -9,7 +9,6 @@ Rows are right-aligned: new tokens end at column L - 1, padding stands to their 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from condense.methods.base import Method
 from condense.ops import UniformBounds, attend
-from condense.ops.aligned import append_band, append_prefix, chunks, merge, newest, own, window_mean
-from condense.ops.checks import check_qkv
+from condense.ops.aligned import append_band, append_prefix, chunks, copied, merge, newest, own, window_mean
+from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 
 # raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back
 SLACK = 24
@@ -125,21 +124,25 @@ def extend(
             scale=scale,
             backend=backend,
         )
-        prefix_k, prefix_v = append_prefix(prefix_k, new_k, before * p), append_prefix(prefix_v, new_v, before * p)
+        prefix_k = append_prefix(prefix_k, new_k, before * p, after * p)
+        prefix_v = append_prefix(prefix_v, new_v, before * p, after * p)
 
-    bounds = UniformBounds(method.rule, merge(seen - L), merge(seen - band_k.shape[2]))
+    pads = torch.zeros(1, dtype=torch.int64) if counts is None else merge(L - counts)
+    bounds = UniformBounds(method.rule, merge(seen - L), merge(seen - band_k.shape[2]), pads)
     bias = method.prefix_bias(prefix_k.shape[2], k.device)
     sources = Sources(prefix_k, prefix_v, band_k, band_v, bounds, bias)
     if not keep:
         return sources, None
     num_band = int((seen - first_needed(method, seen - SLACK)).clamp(max=band_k.shape[2]).max())
     num_queries = min(queries.shape[2], method.num_summary - 1 + SLACK if method.num_summary > 1 else 0)
+    # without a past to append to, these may still be the caller's own tensors
+    keep_only = copied if past.band_k.shape[2] == 0 else own
     return sources, Past(
-        own(prefix_k),
-        own(prefix_v),
-        newest(band_k, num_band),
-        newest(band_v, num_band),
-        newest(queries, num_queries),
+        keep_only(prefix_k),
+        keep_only(prefix_v),
+        keep_only(newest(band_k, num_band)),
+        keep_only(newest(band_v, num_band)),
+        keep_only(newest(queries, num_queries)),
         seen,
     )
 
@@ -176,19 +179,27 @@ def attention(
     padded queries give 0 and -inf. Differentiable in q, k and v.
     Raises ValueError for arguments that do not fit together.
     """
-    check_qkv(q, k, v)
+    check_tensors(q=q, k=k, v=v)
     method = Method.parse(method)
     with outside_autocast(q, k, v) as (q, k, v):
+        check_qkv(q, k, v)
+        scale = check_scale(scale, q)
         return _rows_or_documents(q, k, v, method, scale, backend, cu_seqlens, padding, return_lse)
 
 
 @contextmanager
 def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors in autocast's dtype, if it is on, and autocast off: it would round scores and pooling weights."""
+    """The tensors in autocast's dtype, if it is on, and autocast off: it would round scores and pooling weights.
+
+    As in PyTorch's own operations, float64 stays what it is.
+    """
     device_type = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device_type):
+        yield tensors
+        return
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-        tensors = tuple(x.to(dtype) for x in tensors)
+        tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
     with torch.autocast(device_type, enabled=False):
         yield tensors
 
@@ -198,23 +209,22 @@ def _rows_or_documents(
     k: Tensor,
     v: Tensor,
     method: Method,
-    scale: float | None,
+    scale: float,
     backend: str,
     cu_seqlens: Tensor | None,
     padding: Tensor | None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cu_seqlens is not None:
         if padding is not None:
             raise ValueError("cu_seqlens and padding exclude each other, got both")
-        lengths = _document_lengths(cu_seqlens, q)
+        lengths = check_cu_seqlens(cu_seqlens, q)
         documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
         results = [_attention(a, b, c, method, scale, backend, None, return_lse) for a, b, c in documents if a.shape[2]]
         out = torch.cat([result[0] for result in results], dim=2)
         lse = torch.cat([result[1] for result in results if result[1] is not None], dim=2) if return_lse else None
     else:
-        counts = None if padding is None else q.shape[2] - _left_pads(padding, q)
+        counts = None if padding is None else q.shape[2] - check_padding(padding, q)
         out, lse = _attention(q, k, v, method, scale, backend, counts, return_lse)
     return out if lse is None else (out, lse)
 
@@ -257,30 +267,6 @@ def attend_to(
         backend=backend,
         return_lse=return_lse,
     )
-
-
-def _document_lengths(cu_seqlens: Tensor, q: Tensor) -> list[int]:
-    marks = cu_seqlens.tolist() if cu_seqlens.ndim == 1 and not cu_seqlens.is_floating_point() else []
-    lengths = [stop - start for start, stop in itertools.pairwise(marks)]
-    if not lengths or marks[0] != 0 or marks[-1] != q.shape[2] or min(lengths) < 0:
-        raise ValueError(
-            f"cu_seqlens must be integers that rise from 0 to the number of tokens, {q.shape[2]}, got {cu_seqlens}"
-        )
-    if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs a batch of 1, got {q.shape[0]}")
-    return lengths
-
-
-def _left_pads(padding: Tensor, q: Tensor) -> Tensor:
-    B, L = q.shape[0], q.shape[2]
-    if padding.shape != (B,) or padding.is_floating_point():
-        raise ValueError(
-            f"padding must be integers of shape ({B},), got {padding.dtype} of shape {tuple(padding.shape)}"
-        )
-    pads = padding.cpu().to(torch.int64)
-    if bool((pads < 0).any()) or bool((pads > L).any()):
-        raise ValueError(f"padding must be between 0 and the number of tokens, {L}, got {pads.tolist()}")
-    return pads
 
 
 def _ready(method: Method, seen: Tensor) -> Tensor:

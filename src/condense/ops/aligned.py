@@ -31,14 +31,14 @@ def append_band(old: Tensor, new: Tensor, counts: Tensor | None) -> Tensor:
     return joined.gather(2, source.to(new.device)[:, None, :, None].expand_as(joined))
 
 
-def append_prefix(old: Tensor, new: Tensor, start: Tensor) -> Tensor:
-    """New entries ``[B, K, n, D]`` from index ``start[b]`` on. What a shorter row gets past its end stays unseen."""
+def append_prefix(old: Tensor, new: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    """New entries ``[B, K, n, D]`` at ``[start[b], stop[b])``. What a shorter row gets past its end stays unseen."""
     first = int(start[0])
     if bool((start == first).all()):
         return new if first == 0 else torch.cat([old[:, :, :first], new], dim=2)
     wide = F.pad(old, (0, 0, 0, int(start.max()) + new.shape[2] - old.shape[2]))
     index = (start[:, None] + torch.arange(new.shape[2])).to(new.device)[:, None, :, None]
-    return wide.scatter(2, index.expand_as(new), new)
+    return wide.scatter(2, index.expand_as(new), new)[:, :, : int(stop.max())]
 
 
 def chunks(band: Tensor, start: Tensor, G: int, c: int) -> Tensor:
@@ -73,11 +73,16 @@ def window_mean(queries: Tensor, start: Tensor, S: int, stride: int, G: int, see
 
 
 def newest(x: Tensor, count: int) -> Tensor:
-    """The last ``count`` columns, see `own`."""
-    return own(x[:, :, x.shape[2] - count :])
+    """The last ``count`` columns."""
+    return x[:, :, x.shape[2] - count :]
 
 
 def own(x: Tensor) -> Tensor:
     """Detached and alone in its storage: a view would keep all of a longer sequence alive."""
     x = x.detach()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+
+
+def copied(x: Tensor) -> Tensor:
+    """Detached and copied, whatever it was."""
+    return x.detach().clone()

@@ -1,7 +1,7 @@
 """Who sees what: the three bounds of prefix-band attention, from the uniform rule or as arrays.
 
 Query t sees prefix entries ``[0, rep_end)`` and band columns ``[raw_start, raw_end)``.
-Positions count a row's real tokens from 0; a negative position is padding, which sees nothing.
+Positions count a row's real tokens from 0; padding sees nothing.
 
 Shapes: B rows, K KV heads, L queries. A dimension that does not matter is 1.
 """
@@ -77,26 +77,27 @@ class UniformRule:
 class UniformBounds:
     """The uniform rule on rows that may start anywhere.
 
-    query_start: int64 CPU ``[B]`` or ``[1]``, position of each row's query 0 (negative: left padding).
+    query_start: int64 CPU ``[B]`` or ``[1]``, position of each row's query 0, counted back from the real ones.
     band_start: likewise, position of the token in band column 0.
+    padding: likewise, queries before a row's first real one; by default those at negative positions.
     """
 
     rule: UniformRule
     query_start: Tensor
     band_start: Tensor
+    padding: Tensor | None = None
 
     def arrays(self, start: int, stop: int, device: torch.device) -> Arrays:
         """Bounds of queries ``[start, stop)``: int64 ``[B|1, 1, L]``."""
         steps = torch.arange(start, stop, device=device)
-        return self._at(steps, self.query_start.to(device), self.band_start.to(device))
+        return self._at(steps, device)
 
     def extents(self, blocks: list[tuple[int, int]]) -> list[Extent]:
         """Hull per block. Bounds never decrease with t, so a block's ends are all that is looked at."""
         starts, stops = torch.tensor(blocks, dtype=torch.int64).T
-        last = self._at(stops - 1, self.query_start, self.band_start)
-        # a left-padded row begins at its first real token, position 0
-        steps = torch.maximum(starts, -self.query_start[:, None])
-        first = self._at(steps[:, None], self.query_start, self.band_start).raw_start
+        last = self._at(stops - 1)
+        # a left-padded row begins at its first real token
+        first = self._at(torch.maximum(starts, self._pads()[:, None])[:, None]).raw_start
         none = torch.iinfo(torch.int64).max
         raw_start = torch.where(last.raw_end > 0, first, none).amin((0, 1))
         raw_end = last.raw_end.amax((0, 1))
@@ -105,18 +106,27 @@ class UniformBounds:
 
     def is_causal(self, num_queries: int, num_band: int) -> bool:
         """True if no row is padded, the band starts at its row's start and no chunk is closed yet."""
-        if bool((self.band_start != 0).any()) or bool((self.query_start != num_band - num_queries).any()):
+        if bool((self.band_start != 0).any()) or bool((self._pads() != 0).any()):
+            return False
+        if bool((self.query_start != num_band - num_queries).any()):
             return False
         return int(self.rule.closed(torch.tensor(num_band))) == 0
 
-    def _at(self, steps: Tensor, query_start: Tensor, band_start: Tensor) -> Arrays:
-        t = query_start[:, None, None] + steps
-        origin = band_start[:, None, None]
-        closed = self.rule.closed(t + 1)
-        real = t >= 0
-        raw_end = torch.where(real, t + 1 - origin, 0)
-        raw_start = torch.where(real, (closed * self.rule.chunk - origin).clamp(min=0), 0)
-        return Arrays(self.rule.visible_entries(closed), raw_start, raw_end)
+    def _pads(self) -> Tensor:
+        return (-self.query_start).clamp(min=0) if self.padding is None else self.padding
+
+    def _at(self, steps: Tensor, device: torch.device | None = None) -> Arrays:
+        query_start, origin, pads = (
+            x.to(device)[:, None, None] for x in (self.query_start, self.band_start, self._pads())
+        )
+        real = steps >= pads
+        seen = query_start + steps + 1
+        closed = self.rule.closed(seen)
+        return Arrays(
+            torch.where(real, self.rule.visible_entries(closed), 0),
+            torch.where(real, (closed * self.rule.chunk - origin).clamp(min=0), 0),
+            torch.where(real, seen - origin, 0),
+        )
 
 
 @dataclass(frozen=True)

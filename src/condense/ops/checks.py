@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("reference", "torch")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Each is a tensor ``[batch, heads, tokens, width]`` of a floating dtype that the backends know."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions [batch, heads, tokens, width], got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(str(d) for d in DTYPES)}, got {x.dtype}")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, Dv]``, one dtype, one device, Hkv divides H."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, tokens, width], got shape {tuple(x.shape)}")
-        if x.dtype not in DTYPES:
-            raise ValueError(f"{name} must be one of {', '.join(str(d) for d in DTYPES)}, got {x.dtype}")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-    if q.shape[2] == 0 or q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must have the same number of tokens, at least 1, got {q.shape[2]} and {k.shape[2]}")
+        if x.numel() == 0:
+            raise ValueError(f"{name} must have at least 1 in every dimension, got shape {tuple(x.shape)}")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k and v must agree in batch, heads and tokens, got {tuple(k.shape[:3])} and {tuple(v.shape[:3])}"
@@ -30,8 +43,45 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must have the same batch, got {q.shape[0]} and {k.shape[0]}")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same width, got {q.shape[3]} and {k.shape[3]}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"KV heads must divide query heads, got {k.shape[1]} KV heads for {q.shape[1]} query heads")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"k and v must have a number of heads that divides the heads of q, {q.shape[1]}, got {k.shape[1]}"
+        )
+
+
+def check_scale(scale: object, q: Tensor) -> float:
+    """The softmax scale, by default ``D ** -0.5``."""
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    return float(scale)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
+    """Lengths of the packed documents that ``cu_seqlens`` marks in q."""
+    usable = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in _INTEGERS
+    marks = cu_seqlens.tolist() if usable else []
+    lengths = [stop - start for start, stop in itertools.pairwise(marks)]
+    if not lengths or marks[0] != 0 or marks[-1] != q.shape[2] or min(lengths) < 0:
+        raise ValueError(
+            f"cu_seqlens must be a tensor of integers that rise from 0 to the number of tokens, {q.shape[2]}, "
+            f"got {cu_seqlens}"
+        )
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1, got {q.shape[0]}")
+    return lengths
+
+
+def check_padding(padding: Tensor, q: Tensor) -> Tensor:
+    """Left pads per row, int64 CPU ``[B]``."""
+    B, L = q.shape[0], q.shape[2]
+    if not isinstance(padding, Tensor) or padding.shape != (B,) or padding.dtype not in _INTEGERS:
+        raise ValueError(f"padding must be a tensor of integers of shape ({B},), got {padding!r}")
+    pads = padding.cpu().to(torch.int64)
+    if bool((pads < 0).any()) or bool((pads > L).any()):
+        raise ValueError(f"padding must be between 0 and the number of tokens, {L}, got {pads.tolist()}")
+    return pads
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:

@@ -39,14 +39,15 @@ def attend(
     wide = torch.promote_types(q.dtype, torch.float32)
     k = torch.cat([prefix_k, band_k], dim=2).to(wide)
     v = torch.cat([prefix_v, band_v], dim=2).to(wide)
-    q_BKRLD = q.to(wide).unflatten(1, (K, H // K))
+    mask = visible(bounds, 0, L, M, N, q.device)[:, :, None]
+    empty = ~mask.any(-1, keepdim=True)
+    # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below: no NaN in values
+    # or gradients
+    q_BKRLD = q.to(wide).unflatten(1, (K, H // K)).masked_fill(empty, 0.0)
     scores = torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k) * scale
     if prefix_bias is not None:
         bias = torch.nn.functional.pad(prefix_bias.to(wide), (0, N))
         scores = scores + bias[:, :, None, None, :]
-    mask = visible(bounds, 0, L, M, N, q.device)[:, :, None]
-    empty = ~mask.any(-1, keepdim=True)
-    # a query that sees nothing gets a harmless row here and is zeroed below: no NaN in values or gradients
     scores = scores.masked_fill(~(mask | empty), float("-inf"))
     lse = scores.logsumexp(-1)
     weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)

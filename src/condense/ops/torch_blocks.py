@@ -79,15 +79,16 @@ def _block(
     K, S = k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     if S == 0:
-        # sums over nothing keep the graph connected, so that every input has a gradient
-        nothing = q.sum(-1, keepdim=True) * 0 + (k.sum() + v.sum()) * 0
+        # the graph stays connected, so that every input has a gradient
+        nothing = q[..., :1].masked_fill(q.new_ones(1, dtype=torch.bool), 0.0) + k.sum() + v.sum()
         return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
     # heads that share a KV head become rows of one call: each key is read once, whatever the GQA ratio
     rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
     mask = mask[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3)
     empty = ~mask.any(-1, keepdim=True)
-    # a query that sees nothing gets a harmless row here and is zeroed below: no NaN in values or gradients
-    mask = mask | empty
+    # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below: no NaN in values
+    # or gradients
+    rows, mask = rows.masked_fill(empty, 0.0), mask | empty
     attn_mask = mask
     if bias is not None and bias.shape[-1] > 0:
         attn_mask = _key_offsets(bias.to(wide), S, q.dtype)[:, :, None].masked_fill(~mask, float("-inf"))

@@ -1,0 +1,200 @@
+"""Prefill, chunked prefill and token by token give what one call over the whole row gives, for every method."""
+
+import itertools
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import condense
+from condense.functional import SLACK, attend_to, extend, first_needed, num_entries, summary_queries
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+K, H, D, Dv = 2, 4, 3, 4
+SCALE = D**-0.5
+
+
+def rows(lengths, seed=0):
+    """One q, k, v ``[1, heads, length, width]`` per row."""
+    return [oracle.random_qkv(1, H, K, max(n, 1), D, Dv, seed=seed + i) for i, n in enumerate(lengths)]
+
+
+def read_in_steps(method, data, steps, backend):
+    """Feed rows through `extend`. steps: per call, the number of new tokens of each row; the rest is NaN padding.
+
+    Returns out per row ``[H, length, Dv]``, lse ``[H, length]`` and the past.
+    """
+    B = len(data)
+    position, past, outs, lses = [0] * B, None, [[] for _ in data], [[] for _ in data]
+    for counts in steps:
+        L = max(1, *counts)
+        q, k, v = (torch.full((B, n, L, d), torch.nan).double() for n, d in ((H, D), (K, D), (K, Dv)))
+        for b, n in enumerate(counts):
+            for x, whole in zip((q, k, v), data[b], strict=True):
+                x[b, :, L - n :] = whole[0, :, position[b] : position[b] + n]
+            position[b] += n
+        sources, past = extend(
+            method,
+            past,
+            k,
+            v,
+            summary_queries(method, q, K),
+            scale=SCALE,
+            counts=torch.tensor(counts),
+            backend=backend,
+        )
+        out, lse = attend_to(sources, q, scale=SCALE, backend=backend, return_lse=True)
+        for b, n in enumerate(counts):
+            outs[b].append(out[b, :, L - n :])
+            lses[b].append(lse[b, :, L - n :])
+            assert bool((out[b, :, : L - n] == 0).all())
+            assert bool((lse[b, :, : L - n] == -torch.inf).all())
+        check_past(method, past, position, B)
+    return [torch.cat(x, 1) for x in outs], [torch.cat(x, 1) for x in lses], past
+
+
+def check_past(method, past, position, B):
+    """What stays is what is needed and the slack, in tensors that own their storage."""
+    seen = torch.tensor(position)
+    assert torch.equal(past.seen, seen)
+    # NaN of the padding must not have got in
+    assert all(bool(x.isfinite().all()) for x in past)
+    for x in past:
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+        assert not x.requires_grad
+    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == int(num_entries(method, seen).max())
+    needed = int((seen - first_needed(method, seen)).max())
+    kept = past.band_k.shape[2]
+    assert needed <= kept <= needed + SLACK + method.rule.chunk
+    assert past.band_v.shape[2] == kept
+    assert past.summary_q.shape[2] <= max(0, method.num_summary - 1 + SLACK)
+
+
+def check_rows(method, steps, backend, *, prompt=False):
+    lengths = [sum(counts) for counts in zip(*steps, strict=True)]
+    data = rows(lengths)
+    outs, lses, past = read_in_steps(method, data, steps, backend)
+    for b, n in enumerate(lengths):
+        if n == 0:
+            continue
+        want, want_lse = oracle.attention(*data[b], method=method, prompt=steps[0][b] if prompt else None)
+        torch.testing.assert_close(outs[b], want[0], **EXACT)
+        torch.testing.assert_close(lses[b], want_lse[0], **EXACT)
+    return past
+
+
+def cut(length, sizes):
+    """One row's steps of the given sizes, the last one repeated to the end."""
+    steps = []
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        if length == 0:
+            return steps
+        steps.append((min(size, length),))
+        length -= steps[-1][0]
+    return steps
+
+
+CHUNKINGS = {
+    "token by token": [1],
+    "twos": [2],
+    "groups": [4],
+    "g+1": [5],
+    "prefill then tokens": [23, 1],
+    "token then rest": [1, 100],
+    "ragged": [7, 1, 13, 2, 1, 17],
+}
+
+
+@pytest.mark.parametrize("sizes", CHUNKINGS.values(), ids=CHUNKINGS)
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_extend_any_chunks_equal_one_call(backend, method, sizes):
+    check_rows(method, cut(43, sizes), backend)
+
+
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_extend_prefill_of_every_length_then_tokens(method):
+    for first in range(1, 27):
+        check_rows(method, cut(27, [first, 1]), "torch")
+
+
+RAGGED = {
+    "left-padded prefill, then tokens": [(21, 5, 0, 13)] + [(1, 1, 1, 1)] * 12,
+    "ragged chunks": [(9, 4, 1, 0), (3, 0, 8, 2), (0, 0, 0, 1), (5, 11, 2, 7), (1, 1, 1, 1), (0, 9, 4, 3)],
+    "nothing new at all": [(9, 2), (0, 0), (12, 1), (0, 0), (1, 17)],
+    "one row far behind": [(40, 1), (1, 1), (1, 0), (1, 30)],
+    "equal lengths by other ways": [(0, 20), (20, 0), (5, 5), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("steps", RAGGED.values(), ids=RAGGED)
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_extend_ragged_rows(backend, method, steps):
+    check_rows(method, steps, backend)
+
+
+@pytest.mark.parametrize("method", oracle.PROMPTS.values(), ids=oracle.PROMPTS)
+@pytest.mark.parametrize(
+    "steps", [[(22, 9)] + [(1, 1)] * 15, [(17, 30), (13, 1), (2, 8), (0, 3)]], ids=["tokens", "chunks"]
+)
+def test_extend_after_a_prompt_follows_the_streaming_rule(backend, method, steps):
+    check_rows(method, steps, backend, prompt=True)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.data())
+def test_extend_any_method_any_chunks(data):
+    method = condense.CCA(
+        group_size=data.draw(st.integers(1, 7), label="g"),
+        window=data.draw(st.integers(0, 12), label="w"),
+        summary=data.draw(st.sampled_from(["last", "streaming"])),
+        num_summary_queries=data.draw(st.sampled_from([None, 1, 3, 15, 40])),
+        key_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
+        value_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
+        rep_bias=data.draw(st.sampled_from(["none", "log_size"])),
+    )
+    B = data.draw(st.integers(1, 3), label="B")
+    counts = st.tuples(*[st.integers(0, 14) for _ in range(B)])
+    steps = data.draw(st.lists(counts, min_size=1, max_size=6), label="steps")
+    check_rows(method, steps, data.draw(st.sampled_from(["torch", "reference"])))
+
+
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_extend_keeps_nothing_of_the_callers(method):
+    data = rows([30])
+    want = oracle.attention(*data[0], method=method)[0][:, :, 29:]
+    q, k, v = (x[:, :, :29].contiguous() for x in data[0])
+    _, past = extend(method, None, k, v, summary_queries(method, q, K), scale=SCALE)
+    for x in (q, k, v):
+        x.fill_(torch.nan)
+    q, k, v = (x[:, :, 29:] for x in data[0])
+    sources, _ = extend(method, past, k, v, summary_queries(method, q, K), scale=SCALE)
+    torch.testing.assert_close(attend_to(sources, q, scale=SCALE)[0], want, **EXACT)
+
+
+def test_extend_leaves_the_old_past_as_it_was():
+    method = oracle.PLANS["lca"]
+    data = rows([31, 31])
+    _, _, past = read_in_steps(method, data, [(30, 17)], "torch")
+    before = [x.clone() for x in past]
+    q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))
+    for _ in range(2):
+        extend(method, past, k, v, summary_queries(method, q, K), scale=SCALE)
+        assert all(torch.equal(x, y) for x, y in zip(before, past, strict=True))
+
+
+def test_extend_trains_through_the_new_tokens_and_not_the_past():
+    method = oracle.PLANS["lca"]
+    q, k, v = (x.requires_grad_() for x in rows([30])[0])
+    sources, past = extend(method, None, k, v, summary_queries(method, q, K), scale=SCALE)
+    kept = attend_to(sources, q, scale=SCALE)[0]
+    free = condense.attention(q, k, v, method=method)
+    got, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (kept, free))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert not any(x.requires_grad for x in past)
+
+
+def test_extend_without_keep_returns_no_past():
+    q, k, v = rows([5])[0]
+    assert extend(condense.Dense(), None, k, v, None, scale=SCALE, keep=False)[1] is None
