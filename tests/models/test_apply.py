@@ -78,15 +78,20 @@ def test_use_is_undone(model):
     assert model.config.to_dict() == config
 
 
+def _fail_inside(model):
+    with condense.use(model, condense.Dense(), layers=[0, 2]):
+        assert condensed_layers(model) == {0: condense.Dense(), 1: tiny.STREAMING, 2: condense.Dense()}
+        raise RuntimeError("on purpose")
+
+
 def test_use_nests_and_survives_exceptions(model):
     condense.apply(model, tiny.CCA)
     outer = tiny.logits(model, IDS)
     config = copy.deepcopy(model.config.to_dict())
     with condense.use(model, tiny.STREAMING):
         middle = tiny.logits(model, IDS)
-        with pytest.raises(RuntimeError, match="on purpose"), condense.use(model, condense.Dense(), layers=[0, 2]):
-            assert condensed_layers(model) == {0: condense.Dense(), 1: tiny.STREAMING, 2: condense.Dense()}
-            raise RuntimeError("on purpose")
+        with pytest.raises(RuntimeError, match="on purpose"):
+            _fail_inside(model)
         assert torch.equal(tiny.logits(model, IDS), middle)
         with pytest.raises(ValueError, match="layers must be indices"), condense.use(model, tiny.CCA, layers=[7]):
             pass

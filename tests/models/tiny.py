@@ -161,6 +161,12 @@ def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     return model.generate(ids, **settings)
 
 
+def enable_checkpointing(model: Any, reentrant: bool) -> None:
+    """Gradient checkpointing by the name it has in this version of transformers."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
 def left_padded(rows: list[Tensor], pad: int = 1) -> tuple[Tensor, Tensor]:
     """Rows ``[n]`` of different lengths as ids and mask ``[B, L]``, padding on the left."""
     L = max(len(row) for row in rows)

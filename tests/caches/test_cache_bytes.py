@@ -1,0 +1,87 @@
+"""What a cache allocates, measured on the storages of its tensors."""
+
+import pytest
+import torch
+from models import tiny
+from transformers import DynamicCache
+
+import condense
+
+METHODS = {
+    "last-256": condense.CCA(group_size=16, window=256),
+    "last-1024": condense.CCA(group_size=16, window=1024),
+    "streaming-256": condense.CCA(group_size=16, window=256, summary="streaming"),
+    "streaming-1024": condense.CCA(group_size=16, window=1024, summary="streaming"),
+    "lca-256": condense.LCA(group_size=16, window=256),
+}
+# dtype, rows, lengths; the fused projections of gpt2 and phi3 make keys and values views of something larger
+MODELS = {
+    "llama-gqa": ("llama", torch.float32, 1, (4096, 4103, 8192)),
+    "llama-bfloat16": ("llama", torch.bfloat16, 2, (4096,)),
+    "llama-mha": ("llama-mha", torch.float32, 1, (4096,)),
+    "phi3-fused": ("phi3", torch.float32, 1, (4096,)),
+    "gpt2-fused": ("gpt2", torch.float32, 1, (4096, 8192)),
+    "gpt2-bfloat16": ("gpt2", torch.bfloat16, 2, (4096,)),
+}
+STEPS = 50
+
+
+def _model(name, dtype):
+    changes = {"num_key_value_heads": 4} if name == "llama-mha" else {}
+    changes |= {"n_positions" if name == "gpt2" else "max_position_embeddings": 8192 + STEPS}
+    changes |= {"n_layer" if name == "gpt2" else "num_hidden_layers": 2}
+    return tiny.model(name.removesuffix("-mha"), dtype, **changes)
+
+
+def _budget(model, method, rows, length):
+    entries = (length - method.window) / method.group_size + method.window + method.group_size
+    heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    return 1.15 * entries * rows * heads * 2 * 8 * model.dtype.itemsize * 2
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize(("name", "dtype", "rows", "lengths"), MODELS.values(), ids=MODELS.keys())
+def test_bytes_after_prefill_and_decode(name, dtype, rows, lengths, method):
+    model = condense.apply(_model(name, dtype), method)
+    ids = tiny.tokens(rows, max(lengths) + STEPS)
+    for length in lengths:
+        cache = tiny.filled(model, ids[:, :length])
+        assert condense.cache_nbytes(cache) <= _budget(model, method, rows, length)
+        with torch.no_grad():
+            for step in range(length, length + STEPS):
+                model(ids[:, step : step + 1], past_key_values=cache)
+                assert condense.cache_nbytes(cache) <= _budget(model, method, rows, step + 1)
+
+
+def test_bytes_after_crop_and_row_changes():
+    method = METHODS["streaming-256"]
+    model = condense.apply(_model("llama", torch.float32), method)
+    cache = tiny.filled(model, tiny.tokens(2, 4096))
+    cache.crop(-20)
+    assert condense.cache_nbytes(cache) <= _budget(model, method, 2, 4096)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([3, 3, 0, 1]))
+    assert condense.cache_nbytes(cache) <= _budget(model, method, 4, 4096)
+    cache.reset()
+    assert condense.cache_nbytes(cache) == 0
+
+
+def test_bytes_of_a_stock_cache():
+    model = tiny.model("llama")
+    assert condense.cache_nbytes(tiny.filled(model, tiny.tokens(2, 50))) == 2 * 50 * 2 * 16 * 8 * 3
+    assert condense.cache_nbytes(DynamicCache()) == 0
+
+
+def test_views_count_as_what_they_keep_alive():
+    cache = DynamicCache()
+    whole = torch.zeros(1, 2, 1000, 8)
+    cache.update(whole[:, :, :0], whole[:, :, :10], 0)
+    cache.layers[0].keys = whole[:, :, :0]
+    cache.layers[0].values = whole[:, :, :10]
+    assert condense.cache_nbytes(cache) == whole.nbytes
+
+
+@pytest.mark.parametrize("value", [None, [torch.zeros(3)], "cache"], ids=["none", "list", "text"])
+def test_only_caches_are_measured(value):
+    with pytest.raises(ValueError, match="past_key_values must be a transformers Cache"):
+        condense.cache_nbytes(value)

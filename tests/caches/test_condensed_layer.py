@@ -1,0 +1,206 @@
+"""One cache layer: crop is exact at every boundary, rows follow every batch operation, nothing breaks in refusals.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D width.
+"""
+
+import copy
+
+import pytest
+import torch
+from models import tiny
+from torch.testing import assert_close
+
+import condense
+from condense.caches import CondensedLayer
+from condense.functional import SLACK, attend_to, summary_queries
+
+METHODS = tiny.METHODS | {
+    "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9)
+}
+B, H, K, D = 2, 4, 2, 6
+SCALE = 0.7
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
+def method(request):
+    return request.param
+
+
+def _qkv(L, seed=0, B=B):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, heads, L, D, generator=generator, dtype=torch.float64) for heads in (H, K, K)]
+
+
+def _read(layer, qkv, counts=None, **kwargs):
+    """Outputs ``[B, H, L, D]`` of new tokens."""
+    q, k, v = qkv
+    queries = summary_queries(layer.method, q, K)
+    sources, _ = layer.update(k, v, query_states=queries, scale=SCALE, counts=counts, **kwargs)
+    return attend_to(sources, q, scale=SCALE)[0]
+
+
+def _part(qkv, start, stop):
+    return [x[:, :, start:stop] for x in qkv]
+
+
+def _full(method, *parts):
+    """Outputs ``[B, H, L, D]`` of the joined parts in one go."""
+    q, k, v = (torch.cat(xs, dim=2) for xs in zip(*parts, strict=True))
+    return condense.attention(q, k, v, method=method, scale=SCALE)
+
+
+def _filled(method, qkv):
+    layer = CondensedLayer(method)
+    _read(layer, qkv)
+    return layer
+
+
+def test_crop_is_exact_for_every_count_at_every_boundary(method):
+    other = _qkv(12, seed=9)
+    for length in range(35, 35 + method.rule.chunk):
+        qkv = _qkv(length)
+        filled = _filled(method, qkv)
+        for count in range(1, SLACK + 1):
+            layer, kept = copy.deepcopy(filled), _part(qkv, 0, length - count)
+            layer.crop(-count)
+            assert layer.get_seq_length() == length - count
+            assert_close(_read(layer, other), _full(method, kept, other)[:, :, -12:], rtol=0, atol=1e-12)
+
+
+def test_crop_of_everything_short(method):
+    for length in (1, 5, SLACK):
+        layer, other = _filled(method, _qkv(length)), _qkv(40, seed=9)
+        layer.crop(-length)
+        assert layer.get_seq_length() == 0
+        assert_close(_read(layer, other), _full(method, other), rtol=0, atol=1e-12)
+
+
+def test_candidates_taken_back_again_and_again(method):
+    generator = torch.Generator().manual_seed(4)
+    kept = _qkv(30)
+    layer = _filled(method, kept)
+    for round_ in range(25):
+        candidates = int(torch.randint(1, SLACK + 1, (), generator=generator))
+        refused = int(torch.randint(0, candidates + 1, (), generator=generator))
+        new = _qkv(candidates, seed=100 + round_)
+        out = _read(layer, new)
+        assert_close(out, _full(method, kept, new)[:, :, -candidates:], rtol=0, atol=1e-12)
+        layer.crop(-refused)
+        kept = [torch.cat(x, dim=2) for x in zip(kept, _part(new, 0, candidates - refused), strict=True)]
+    assert layer.get_seq_length() == kept[0].shape[2]
+
+
+def test_crop_beyond_the_slack_changes_nothing():
+    qkv, other = _qkv(60), _qkv(5, seed=9)
+    for method in (tiny.CCA, tiny.STREAMING_6, tiny.METHODS["streaming-llm"]):
+        layer = _filled(method, qkv)
+        past, length = layer.past, layer.get_seq_length()
+        with pytest.raises(ValueError, match="propose fewer tokens"):
+            layer.crop(-50)
+        with pytest.raises(ValueError, match="more than the 60 seen"):
+            layer.crop(-61)
+        with pytest.raises(ValueError, match="tokens_to_remove must be <= 0, got 3"):
+            layer.crop(3)
+        assert layer.past is past
+        assert layer.get_seq_length() == length
+        assert_close(_read(layer, other), _full(method, qkv, other)[:, :, -5:], rtol=0, atol=1e-12)
+
+
+def test_crop_of_nothing():
+    layer = CondensedLayer(tiny.CCA)
+    layer.crop(-3)
+    _read(layer, _qkv(20))
+    past = layer.past
+    layer.crop(0)
+    assert layer.past is past
+    layer.crop(-torch.tensor(3))  # as transformers 5.17 passes it
+    assert layer.get_seq_length() == 17
+    assert isinstance(layer.get_seq_length(), int)
+
+
+# new tokens per row, slots at the end that are real in all rows, tokens that may be taken back
+PADDED = {"left": ([2, 9], 2, 2), "left-all-real-before": ([9, 9], 9, 15), "right": ([6, 9], 0, 0)}
+
+
+@pytest.mark.parametrize(("counts", "trailing", "allowed"), PADDED.values(), ids=PADDED.keys())
+def test_crop_stops_at_padding(counts, trailing, allowed):
+    layer = _filled(tiny.CCA, _qkv(6))
+    _read(layer, _qkv(9, seed=1), torch.tensor(counts), trailing=trailing)
+    past = layer.past
+    with pytest.raises(ValueError, match="include padding"):
+        layer.crop(-allowed - 1)
+    assert layer.past is past
+    layer.crop(-allowed)
+    assert layer.get_seq_length() == 15 - allowed
+
+
+def _ragged(method):
+    """A layer whose rows have read 20, 33 and 27 tokens, and what each row read."""
+    qkv, counts = _qkv(33, B=3), torch.tensor([20, 33, 27])
+    layer = CondensedLayer(method)
+    _read(layer, qkv, counts)
+    return layer, [[x[row : row + 1, :, 33 - int(n) :] for x in qkv] for row, n in enumerate(counts)]
+
+
+CHANGES = {
+    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1, 1])), [1, 1, 1]),
+    "repeat": (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(("change", "rows"), CHANGES.values(), ids=CHANGES.keys())
+def test_rows_follow(method, change, rows):
+    layer, read = _ragged(method)
+    change(layer)
+    new = _qkv(14, seed=8, B=len(rows))  # past more group boundaries, in two steps
+    out = torch.cat([_read(layer, _part(new, 0, 7)), _read(layer, _part(new, 7, 14))], dim=2)
+    for i, row in enumerate(rows):
+        mine = [x[i : i + 1] for x in new]
+        assert_close(out[i : i + 1], _full(method, read[row], mine)[:, :, -14:], rtol=0, atol=1e-12)
+
+
+def test_rows_of_an_empty_layer():
+    layer = CondensedLayer(tiny.CCA)
+    for change, _ in CHANGES.values():
+        change(layer)
+    assert layer.past is None
+    assert layer.keys is None
+    assert layer.values is None
+
+
+def test_contract():
+    layer = _filled(tiny.CCA, _qkv(40))
+    assert layer.get_seq_length() == 40
+    assert layer.get_mask_sizes(5) == (45, 0)
+    assert layer.get_max_length() == -1
+    assert (layer.is_sliding, layer.is_compileable, layer.is_croppable, layer.is_initialized) == (
+        False,
+        False,
+        True,
+        True,
+    )
+    assert layer.keys.shape == layer.values.shape
+    layer.reset()
+    assert layer.get_seq_length() == 0
+    assert not layer.is_initialized
+    assert_close(_read(layer, _qkv(30)), _full(tiny.CCA, _qkv(30)), rtol=0, atol=1e-12)
+
+
+def test_update_by_a_stock_model_is_refused_and_changes_nothing():
+    layer = _filled(tiny.CCA, _qkv(20))
+    past = layer.past
+    with pytest.raises(ValueError, match="fill: call condense"):
+        layer.update(*_qkv(3)[1:])
+    assert layer.past is past
+    assert layer.get_seq_length() == 20
+
+
+def test_a_layer_keeps_no_graph():
+    qkv = [x.requires_grad_() for x in _qkv(30)]
+    layer = CondensedLayer(tiny.STREAMING_6)
+    assert _read(layer, qkv).requires_grad
+    assert not any(x.requires_grad for x in layer.past)

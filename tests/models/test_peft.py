@@ -1,0 +1,99 @@
+"""LoRA on top of condensed attention; what cannot be combined says so."""
+
+import pytest
+import torch
+from models import tiny
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+import condense
+from condense.models import condensed_layers
+
+# peft still asks transformers by the old name
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+TARGETS = {
+    "llama": ["q_proj", "v_proj"],
+    "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "phi3": ["qkv_proj"],
+    "gpt2": ["c_attn"],
+    "opt": ["q_proj", "v_proj"],
+}
+IDS = tiny.tokens(2, 40)
+
+
+def _lora(name):
+    return LoraConfig(
+        r=4, target_modules=TARGETS[name], task_type="CAUSAL_LM", init_lora_weights=False, fan_in_fan_out=name == "gpt2"
+    )
+
+
+def _with_adapter(name, order):
+    torch.manual_seed(0)
+    model = tiny.model(name)
+    if order == "before":
+        return get_peft_model(condense.apply(model, tiny.STREAMING_6), _lora(name)).to(torch.float64).eval()
+    wrapped = get_peft_model(model, _lora(name)).to(torch.float64).eval()
+    assert condense.apply(wrapped, tiny.STREAMING_6) is wrapped
+    return wrapped
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_lora(name, order):
+    model = _with_adapter(name, order)
+    assert set(condensed_layers(model)) == {0, 1, 2}
+    full = tiny.logits(model, IDS)
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, (17, 1, 22)), full, **tiny.EXACT)
+    cached = model.generate(input_ids=IDS, max_new_tokens=8, do_sample=False, pad_token_id=1)
+    free = model.generate(input_ids=IDS, max_new_tokens=8, do_sample=False, pad_token_id=1, use_cache=False)
+    assert torch.equal(cached, free)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+    assert gradients
+    assert all("lora_" in key and bool(grad.any()) for key, grad in gradients.items())
+    merged = model.merge_and_unload()
+    assert set(condensed_layers(merged)) == {0, 1, 2}
+    torch.testing.assert_close(tiny.logits(merged, IDS), full, rtol=0, atol=1e-10)
+    dense = tiny.logits(condense.restore(merged), IDS)
+    assert (dense - full).abs().max() > 1
+
+
+def test_restore_under_an_adapter():
+    model = _with_adapter("llama", "before")
+    condensed = tiny.logits(model, IDS)
+    condense.restore(model)
+    dense = tiny.logits(model, IDS)
+    assert (dense - condensed).abs().max() > 1
+    with condense.use(model, tiny.STREAMING_6):
+        assert torch.equal(tiny.logits(model, IDS), condensed)
+    assert torch.equal(tiny.logits(model, IDS), dense)
+
+
+def test_gradient_checkpointing_under_lora():
+    model = _with_adapter("llama", "before").train()
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    plain = {key: p.grad.clone() for key, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    tiny.enable_checkpointing(model.base_model.model, reentrant=False)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    again = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+    torch.testing.assert_close(again, plain, rtol=0, atol=1e-12)
+
+
+def test_prefix_tuning_is_refused():
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    expected = tiny.logits(model, IDS)
+    wrapped = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).to(torch.float64)
+    with pytest.raises(ValueError, match="prefix tuning, which condensed attention does not support"):
+        wrapped(input_ids=IDS)
+    assert torch.equal(tiny.logits(model, IDS), expected)
+
+
+def test_prompt_tuning_works():
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    wrapped = get_peft_model(model, config).to(torch.float64).eval()
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
+    cached = wrapped.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **settings)
+    steps = wrapped(input_ids=cached[:, :-1], attention_mask=torch.ones_like(cached[:, :-1]), use_cache=False)
+    assert torch.equal(steps.logits[:, 5:].argmax(-1)[:, 39:], cached[:, 40:])

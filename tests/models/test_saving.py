@@ -1,0 +1,204 @@
+"""Save, and load in a fresh process: condensed after `import condense`, stock without it."""
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import tiny
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+
+import condense
+from condense.models import condensed_layers
+
+SAVED = {
+    "llama": {0: tiny.CCA, 2: tiny.STREAMING_6},
+    "qwen3": dict.fromkeys(range(3), tiny.STREAMING),
+    "gemma": dict.fromkeys(range(3), tiny.METHODS["lca"]),
+    "gpt2": {0: condense.Dense(), 1: tiny.METHODS["streaming-llm"]},
+    "opt": dict.fromkeys(range(3), tiny.METHODS["lm-infinite"]),
+    "qwen2-mixed": {0: tiny.CCA},
+}
+IDS = tiny.tokens()
+
+# one fresh process does all the loading: importing transformers takes longer than everything else here
+FRESH = """
+import json, sys
+import torch
+if sys.argv[2] == "with":
+    import condense
+from transformers import AutoModelForCausalLM
+folder = sys.argv[1]
+ids = torch.load(f"{folder}/ids.pt")
+result = {}
+for name in sys.argv[3:]:
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
+    with torch.no_grad():
+        result[name] = model(ids).logits
+    result[f"{name}-class"] = type(next(m for m in model.modules() if hasattr(m, "layer_idx"))).__name__
+with torch.no_grad():
+    # condense is imported by what the pickle names, if it is not yet
+    result["pickled"] = torch.load(f"{folder}/module.pt", weights_only=False)(ids).logits
+torch.save(result, f"{folder}/{sys.argv[2]}.pt")
+"""
+
+
+def _assert_equal(a, b):
+    # loaded weights lie at other addresses, where some fused loops round the last bit differently; stock ones too
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def _assigned(name):
+    # float32: some buffers are made in the dtype of loading, not in that of the weights
+    model = tiny.model(name, torch.float32)
+    for layer, method in SAVED[name].items():
+        condense.apply(model, method, layers=[layer])
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {name: _assigned(name) for name in SAVED}
+
+
+@pytest.fixture(scope="module")
+def folder(models, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+    torch.save(IDS, folder / "ids.pt")
+    torch.save(models["llama"], folder / "module.pt")
+    return folder
+
+
+def _fresh(folder, how):
+    command = [sys.executable, "-c", FRESH, str(folder), how, *SAVED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / f"{how}.pt")
+
+
+def test_a_fresh_process_loads_condensed_after_import(models, folder):
+    loaded = _fresh(folder, "with")
+    for name, model in models.items():
+        _assert_equal(loaded[name], tiny.logits(model, IDS))
+        assert loaded[f"{name}-class"].startswith("Condensed"), name
+    _assert_equal(loaded["pickled"], tiny.logits(models["llama"], IDS))
+
+
+def test_a_fresh_process_loads_stock_without_import(models, folder):
+    loaded = _fresh(folder, "without")
+    for name, model in models.items():
+        methods = condensed_layers(model)
+        stock = tiny.logits(condense.restore(model), IDS)
+        for layer, method in methods.items():
+            condense.apply(model, method, layers=[layer])
+        _assert_equal(loaded[name], stock)
+        assert not loaded[f"{name}-class"].startswith("Condensed"), name
+    _assert_equal(loaded["pickled"], tiny.logits(models["llama"], IDS))
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_assignments_survive_and_the_rest_stays_stock(models, folder, name):
+    loaded = AutoModelForCausalLM.from_pretrained(folder / name)
+    assert condensed_layers(loaded) == SAVED[name]
+    written = json.loads((folder / name / "config.json").read_text())
+    assert written["architectures"] == [type(models[name]).__name__]
+    assert written["model_type"] == models[name].config.model_type
+    assert "condense" not in json.dumps({k: v for k, v in written.items() if k != "condense"}).lower()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", None], ids=str)
+@pytest.mark.parametrize("cls", [AutoModelForCausalLM, LlamaForCausalLM], ids=["auto", "direct"])
+def test_the_callers_implementation_is_what_restore_returns_to(models, folder, cls, implementation):
+    loaded = cls.from_pretrained(folder / "llama", attn_implementation=implementation)
+    _assert_equal(tiny.logits(loaded, IDS), tiny.logits(models["llama"], IDS))
+    condense.restore(loaded)
+    assert loaded.config._attn_implementation == (implementation or "sdpa")
+    _assert_equal(tiny.logits(loaded, IDS), _stock_logits(folder, implementation or "sdpa"))
+
+
+def _stock_logits(folder, implementation):
+    stock = condense.restore(AutoModelForCausalLM.from_pretrained(folder / "llama"))
+    stock.set_attn_implementation(implementation)
+    return tiny.logits(stock, IDS)
+
+
+@pytest.mark.parametrize(
+    "build", [AutoModelForCausalLM.from_config, LlamaForCausalLM], ids=["from_config", "constructor"]
+)
+def test_built_from_a_configuration(models, folder, build):
+    config = AutoModelForCausalLM.from_pretrained(folder / "llama").config
+    built = build(config).eval()
+    built.load_state_dict(models["llama"].state_dict())
+    assert condensed_layers(built) == SAVED["llama"]
+    _assert_equal(tiny.logits(built, IDS), tiny.logits(models["llama"], IDS))
+
+
+def test_built_on_the_meta_device(folder):
+    config = AutoModelForCausalLM.from_pretrained(folder / "llama").config
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    assert condensed_layers(built) == SAVED["llama"]
+
+
+def test_the_inner_model_alone(models, folder):
+    inner = AutoModel.from_pretrained(folder / "llama")
+    with torch.no_grad():
+        expected = models["llama"].model(IDS).last_hidden_state
+        _assert_equal(inner(IDS).last_hidden_state, expected)
+
+
+def test_device_map(models, folder):
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "llama", device_map="cpu")
+    _assert_equal(tiny.logits(loaded, IDS), tiny.logits(models["llama"], IDS))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_restored_after_loading_and_saved_again(folder, tmp_path, name):
+    loaded = condense.restore(AutoModelForCausalLM.from_pretrained(folder / name))
+    loaded.save_pretrained(tmp_path)
+    assert "condense" not in json.loads((tmp_path / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert condensed_layers(again) == {}
+    _assert_equal(tiny.logits(again, IDS), tiny.logits(loaded, IDS))
+
+
+def test_changed_after_loading_and_saved_again(folder, tmp_path):
+    loaded = condense.apply(AutoModelForCausalLM.from_pretrained(folder / "llama"), tiny.STREAMING, layers=[1])
+    loaded.save_pretrained(tmp_path)
+    expected = SAVED["llama"] | {1: tiny.STREAMING}
+    assert condensed_layers(AutoModelForCausalLM.from_pretrained(tmp_path)) == expected
+
+
+def test_pickle_and_state_dict(models):
+    model = models["llama"]
+    clone = pickle.loads(pickle.dumps(model))
+    _assert_equal(tiny.logits(clone, IDS), tiny.logits(model, IDS))
+    assert model.state_dict().keys() == tiny.model("llama").state_dict().keys()
+
+
+def test_weights_come_back_bit_for_bit(models, folder):
+    for name, model in models.items():
+        loaded = AutoModelForCausalLM.from_pretrained(folder / name).state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_filled_cache_can_be_pickled(models):
+    buffer = io.BytesIO()
+    torch.save(tiny.filled(models["llama"], IDS[:, :40]), buffer)
+    buffer.seek(0)
+    cache = torch.load(buffer, weights_only=False)
+    rest = tiny.in_chunks(models["llama"], IDS[:, 40:], (21,), cache)
+    _assert_equal(rest, tiny.logits(models["llama"], IDS)[:, 40:])
+
+
+def test_settings_that_are_unknown_are_refused_by_name(folder, tmp_path):
+    (tmp_path / "config.json").write_text(
+        (folder / "qwen3" / "config.json").read_text().replace('"method": "cca"', '"method": "mystery"')
+    )
+    with pytest.raises(ValueError, match=r"method must be one of .*, got 'mystery'"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
