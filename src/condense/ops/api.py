@@ -41,7 +41,8 @@ def attend(
     ``dropout_p`` is attention dropout.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
-    bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf.
+    bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf,
+    whatever is in it; keys and values must be finite, seen or not.
     Raises ValueError for an unknown backend.
     """
     match resolve_backend(backend, q.device):
@@ -81,7 +82,8 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
     if resolve_backend(backend, k.device) == "reference":
         return reference.group_scores(summary, k, scale=scale)
     wide = torch.promote_types(k.dtype, torch.float32)
-    return (k.to(wide) @ summary.to(wide)[..., None])[..., 0] * scale
+    # no matrix product: its order of summation may depend on a key's place in the group, and equal keys must tie
+    return (k.to(wide) * summary.to(wide)[..., None, :]).sum(-1) * scale
 
 
 def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> Tensor:

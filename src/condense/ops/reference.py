@@ -59,9 +59,7 @@ def attend(
 def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:
     """See `condense.ops.group_scores`. One group at a time."""
     wide = torch.promote_types(k.dtype, torch.float32)
-    groups = [
-        torch.einsum("bkd,bkcd->bkc", summary[:, :, j].to(wide), k[:, :, j].to(wide)) * scale for j in range(k.shape[2])
-    ]
+    groups = [(summary[:, :, j, None].to(wide) * k[:, :, j].to(wide)).sum(-1) * scale for j in range(k.shape[2])]
     return torch.stack(groups, dim=2) if groups else k.new_zeros(k.shape[:4], dtype=wide)
 
 

@@ -1,0 +1,149 @@
+"""`condense.ops.attend` under general bounds, per row and per KV head, and under the uniform rule."""
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)
+
+
+def sources(B, H, K, L, M, N, D=4, Dv=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((B, H, L, D), (B, K, M, D), (B, K, M, Dv), (B, K, N, D), (B, K, N, Dv))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def rising(B, K, L, top, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, top + 1, (B, K, L), generator=generator).sort(-1).values
+
+
+# B, H, K, L, M, N
+SHAPES = {
+    "one query": (1, 2, 1, 1, 3, 5),
+    "decode": (3, 6, 2, 1, 7, 20),
+    "ratio3": (2, 6, 2, 13, 9, 17),
+    "ratio7": (1, 7, 1, 20, 4, 11),
+    "no prefix": (2, 4, 4, 15, 0, 15),
+    "no band": (2, 4, 2, 15, 6, 0),
+    "nothing at all": (2, 4, 2, 7, 0, 0),
+}
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("per_head", [False, True], ids=["per row", "per KV head"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attend_array_bounds(backend, shape, per_head, with_bias):
+    B, H, K, L, M, N = shape
+    q, *rest = sources(*shape)
+    heads = K if per_head else 1
+    # some queries see nothing: raw_start may reach raw_end, rep_end may be 0
+    rep_end, starts, ends = rising(B, heads, L, M, 1), rising(B, heads, L, N, 2), rising(B, heads, L, N, 3)
+    bounds = (rep_end, torch.minimum(starts, ends), ends)
+    bias = torch.linspace(-2, 3, B * K * M, dtype=torch.float64).reshape(B, K, M) if with_bias else None
+    out, lse = attend(q, *rest, ArrayBounds(*bounds), scale=0.6, prefix_bias=bias, backend=backend, return_lse=True)
+    want = oracle.prefix_band(q, *rest, tuple(x.expand(B, K, L) for x in bounds), scale=0.6, bias=bias)
+    torch.testing.assert_close(out, want[0], **EXACT)
+    torch.testing.assert_close(lse, want[1], **EXACT)
+    alone, none = attend(q, *rest, ArrayBounds(*bounds), scale=0.6, prefix_bias=bias, backend=backend)
+    torch.testing.assert_close(alone, want[0], **EXACT)
+    assert none is None
+
+
+@PROPERTY
+@given(
+    chunk=st.integers(1, 6),
+    window=st.integers(0, 9),
+    entries=st.integers(1, 3),
+    max_chunks=st.none() | st.integers(0, 4),
+    band_start=st.lists(st.integers(0, 20), min_size=2, max_size=2),
+    band=st.integers(1, 30),
+    queries=st.integers(1, 30),
+    pads=st.lists(st.integers(0, 30), min_size=2, max_size=2),
+)
+def test_uniform_bounds_hulls_and_arrays(chunk, window, entries, max_chunks, band_start, band, queries, pads):
+    """What the rule says, position by position; and each block's hull covers and is touched by what it sees."""
+    rule = UniformRule(chunk=chunk, window=window, entries=entries, max_chunks=max_chunks)
+    origin = torch.tensor(band_start)
+    # queries are the newest tokens of the band; those that it does not reach are padding
+    query_start = origin + band - queries
+    pads = torch.tensor([max(min(p, queries), -int(s), queries - band) for p, s in zip(pads, query_start, strict=True)])
+    bounds = UniformBounds(rule, query_start, origin, pads)
+    arrays = bounds.arrays(0, queries, torch.device("cpu"))
+    for b in range(2):
+        for i in range(queries):
+            t = int(query_start[b]) + i
+            closed = max(0, t + 1 - window) // chunk
+            kept = closed if max_chunks is None else min(closed, max_chunks)
+            want = (kept * entries, max(0, closed * chunk - band_start[b]), t + 1 - band_start[b])
+            want = (0, 0, 0) if i < int(pads[b]) else want
+            assert tuple(int(x[b, 0, i]) for x in arrays) == want
+    blocks = [(start, min(start + 7, queries)) for start in range(0, queries, 7)]
+    for (start, stop), hull in zip(blocks, bounds.extents(blocks), strict=True):
+        rep_end, raw_start, raw_end = (x[:, 0, start:stop] for x in arrays)
+        seen = raw_end > raw_start
+        assert hull.rep_end == int(rep_end.max())
+        assert hull.raw_end == int(raw_end.max())
+        if bool(seen.any()):
+            assert hull.raw_start <= int(raw_start[seen].min())
+        assert 0 <= hull.raw_start <= hull.raw_end
+
+
+def test_dense_rule_closes_nothing():
+    rule = UniformRule(chunk=1, window=None, max_chunks=0)
+    assert rule.closed(torch.tensor([0, 1, 10**6])).tolist() == [0, 0, 0]
+
+
+def test_attend_layouts_and_inputs(backend):
+    """Transposed, sliced and expanded inputs give what contiguous ones give, and nothing is written to."""
+    B, H, K, L, M, N = 2, 6, 2, 13, 5, 17
+    q, pk, pv, bk, bv = sources(B, H, K, L, M, N)
+    bounds = ArrayBounds(rising(B, K, L, M, 1), torch.zeros(B, K, L, dtype=torch.int64), rising(B, K, L, N, 3))
+    want = attend(q, pk, pv, bk, bv, bounds, scale=0.5, backend=backend, return_lse=True)
+
+    def transposed(x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def sliced(x):
+        wide = torch.full((*x.shape[:2], x.shape[2] + 3, 2 * x.shape[3]), torch.nan, dtype=x.dtype)
+        wide[:, :, 2:-1, ::2] = x
+        return wide[:, :, 2:-1, ::2]
+
+    for layout in (transposed, sliced):
+        inputs = [layout(x) for x in (q, pk, pv, bk, bv)]
+        copies = [x.clone() for x in inputs]
+        got = attend(*inputs, bounds, scale=0.5, backend=backend, return_lse=True)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, **EXACT)
+        assert all(torch.equal(x, y) for x, y in zip(inputs, copies, strict=True))
+    one = [x[:, :1].expand_as(x) for x in (pk, pv, bk, bv)]
+    got = attend(q[:1].expand_as(q), *one, bounds, scale=0.5, backend=backend)[0]
+    want = attend(q[:1].expand_as(q).clone(), *(x.clone() for x in one), bounds, scale=0.5, backend=backend)[0]
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_attend_dropout(backend):
+    """Dropped weights are made up for on average; the log-sum-exp knows nothing of it."""
+    q, *rest = sources(1, 2, 1, 4, 3, 5)
+    bounds = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
+    want, lse = attend(q, *rest, bounds, scale=0.5, backend=backend, return_lse=True)
+    torch.manual_seed(0)
+    draws = [attend(q, *rest, bounds, scale=0.5, dropout_p=0.4, backend=backend, return_lse=True) for _ in range(1000)]
+    outs = torch.stack([out for out, _ in draws])
+    error = outs.std(0) / len(draws) ** 0.5
+    assert bool(((outs.mean(0) - want).abs() <= 5 * error).all())
+    assert bool((outs.std(0) > 0).all())
+    assert torch.equal(draws[0][1], lse)
+
+
+def test_attend_unknown_backend():
+    q, *rest = sources(1, 2, 1, 4, 3, 5)
+    bounds = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
+    for name in ("triton", "Torch", ""):
+        with pytest.raises(ValueError, match=f"backend must be .*'reference', 'torch', got '{name}'"):
+            attend(q, *rest, bounds, scale=0.5, backend=name)

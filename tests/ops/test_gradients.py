@@ -1,0 +1,170 @@
+"""Gradients through output and log-sum-exp, and what must not harm them: padding, NaN, layouts, huge logits."""
+
+import oracle
+import pytest
+import torch
+
+import condense
+from condense.ops import ArrayBounds, attend
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+METHODS = oracle.PLANS | {
+    f"{name}-allowed": method.replace(allow_future=True) for name, method in oracle.PROMPTS.items()
+}
+
+
+def leaves(*shape, **options):
+    return tuple(x.requires_grad_() for x in oracle.random_qkv(*shape, **options))
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_gradcheck(backend, method):
+    padding = torch.tensor([2])
+
+    def real(q, k, v):
+        out, lse = condense.attention(
+            q, k, v, method=method, backend=backend, padding=padding, return_lse=True, scale=0.8
+        )
+        return out[:, :, 2:], lse[:, :, 2:]
+
+    assert torch.autograd.gradcheck(real, leaves(1, 2, 1, 15, 2, 2), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["cca-log_size", "lca"])
+def test_gradcheck_every_entry(backend, name):
+    method = METHODS[name].replace(group_size=2, window=3)
+    inputs = leaves(1, 2, 1, 9, 2, 1)
+    assert torch.autograd.gradcheck(
+        lambda *x: condense.attention(*x, method=method, backend=backend, return_lse=True), inputs
+    )
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_gradients_equal_the_definitions(backend, method):
+    inputs = leaves(2, 4, 2, 33, 4, 3)
+    weight, lse_weight = torch.randn(2, 4, 33, 3).double(), torch.randn(2, 4, 33).double()
+    grads = []
+    for out, lse in (
+        condense.attention(*inputs, method=method, backend=backend, return_lse=True, padding=torch.tensor([0, 9])),
+        oracle.attention(*inputs, method=method, padding=(0, 9)),
+    ):
+        loss = (out * weight).sum() + (lse * lse_weight)[lse > -torch.inf].sum()
+        grads.append(torch.autograd.grad(loss, inputs))
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, **EXACT)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e300], ids=str)
+@pytest.mark.parametrize("pads", [(3, 0), (40, 7), (22, 40)], ids=str)
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
+    clean = leaves(2, 4, 2, 40, 4, 3)
+    dirty = []
+    for x in clean:
+        y = x.detach().clone()
+        for b, n in enumerate(pads):
+            y[b, :, :n] = poison
+        dirty.append(y.requires_grad_())
+    results = []
+    for inputs in (clean, dirty):
+        out, lse = condense.attention(
+            *inputs, method=method, backend=backend, padding=torch.tensor(pads), return_lse=True
+        )
+        loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+        results.append((out, lse, *torch.autograd.grad(loss, inputs)))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+    out, lse, *grads = results[1]
+    for b, n in enumerate(pads):
+        assert bool((out[b, :, :n] == 0).all())
+        assert bool((lse[b, :, :n] == -torch.inf).all())
+        assert all(bool((grad[b, :, :n] == 0).all()) for grad in grads)
+
+
+@pytest.mark.parametrize("shape", [(7, 3, 5), (7, 3, 0), (7, 0, 5), (1, 0, 0)], ids=str)
+def test_rows_that_see_nothing(backend, shape):
+    """Output 0, log-sum-exp -inf, gradients 0 for each of the inputs, whatever the query is."""
+    L, M, N = shape
+    inputs = [torch.randn(2, n, s, 4, dtype=torch.float64) for n, s in ((4, L), (2, M), (2, M), (2, N), (2, N))]
+    inputs[0].fill_(torch.nan)
+    inputs = [x.requires_grad_() for x in inputs]
+    none = torch.zeros(1, 1, L, dtype=torch.int64)
+    out, lse = attend(*inputs, ArrayBounds(none, none, none), scale=0.5, backend=backend, return_lse=True)
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+    for grad in torch.autograd.grad(out.sum(), inputs):
+        assert bool((grad == 0).all())
+
+
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_layouts(backend, method):
+    """Transposed, sliced and expanded inputs: same outputs and gradients, nothing written to."""
+    q, k, v = oracle.random_qkv(2, 4, 2, 30, 4, 3)
+    k, v = k[:, :1].expand_as(k), v[:1].expand_as(v)
+    inputs = []
+    for x in (q, k, v):
+        wide = torch.full((x.shape[0], x.shape[2] + 2, 2, x.shape[1], x.shape[3]), torch.nan, dtype=x.dtype)
+        wide[:, 1:-1, 1] = x.transpose(1, 2)
+        inputs.append(wide[:, 1:-1, 1].transpose(1, 2))
+    contiguous = [x.contiguous().clone().requires_grad_() for x in (q, k, v)]
+    want = condense.attention(*contiguous, method=method, backend=backend)
+    want_grads = torch.autograd.grad(want.square().sum(), contiguous)
+    for case in ((q, k, v), tuple(inputs)):
+        case = tuple(x.detach().requires_grad_() for x in case)
+        copies = [x.detach().clone() for x in case]
+        got = condense.attention(*case, method=method, backend=backend)
+        torch.testing.assert_close(got, want, **EXACT)
+        for x, y in zip(torch.autograd.grad(got.square().sum(), case), want_grads, strict=True):
+            torch.testing.assert_close(x, y, **EXACT)
+        assert all(torch.equal(x, y) for x, y in zip(case, copies, strict=True))
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_gradients_of_some_inputs_only(backend, needed):
+    inputs = oracle.random_qkv(1, 4, 2, 30, 4, 3)
+    for i in needed:
+        inputs[i].requires_grad_()
+    out = condense.attention(*inputs, method=oracle.PLANS["lca-log_size"], backend=backend)
+    out.square().sum().backward()
+    assert [x.grad is not None for x in inputs] == [i in needed for i in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_huge_logits(backend, method, dtype):
+    """Logits in the hundreds: finite, and gradients too."""
+    q, k, v = oracle.random_qkv(2, 4, 2, 60, 8, 8, dtype=dtype)
+    inputs = [x.requires_grad_() for x in (q * 50, k, v)]
+    out, lse = condense.attention(
+        *inputs, method=method, backend=backend, padding=torch.tensor([0, 11]), return_lse=True
+    )
+    (out.float().square().sum() + lse[:, :, 11:].sum()).backward()
+    assert bool(out.isfinite().all())
+    assert bool(lse[:, :, 11:].isfinite().all())
+    assert all(bool(x.grad.isfinite().all()) for x in inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_all_keys_equal(backend, dtype):
+    """Ties go to a group's first token; and equal keys weigh alike."""
+    q, k, v = oracle.random_qkv(1, 4, 2, 50, 6, 6, dtype=dtype)
+    k = k[:, :, :1].expand_as(k).contiguous()
+    for key, value in (("select", "select"), ("select", "weighted")):
+        method = condense.LCA(group_size=8, window=4, key_pooling=key, value_pooling=value)
+        got = condense.attention(q, k, v, method=method, backend=backend)
+        for t in (11, 30, 49):
+            closed = (t + 1 - 4) // 8
+            far = v[:, :, : closed * 8].unflatten(2, (closed, 8))
+            far = far[..., 0, :] if value == "select" else far.mean(3)
+            want = torch.cat([far, v[:, :, closed * 8 : t + 1]], dim=2).mean(2)
+            tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+            torch.testing.assert_close(got[:, :, t], want.repeat_interleave(2, dim=1), rtol=tolerance, atol=tolerance)
+
+
+def test_one_huge_key(backend):
+    """All the weight on one token; nothing overflows in float16."""
+    q, k, v = oracle.random_qkv(1, 2, 1, 40, 8, 8, dtype=torch.float16)
+    k[:, :, 33] = 60000.0
+    q = q.abs()
+    out = condense.attention(q, k, v, method=oracle.PLANS["cca"], backend=backend, scale=1e-3)
+    torch.testing.assert_close(out[:, :, 33], v[:, :, 33].expand(-1, 2, -1))
