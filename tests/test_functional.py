@@ -150,3 +150,125 @@ def test_attention_auto_is_torch():
 def test_attention_returns_output_alone_by_default():
     q, k, v = oracle.random_qkv(1, 2, 1, 5, 4, 4)
     assert isinstance(condense.attention(q, k, v, method=condense.Dense()), torch.Tensor)
+
+
+def inputs(**changes):
+    q, k, v = oracle.random_qkv(2, 4, 2, 24, 4, 6)
+    return {"q": q, "k": k, "v": v, "method": condense.CCA(group_size=4, window=8)} | changes
+
+
+def zeros(*shape, **options):
+    return torch.zeros(shape, dtype=torch.float64, **options)
+
+
+BAD = {
+    "q not a tensor": ({"q": [[1.0]]}, "^q must be a torch.Tensor, got list"),
+    "k not a tensor": ({"k": None}, "^k must be a torch.Tensor, got NoneType"),
+    "q rank": ({"q": zeros(4, 24, 4)}, r"^q must have 4 dimensions .* got shape \(4, 24, 4\)"),
+    "k rank": ({"k": zeros(2, 24, 4)}, "^k must have 4 dimensions"),
+    "v rank": ({"v": zeros(2, 2, 24, 4, 1)}, "^v must have 4 dimensions"),
+    "q dtype": ({"q": torch.zeros(2, 4, 24, 4, dtype=torch.int64)}, "^q must be one of .*float64.* got torch.int64"),
+    "complex": ({"v": zeros(2, 2, 24, 4).to(torch.complex64)}, "^v must be one of .*, got torch.complex64"),
+    "k dtype": ({"k": zeros(2, 2, 24, 4).float()}, "^k must have the dtype of q, torch.float64, got torch.float32"),
+    "v dtype": ({"v": zeros(2, 2, 24, 4).half()}, "^v must have the dtype of q"),
+    "k device": ({"k": zeros(2, 2, 24, 4, device="meta")}, "^k must be on the device of q, cpu, got meta"),
+    "v device": ({"v": zeros(2, 2, 24, 4, device="meta")}, "^v must be on the device of q"),
+    "no tokens": ({name: zeros(2, 2, 0, 4) for name in "qkv"}, r"^q must have at least 1 .* got shape \(2, 2, 0, 4\)"),
+    "no rows": ({name: zeros(0, 2, 5, 4) for name in "qkv"}, "^q must have at least 1"),
+    "no heads": ({"q": zeros(2, 0, 24, 4)}, "^q must have at least 1"),
+    "no KV heads": ({"k": zeros(2, 0, 24, 4), "v": zeros(2, 0, 24, 4)}, "^k must have at least 1"),
+    "no width": ({"q": zeros(2, 4, 24, 0), "k": zeros(2, 2, 24, 0)}, "^q must have at least 1"),
+    "no value width": ({"v": zeros(2, 2, 24, 0)}, "^v must have at least 1"),
+    "tokens": ({"k": zeros(2, 2, 23, 4)}, "^q and k must have the same number of tokens, got 24 and 23"),
+    "value tokens": ({"v": zeros(2, 2, 23, 4)}, "^k and v must agree in batch, heads and tokens"),
+    "value heads": ({"v": zeros(2, 1, 24, 4)}, "^k and v must agree"),
+    "batch": ({"k": zeros(1, 2, 24, 4), "v": zeros(1, 2, 24, 4)}, "^q and k must have the same batch, got 2 and 1"),
+    "width": ({"k": zeros(2, 2, 24, 5)}, "^q and k must have the same width, got 4 and 5"),
+    "heads": ({"k": zeros(2, 3, 24, 4), "v": zeros(2, 3, 24, 4)}, "^k and v must have .* divides .* 4, got 3"),
+    "more KV heads": ({"k": zeros(2, 8, 24, 4), "v": zeros(2, 8, 24, 4)}, "^k and v must have .* 4, got 8"),
+    "method": ({"method": "cca"}, "^method must be a condense method"),
+    "method class": ({"method": condense.CCA}, "^method must be a condense method"),
+    "method missing": ({"method": None}, "^method must be a condense method"),
+    "method settings": ({"method": {"method": "cca", "size": 3}}, r"unknown settings \['size'\]"),
+    "backend triton": ({"backend": "triton"}, "^backend must be 'auto' or one of .*, got 'triton'"),
+    "backend": ({"backend": "numpy", "method": condense.Dense()}, "^backend must be .*, got 'numpy'"),
+    "backend type": ({"backend": None}, "^backend must be .*, got None"),
+    "scale": ({"scale": "0.1"}, "^scale must be a finite number, got '0.1'"),
+    "scale bool": ({"scale": True}, "^scale must be a finite number, got True"),
+    "scale NaN": ({"scale": float("nan")}, "^scale must be a finite number, got nan"),
+    "scale infinite": ({"scale": float("inf")}, "^scale must be a finite number, got inf"),
+    "both": (
+        {"padding": torch.tensor([0, 0]), "cu_seqlens": torch.tensor([0, 24])},
+        "^cu_seqlens and padding exclude each other",
+    ),
+    "padding list": ({"padding": [0, 1]}, r"^padding must be a tensor of integers of shape \(2,\)"),
+    "padding shape": ({"padding": torch.tensor([0])}, r"^padding must be .* shape \(2,\)"),
+    "padding mask": ({"padding": torch.zeros(2, 24, dtype=torch.int64)}, r"^padding must be .* shape \(2,\)"),
+    "padding dtype": ({"padding": torch.tensor([0.0, 1.0])}, "^padding must be a tensor of integers"),
+    "padding bool": ({"padding": torch.tensor([False, True])}, "^padding must be a tensor of integers"),
+    "padding negative": ({"padding": torch.tensor([0, -1])}, r"^padding must be between 0 and .* 24, got \[0, -1\]"),
+    "padding too long": ({"padding": torch.tensor([25, 0])}, r"^padding must be between 0 and .*, got \[25, 0\]"),
+    "cu_seqlens batch": ({"cu_seqlens": torch.tensor([0, 24])}, "^cu_seqlens needs a batch of 1, got 2"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_attention_bad_input_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        condense.attention(**inputs(**changes))
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        [0, 24],
+        torch.tensor([0, 23]),
+        torch.tensor([1, 24]),
+        torch.tensor([0, 25]),
+        torch.tensor([0, 10, 9, 24]),
+        torch.tensor([24]),
+        torch.tensor([], dtype=torch.int64),
+        torch.tensor([[0, 24]]),
+        torch.tensor([0.0, 24.0]),
+        torch.tensor(24),
+    ],
+    ids=str,
+)
+def test_attention_bad_cu_seqlens(marks):
+    q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
+    with pytest.raises(ValueError, match=r"^cu_seqlens must be a tensor of integers that rise from 0 to .* 24, got "):
+        condense.attention(q, k, v, method=condense.Dense(), cu_seqlens=marks)
+
+
+@pytest.mark.parametrize("needs", ["q", "k", "v"])
+@pytest.mark.parametrize("method", oracle.PROMPTS.values(), ids=oracle.PROMPTS)
+def test_attention_gradients_through_a_prompt_summary_need_consent(backend, method, needs):
+    arguments = inputs(method=method, backend=backend)
+    arguments[needs].requires_grad_()
+    with pytest.raises(ValueError, match=r"summary='streaming' or pass allow_future=True"):
+        condense.attention(**arguments)
+    with torch.no_grad():
+        want = condense.attention(**arguments)
+    with torch.inference_mode():
+        assert torch.equal(condense.attention(**arguments), want)
+    allowed = condense.attention(**arguments | {"method": method.replace(allow_future=True)})
+    assert torch.equal(allowed, want)
+    allowed.sum().backward()
+    assert arguments[needs].grad is not None
+
+
+def test_attention_prompt_summary_without_scores_looks_at_nothing():
+    """Pooling that asks for no scores has no summary, so there is nothing to consent to."""
+    method = condense.CCA(group_size=4, window=2, summary="prompt", key_pooling="mean", value_pooling="max")
+    arguments = inputs(method=method)
+    arguments["q"].requires_grad_()
+    want = condense.attention(**arguments | {"method": method.replace(summary="last")})
+    assert torch.equal(condense.attention(**arguments), want)
+
+
+def test_attention_on_the_meta_device():
+    q, k, v = (x.to("meta") for x in oracle.random_qkv(2, 4, 2, 700, 4, 6))
+    out, lse = condense.attention(q, k, v, method=condense.LCA(group_size=4, window=8), return_lse=True)
+    assert out.device.type == "meta"
+    assert out.shape == (2, 4, 700, 6)
+    assert lse.shape == (2, 4, 700)

@@ -1,0 +1,103 @@
+"""A new method is one class: it works everywhere without a change outside of it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import oracle
+import pytest
+import test_parity as parity
+import torch
+
+import condense
+from condense import config
+from condense.ops import UniformRule
+
+SIZE, WINDOW, LAG = 5, 7, 3
+
+
+@pytest.fixture(scope="module")
+def method():
+    """Two entries per chunk, a bias that differs between them, and a summary that comes before the window ends."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class NewestAndRest(condense.Method):
+        name: ClassVar[str] = "newest-and-rest"
+        strength: float = 0.5
+
+        @property
+        def rule(self):
+            return UniformRule(chunk=SIZE, window=WINDOW, entries=2)
+
+        @property
+        def lag(self):
+            return LAG
+
+        @property
+        def num_summary(self):
+            return 2
+
+        def represent(self, k, v, summary, *, scale, backend):
+            key = k[:, :, :, :-1].mean(3) + self.strength * summary.to(k.dtype)
+            keys = torch.stack([key, k[:, :, :, -1]], dim=3)
+            values = torch.stack([v[:, :, :, :-1].amax(3), v[:, :, :, -1]], dim=3)
+            return keys.flatten(2, 3), values.flatten(2, 3)
+
+        def prefix_bias(self, num_entries, device):
+            return torch.tensor([1.5, 0.0], dtype=torch.float64, device=device).repeat(num_entries // 2)[None, None]
+
+    yield NewestAndRest()
+    del config._REGISTRY["newest-and-rest"]
+
+
+def by_hand(method, q, k, v, scale):
+    """One row and KV head, query by query. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
+    outs = []
+    qbar = q.mean(0)
+    for t in range(len(k)):
+        closed = max(0, t + 1 - WINDOW) // SIZE
+        keys, values, bias = [], [], []
+        for j in range(closed):
+            start, stop = j * SIZE, (j + 1) * SIZE
+            summary = qbar[stop + LAG - 2 : stop + LAG].mean(0)
+            keys += [k[start : stop - 1].mean(0) + method.strength * summary, k[stop - 1]]
+            values += [v[start : stop - 1].amax(0), v[stop - 1]]
+            bias += [1.5, 0.0]
+        keys += list(k[closed * SIZE : t + 1])
+        values += list(v[closed * SIZE : t + 1])
+        bias += [0.0] * (t + 1 - closed * SIZE)
+        logits = scale * q[:, t] @ torch.stack(keys).T + torch.tensor(bias).double()
+        outs.append(logits.softmax(-1) @ torch.stack(values))
+    return torch.stack(outs, 1)
+
+
+def test_attention(backend, method):
+    q, k, v = oracle.random_qkv(2, 4, 2, 43, 3, 4)
+    got = condense.attention(q, k, v, method=method, backend=backend, padding=torch.tensor([0, 8]))
+    for b, pads in enumerate((0, 8)):
+        for h in range(2):
+            want = by_hand(method, q[b, 2 * h : 2 * h + 2, pads:], k[b, h, pads:], v[b, h, pads:], 3**-0.5)
+            torch.testing.assert_close(got[b, 2 * h : 2 * h + 2, pads:], want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", parity.RAGGED.values(), ids=parity.RAGGED)
+def test_extend(backend, method, steps):
+    lengths = [sum(counts) for counts in zip(*steps, strict=True)]
+    data = parity.rows(lengths)
+    outs, _, _ = parity.read_in_steps(method, data, steps, backend)
+    for out, (q, k, v), n in zip(outs, data, lengths, strict=True):
+        if n:
+            want = condense.attention(q, k, v, method=method, backend=backend)[0]
+            torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
+def test_gradcheck(backend, method):
+    inputs = tuple(x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, 17, 2, 2))
+    assert torch.autograd.gradcheck(
+        lambda *x: condense.attention(*x, method=method, backend=backend, return_lse=True), inputs, fast_mode=True
+    )
+
+
+def test_settings(method):
+    again = config.method_from_dict(method.replace(strength=0.25).to_dict())
+    assert again == method.replace(strength=0.25)
+    assert "newest-and-rest" in config.method_names()

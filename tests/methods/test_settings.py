@@ -1,0 +1,115 @@
+"""Settings of the methods: defaults, checks that name the field, the round trip through JSON."""
+
+import dataclasses
+import json
+
+import numpy as np
+import oracle
+import pytest
+
+from condense import CCA, LCA, Dense, LMInfinite, Method, StreamingLLM
+from condense.config import field_names, method_class, method_from_dict, method_names
+
+METHODS = oracle.PLANS | oracle.PROMPTS | oracle.GRID
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (CCA(), {"group_size": 16, "window": 1024, "summary": "last", "key_pooling": "weighted", "rep_bias": "none"}),
+        (LCA(), {"group_size": 16, "window": 1024, "summary": "streaming", "key_pooling": "select"}),
+        (LCA(), {"value_pooling": "weighted", "num_summary_queries": None, "allow_future": False}),
+        (StreamingLLM(), {"sink": 4, "window": 2000}),
+        (LMInfinite(), {"n_global": 10, "window": 4096}),
+        (Dense(), {}),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_defaults_are_the_papers(method, settings):
+    assert settings.items() <= method.to_dict().items()
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_to_dict_and_back(method):
+    settings = json.loads(json.dumps(method.to_dict()))
+    again = method_from_dict(settings)
+    assert again == method
+    assert type(again) is type(method)
+    assert hash(again) == hash(method)
+    assert Method.parse(settings) == Method.parse(method) == method
+
+
+BAD = [
+    (CCA, "group_size", (0, -1, 1.5, "16", None, True, np.int64(4))),
+    (CCA, "window", (-1, 2.0, "x", None, False)),
+    (CCA, "summary", ("Last", "", None, 3, True)),
+    (CCA, "num_summary_queries", (0, -2, 1.5, True, "4")),
+    (CCA, "key_pooling", ("avg", None, 1)),
+    (CCA, "value_pooling", ("", "SELECT")),
+    (CCA, "rep_bias", ("log", None, 2.77, True)),
+    (CCA, "allow_future", (None, 0, 1, "yes")),
+    (LCA, "group_size", (0, True)),
+    (LCA, "window", (-5,)),
+    (StreamingLLM, "sink", (-1, 0.5, True, None)),
+    (StreamingLLM, "window", (0, -1, "all", True)),
+    (LMInfinite, "n_global", (-1, 0.5, True, None)),
+    (LMInfinite, "window", (0, -1, None, True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value"),
+    [(cls, field, value) for cls, field, values in BAD for value in values],
+    ids=lambda x: x.__name__ if isinstance(x, type) else repr(x),
+)
+def test_a_bad_setting_is_named(cls, field, value):
+    with pytest.raises(ValueError, match=rf"^{field} must be ") as error:
+        cls(**{field: value})
+    assert f"got {value!r}" in str(error.value)
+    with pytest.raises(ValueError, match=rf"^{field} must be "):
+        cls().replace(**{field: value})
+    with pytest.raises(ValueError, match=rf"^{field} must be "):
+        method_from_dict({"method": cls.name, field: value})
+
+
+@pytest.mark.parametrize("name", ["nothing", "CCA", "", None, 3, ["cca"]], ids=repr)
+def test_an_unknown_method_is_refused(name):
+    with pytest.raises(ValueError, match=r"^method must be one of \[.*'cca'.*'lca'.*\], got "):
+        method_from_dict({"method": name})
+    with pytest.raises(ValueError, match=r"^method must be one of "):
+        method_class(name)
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(ValueError, match=r"cca: unknown settings \['groups'\]; known are \['group_size', "):
+        method_from_dict({"method": "cca", "groups": 3})
+    with pytest.raises(ValueError, match="method must be one of"):
+        method_from_dict({})
+    with pytest.raises(ValueError, match="must be a dict, got 'cca'"):
+        method_from_dict("cca")
+
+
+@pytest.mark.parametrize("thing", [None, "cca", CCA, 3, object()], ids=lambda x: type(x).__name__)
+def test_only_a_method_is_a_method(thing):
+    with pytest.raises(ValueError, match=r"^method must be a condense method such as condense.CCA\(\), got "):
+        Method.parse(thing)
+
+
+def test_settings_are_frozen_and_named():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CCA().window = 3
+    with pytest.raises(TypeError):
+        CCA(16)
+    assert str(CCA(window=256)) == "CCA(window=256)"
+    assert str(LCA()) == "LCA()"
+    assert field_names(StreamingLLM) == ["sink", "window"]
+
+
+def test_every_method_has_a_name():
+    assert {"cca", "dense", "lca", "lm_infinite", "streaming_llm"} <= set(method_names())
+    assert [method_class(name).name for name in method_names()] == method_names()
+
+
+def test_a_method_without_a_rule_says_so():
+    with pytest.raises(TypeError, match="Method must define `rule`"):
+        _ = Method().rule

@@ -1,0 +1,163 @@
+"""Low precision: the torch backend errs at most twice as much as the same formula in plain eager PyTorch.
+
+Errors are distances from the float64 definition on the same (already rounded) inputs. The band on top is one unit
+in the last place of the output dtype: a result that is computed exactly and rounded may land half a unit away,
+where the eager run by chance did not, and the definition itself is half a unit wide in that dtype.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+
+import condense
+from condense import CCA, LCA, Dense, StreamingLLM
+from condense.ops import ArrayBounds, attend, torch_blocks
+
+METHODS = {
+    "dense": Dense(),
+    "streaming_llm": StreamingLLM(sink=4, window=33),
+    "cca": CCA(group_size=8, window=32),
+    "cca-log_size": CCA(group_size=8, window=32, rep_bias="log_size"),
+    "streaming-log_size": CCA(group_size=16, window=17, summary="streaming", rep_bias="log_size"),
+    "streaming-mean-max": CCA(group_size=4, window=8, summary="streaming", key_pooling="mean", value_pooling="max"),
+    # anchors are discontinuous: one query per group and KV head, so that all runs choose by the same numbers
+    "lca-log_size": LCA(group_size=8, window=32, num_summary_queries=1, rep_bias="log_size"),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# B, H, K, L, D, Dv
+SHAPES = {"ratio1": (1, 2, 2, 190, 64, 64), "ratio4": (1, 4, 1, 190, 32, 48)}
+
+
+def errors(got, want):
+    difference = (got.double() - want).abs()
+    return torch.stack([difference.max(), difference.mean()])
+
+
+def band(want, dtype):
+    """One unit in the last place: of the largest value for the largest error, on average for the mean one."""
+    return torch.finfo(dtype).eps * torch.stack([want.abs().max(), want.abs().mean()])
+
+
+def inputs_for(name, shape, dtype, *, logits=1.0):
+    B, H, K, L, D, Dv = shape
+    if name == "lca-log_size":
+        K = H
+    q, k, v = oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype)
+    return q * logits, k, v
+
+
+@pytest.mark.parametrize("logits", [1.0, 5.0], ids=["logits x1", "logits x5"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", METHODS)
+def test_output_within_twice_the_eager_error(name, shape, dtype, logits):
+    q, k, v = inputs_for(name, shape, dtype, logits=logits)
+    method = METHODS[name]
+    want, want_lse = oracle.attention(q, k, v, method=method)
+    budget = 2 * errors(oracle.eager(q, k, v, method=method), want) + band(want, dtype)
+    out, lse = condense.attention(q, k, v, method=method, backend="torch", return_lse=True)
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert bool((errors(out, want) <= budget).all())
+    assert bool((errors(condense.attention(q, k, v, method=method, backend="torch"), want) <= budget).all())
+    # the log-sum-exp is a scaled dot product of representatives in dtype: one rounding each, averaged by the weights
+    wide = (
+        torch.finfo(dtype).eps * (q.double().norm(dim=-1).amax() * k.double().norm(dim=-1).amax()) * q.shape[3] ** -0.5
+    )
+    assert errors(lse, want_lse)[0] <= wide
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_within_twice_the_eager_error(name, dtype):
+    inputs = [x.requires_grad_() for x in inputs_for(name, SHAPES["ratio4"], dtype)]
+    method = METHODS[name]
+    weight = oracle.random_qkv(1, inputs[0].shape[1], 1, 190, 48, 1, seed=3)[0].to(dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = torch.autograd.grad((oracle.attention(*exact, method=method)[0] * weight.double()).sum(), exact)
+    eager, got = (
+        torch.autograd.grad(out, inputs, weight)
+        for out in (
+            oracle.eager(*inputs, method=method),
+            condense.attention(*inputs, method=method, backend="torch"),
+        )
+    )
+    for x, y, z in zip(got, eager, want, strict=True):
+        assert bool((errors(x, z) <= 2 * errors(y, z) + band(z, dtype)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 10, 13, 16, 17, 31, 32, 64, 100, 128, 1000, 4096])
+def test_bias_survives_rounding(size, dtype):
+    """The difference between a representative's and a token's offset is ln(g) to 1e-4 of it (here: to 2^-17)."""
+    exact = math.log(size)
+    offsets = torch_blocks._key_offsets(torch.full((1, 1, 3), exact, dtype=torch.float32), 5, dtype).double()
+    assert abs(float(offsets[0, 0, 0] - offsets[0, 0, -1]) / exact - 1) <= 2**-17
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 256])
+def test_bias_survives_rounding_in_attention(backend, size, dtype):
+    """Zero queries, and as many tokens (value -1) as representatives (value 1) stand for: the output is 0.
+
+    An error d of the bias tips the balance to d / 2; half of all values' rounding is far below.
+    """
+    q = torch.zeros(1, 2, 1, 8, dtype=dtype)
+    M, N = 3, 3 * size
+    keys = torch.randn(1, 1, M + N, 8).to(dtype)
+    ones = torch.ones(1, 1, M + N, 8, dtype=dtype)
+    everything = ArrayBounds(*(torch.tensor([[[x]]]) for x in (M, 0, N)))
+    bias = torch.full((1, 1, M), math.log(size), dtype=torch.float64)
+    arguments = (q, keys[:, :, :M], ones[:, :, :M], keys[:, :, M:], -ones[:, :, M:], everything)
+    out = attend(*arguments, scale=1.0, prefix_bias=bias, backend=backend)[0]
+    assert float(out.abs().max()) <= 1e-4 * math.log(size)
+
+
+def test_bias_of_two_kinds_survives_rounding():
+    """Entries without bias among those with it (focal tokens) weigh like tokens of the band."""
+    bias = torch.tensor([[[math.log(16), 0.0, math.log(16)]]])
+    offsets = torch_blocks._key_offsets(bias, 4, torch.bfloat16)[0, 0]
+    assert offsets[1] == offsets[3]
+    assert offsets[0] == offsets[2]
+
+
+@pytest.mark.parametrize("name", ["dense", "cca-log_size", "lca-log_size"])
+def test_autocast(backend, name):
+    """Under autocast: what the same call gives on inputs in its dtype; scores and weights are never rounded."""
+    inputs = [x.requires_grad_() for x in inputs_for(name, SHAPES["ratio4"], torch.float32)]
+    low = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    method = METHODS[name]
+    want, want_lse = condense.attention(*low, method=method, backend=backend, return_lse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = condense.attention(*inputs, method=method, backend=backend, return_lse=True)
+        # mixed dtypes, as rotary embeddings and projections leave them
+        mixed = condense.attention(inputs[0], inputs[1], low[2], method=method, backend=backend)
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)
+    torch.testing.assert_close(mixed, want)
+    for x, y in zip(
+        torch.autograd.grad(out.float().square().sum(), inputs),
+        torch.autograd.grad(want.float().square().sum(), low),
+        strict=True,
+    ):
+        assert torch.equal(x, y.float())
+
+
+def test_autocast_leaves_float64_alone(backend):
+    q, k, v = inputs_for("cca", SHAPES["ratio4"], torch.float64)
+    want = condense.attention(q, k, v, method=METHODS["cca"], backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(condense.attention(q, k, v, method=METHODS["cca"], backend=backend), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reference_takes_every_dtype(dtype):
+    """The reference computes low precision in float32: its error is one rounding of representatives and output."""
+    q, k, v = inputs_for("cca", SHAPES["ratio4"], dtype)
+    want = oracle.attention(q, k, v, method=METHODS["cca"])[0]
+    got = condense.attention(q, k, v, method=METHODS["cca"], backend="reference")
+    assert got.dtype == dtype
+    budget = 2 * errors(oracle.eager(q, k, v, method=METHODS["cca"]), want) + band(want, dtype)
+    assert bool((errors(got, want) <= budget).all())
