@@ -21,7 +21,7 @@ from condense.models.families import max_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 
-_GROWING_CACHES = (None, "dynamic", "dynamic_full", "offloaded")
+_GROWING_CACHES = (None, "dynamic", "offloaded")
 
 
 def install() -> None:

@@ -1,0 +1,341 @@
+"""What cannot work is refused with a ValueError that names the way out, and nothing has changed afterwards."""
+
+import copy
+
+import pytest
+import torch
+from models import tiny
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+import condense
+from condense.caches import CondensedLayer
+from condense.models import condensed_layers
+
+IDS = tiny.tokens(2, 40)
+PROMPT = tiny.CCA.replace(summary="prompt")
+ONE = IDS[:1]
+
+
+@pytest.fixture
+def model():
+    """A condensed model that must compute the same after the test as before."""
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    expected, config = tiny.logits(model, IDS), copy.deepcopy(model.config.to_dict())
+    tokens = tiny.generate(model, IDS)
+    yield model
+    assert model.config.to_dict() == config
+    assert condensed_layers(model) == dict.fromkeys(range(3), tiny.CCA)
+    assert torch.equal(tiny.logits(model, IDS), expected)
+    assert torch.equal(tiny.generate(model, IDS), tokens)
+
+
+def _quantized(model):
+    """A cache of an unsupported kind of layer; the quantised ones need packages that are not here."""
+
+    class QuantizedLayer(DynamicLayer):
+        pass
+
+    cache = DynamicCache()
+    cache.layers = [QuantizedLayer() for _ in range(3)]
+    cache.layer_class_to_replicate = None
+    return cache
+
+
+def _sliding(model):
+    cache = DynamicCache()
+    cache.layers = [DynamicSlidingWindowLayer(sliding_window=8) for _ in range(3)]
+    return cache
+
+
+def _dense(model):
+    return tiny.filled(tiny.model("llama"), IDS)
+
+
+def _other_method(model):
+    with condense.use(model, tiny.STREAMING):
+        return tiny.filled(model, IDS)
+
+
+CACHES = {
+    "static": (lambda m: StaticCache(m.config, max_cache_len=128), "static caches .* leave cache_implementation unset"),
+    "quantized": (_quantized, "a QuantizedLayer cannot be condensed: use a plain DynamicCache"),
+    "sliding": (_sliding, "a DynamicSlidingWindowLayer cannot be condensed: use a plain DynamicCache"),
+    "encoder-decoder": (
+        lambda m: EncoderDecoderCache(DynamicCache(), DynamicCache()),
+        "encoder-decoder caches cannot be condensed: call condense.restore",
+    ),
+    "of-a-dense-model": (_dense, "already holds dense entries .* start CCA.* from an empty cache"),
+    "of-another-method": (_other_method, "already holds tokens condensed by CCA.*summary='streaming'"),
+}
+
+
+@pytest.mark.parametrize("how", ["forward", "generate"])
+@pytest.mark.parametrize(("make", "message"), CACHES.values(), ids=CACHES.keys())
+def test_caches(model, make, message, how):
+    cache = make(model)
+    layers = [] if isinstance(cache, EncoderDecoderCache) else list(cache.layers)
+    seen = cache.get_seq_length()
+    read = {
+        "forward": lambda: tiny.logits(model, IDS, past_key_values=cache, use_cache=True),
+        "generate": lambda: tiny.generate(model, torch.cat([IDS, IDS], dim=1), past_key_values=cache),
+    }[how]
+    with pytest.raises(ValueError, match=message):
+        read()
+    assert cache.get_seq_length() == seen
+    assert isinstance(cache, EncoderDecoderCache) or all(a is b for a, b in zip(cache.layers, layers, strict=False))
+
+
+def test_a_cache_is_refused_before_any_layer_is_changed():
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    with condense.use(model, tiny.STREAMING, layers=[2]):
+        cache = tiny.filled(model, IDS)
+    cache.layers[0], cache.layers[1] = DynamicLayer(), DynamicLayer()
+    with pytest.raises(ValueError, match="already holds tokens condensed by"):
+        tiny.generate(model, IDS, past_key_values=cache)
+    assert [type(layer) for layer in cache.layers] == [DynamicLayer, DynamicLayer, CondensedLayer]
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded_static", "sliding_window"])
+def test_cache_implementations(model, kind):
+    with pytest.raises(ValueError, match=f"cache_implementation='{kind}' cannot be condensed: leave it unset"):
+        tiny.generate(model, IDS, cache_implementation=kind)
+
+
+def test_cache_implementation_in_the_generation_config(model):
+    model.generation_config.cache_implementation = "static"
+    with pytest.raises(ValueError, match="cache_implementation='static' cannot be condensed: leave it unset"):
+        tiny.generate(model, IDS)
+    model.generation_config.cache_implementation = None
+
+
+def test_paged_and_continuous_batching(model):
+    way_out = "continuous batching and paged caches cannot be condensed: use model.generate"
+    with pytest.raises(ValueError, match=way_out):
+        model.generate_batch(IDS.tolist(), max_new_tokens=3)
+    with pytest.raises(ValueError, match=way_out):
+        model.init_continuous_batching()
+    with pytest.raises(ValueError, match=way_out):
+        model.generate(IDS, cache_implementation="paged", max_new_tokens=3)
+    with pytest.raises(ValueError, match="paged caches and continuous batching cannot be condensed"):
+        tiny.logits(model, IDS, cache=object())
+    model.set_attn_implementation("sdpa")  # as continuous batching switches to flash attention
+    with pytest.raises(ValueError, match="paged caches and continuous batching cannot be condensed"):
+        tiny.logits(model, IDS, cache=object())
+    model.set_attn_implementation("condense")
+
+
+def test_a_condensed_cache_in_a_stock_model(model):
+    cache = tiny.filled(model, IDS[:, :30])
+    stock = tiny.model("llama")
+    with pytest.raises(ValueError, match="holds condensed layers, which only a condensed model can fill"):
+        tiny.logits(stock, IDS[:, 30:], past_key_values=cache, use_cache=True)
+    rest = tiny.in_chunks(model, IDS[:, 30:], (10,), cache)
+    torch.testing.assert_close(rest, tiny.logits(model, IDS)[:, 30:], **tiny.EXACT)
+
+
+CAUSAL = torch.ones(40, 40, dtype=torch.bool).tril().expand(2, 1, 40, 40)
+MASKS = {
+    "causal-bool": (CAUSAL, "attention_mask must be a padding mask"),
+    "causal-float": (torch.zeros(2, 1, 40, 40, dtype=torch.float64), "attention_mask must be a padding mask"),
+    "float-row": (torch.zeros(2, 1, 1, 40, dtype=torch.float64), "attention_mask must be a padding mask"),
+    "too-short": (torch.ones(2, 39, dtype=torch.long), "must .* cover all tokens so far.* 1 tokens too few"),
+    "wrong-rows": (torch.ones(3, 40, dtype=torch.long), "must have a row per sequence.* wanted 2 rows, got 3"),
+}
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
+@pytest.mark.parametrize(("mask", "message"), MASKS.values(), ids=MASKS.keys())
+def test_masks(mask, message, layers):
+    model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
+    expected = tiny.logits(model, IDS)
+    with pytest.raises(ValueError, match=message):
+        tiny.logits(model, IDS, attention_mask=mask)
+    assert torch.equal(tiny.logits(model, IDS), expected)
+
+
+def test_a_mask_of_the_new_tokens_alone(model):
+    cache = tiny.filled(model, IDS[:, :30])
+    with pytest.raises(ValueError, match=r"cover all tokens so far, the cached ones included.* 30 tokens too few"):
+        model(IDS[:, 30:], past_key_values=cache, attention_mask=torch.ones(2, 10, dtype=torch.long))
+    assert cache.get_seq_length() == 30
+    rest = tiny.in_chunks(model, IDS[:, 30:], (10,), cache)
+    torch.testing.assert_close(rest, tiny.logits(model, IDS)[:, 30:], **tiny.EXACT)
+
+
+def test_the_implementation_without_apply():
+    model = tiny.model("llama")
+    stock = tiny.logits(model, IDS)
+    model.set_attn_implementation("condense")
+    with pytest.raises(ValueError, match=r"works through condense.apply\(model, method\): call that instead"):
+        tiny.logits(model, IDS)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(tiny.logits(model, IDS), stock)
+    built = LlamaForCausalLM._from_config(tiny.config("llama"), attn_implementation="condense")
+    with pytest.raises(ValueError, match="call that instead"):
+        built(IDS)
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+UNSUPPORTED = {
+    "bloom": (
+        lambda: AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64)),
+        "BloomForCausalLM has no attention that can be condensed; supported are .*llama",
+    ),
+    "gpt_neox": (
+        lambda: AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL, intermediate_size=48)),
+        "GPTNeoXForCausalLM has no attention that can be condensed",
+    ),
+    "gemma2": (lambda: tiny.model("gemma2"), "Gemma2ForCausalLM has no attention that can be condensed"),
+    "t5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
+        ),
+        "T5ForConditionalGeneration has cross-attention",
+    ),
+    "gpt2-cross-attention": (
+        lambda: AutoModelForCausalLM.from_config(
+            GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, add_cross_attention=True)
+        ),
+        "GPT2LMHeadModel has cross-attention: only decoder-only models",
+    ),
+    "gemma-bidirectional": (
+        lambda: tiny.model("gemma", use_bidirectional_attention=True),
+        "GemmaForCausalLM has bidirectional attention",
+    ),
+    "linear": (lambda: torch.nn.Linear(3, 3), "model must be a transformers PreTrainedModel, got Linear"),
+}
+
+
+@pytest.mark.parametrize("call", ["apply", "use", "restore"])
+@pytest.mark.parametrize(("make", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_models(make, message, call):
+    model = make()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        {"apply": condense.apply, "use": _enter, "restore": lambda model, _: condense.restore(model)}[call](
+            model, tiny.CCA
+        )
+    assert [type(module) for module in model.modules()] == classes
+    assert not hasattr(getattr(model, "config", None), "condense")
+
+
+def _enter(model, method):
+    with condense.use(model, method):
+        pass
+
+
+LAYERS = {
+    "too-high": ([0, 3], "layers must be indices from 0 to 2, got 3"),
+    "negative": ([-1], "layers must be indices from 0 to 2, got -1"),
+    "bool": ([True], "layers must be indices from 0 to 2, got True"),
+    "float": ([1.0], r"layers must be indices from 0 to 2, got 1\.0"),
+    "text": ("01", "layers must be indices from 0 to 2, got '0'"),
+    "empty": ([], "layers must name at least one layer, got none; leave it out to condense all"),
+    "number": (1, "layers must be a list of layer indices, got 1"),
+}
+
+
+@pytest.mark.parametrize(("layers", "message"), LAYERS.values(), ids=LAYERS.keys())
+def test_layers(model, layers, message):
+    with pytest.raises(ValueError, match=message):
+        condense.apply(model, tiny.STREAMING, layers=layers)
+    with pytest.raises(ValueError, match=message), condense.use(model, tiny.STREAMING, layers=layers):
+        pass
+
+
+METHODS = {
+    "text": ("cca", "method must be a condense method such as"),
+    "none": (None, "method must be a condense method such as"),
+    "class": (condense.CCA, "method must be a condense method such as"),
+    "unknown-name": ({"method": "mystery"}, "method must be one of"),
+    "unknown-field": ({"method": "cca", "groups": 3}, "cca: unknown settings"),
+}
+
+
+@pytest.mark.parametrize(("method", "message"), METHODS.values(), ids=METHODS.keys())
+def test_methods(model, method, message):
+    with pytest.raises(ValueError, match=message):
+        condense.apply(model, method)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_more_tokens_than_learned_positions(name):
+    model = condense.apply(tiny.model(name), tiny.CCA)
+    ids = tiny.tokens(1, 128)
+    with pytest.raises(ValueError, match="must fit the model's 128 learned positions, got 140"):
+        tiny.generate(model, ids)
+    assert tiny.generate(model, ids[:, : 128 - tiny.NEW]).shape == (1, 128)
+
+
+PROMPTS = {
+    "chunked-prefill": ({"prefill_chunk_size": 7}, "unset prefill_chunk_size, or use summary='streaming'"),
+    "no-cache": ({"use_cache": False}, "leave use_cache on, or use summary='streaming'"),
+    "prompt-lookup": (
+        {"prompt_lookup_num_tokens": 3},
+        "without assistant or prompt lookup, or use summary='streaming'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), PROMPTS.values(), ids=PROMPTS.keys())
+def test_prompt_summary_in_parts(settings, message):
+    model = condense.apply(tiny.model("llama"), PROMPT)
+    expected = tiny.generate(model, ONE)
+    with pytest.raises(ValueError, match=message):
+        tiny.generate(model, ONE, **settings)
+    assert torch.equal(tiny.generate(model, ONE), expected)
+
+
+def test_prompt_summary_with_gradients(model):
+    with condense.use(model, PROMPT):
+        with pytest.raises(ValueError, match=r"for inference under torch.no_grad"):
+            model(IDS)
+        assert tiny.logits(model, IDS).shape == (2, 40, tiny.VOCAB)
+
+
+def test_too_many_candidates_for_crop(model):
+    cache = tiny.filled(model, IDS)
+    with pytest.raises(ValueError, match=r"crop: 36 tokens lie beyond .* propose fewer tokens"):
+        cache.crop(-36)
+    assert cache.get_seq_length() == 40
+    more = tiny.tokens(2, 5, seed=3)
+    full = tiny.logits(model, torch.cat([IDS, more], dim=1))[:, 40:]
+    torch.testing.assert_close(tiny.in_chunks(model, more, (5,), cache), full, **tiny.EXACT)
+
+
+PACKED = {
+    "cached": ({"use_cache": True}, 1, torch.tensor([0, 10, 40]), "cannot be cached: pass use_cache=False"),
+    "rows": ({}, 2, torch.tensor([0, 10, 40]), "must mark the documents of one row of 40 tokens, got 2 rows"),
+    "too-few": ({}, 1, torch.tensor([0, 10, 30]), "got 1 rows and marks for 30 tokens"),
+}
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
+@pytest.mark.parametrize(("settings", "B", "marks", "message"), PACKED.values(), ids=PACKED.keys())
+def test_packed_marks(settings, B, marks, message, layers):
+    model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
+    with pytest.raises(ValueError, match=message):
+        tiny.logits(model, IDS[:B], cu_seq_lens_q=marks, **settings)
+
+
+def test_packed_positions_in_several_rows(model):
+    positions = torch.cat([torch.arange(10), torch.arange(30)]).expand(2, 40)
+    with pytest.raises(ValueError, match=r"packed documents .* must be one row, got 2 rows"):
+        tiny.logits(model, IDS, position_ids=positions)
+
+
+def test_bidirectional_calls(model):
+    with pytest.raises(ValueError, match="condensed attention is causal"):
+        tiny.logits(model, IDS, is_causal=False)
