@@ -1,0 +1,116 @@
+"""Who may import whom, read from the sources; and what no source file may hold."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "condense"
+
+# each unit with what it may import besides itself
+ARROWS: dict[str, set[str]] = {"config": set(), "version": set(), "tasks": set()}
+ARROWS["results"] = {"version"}
+ARROWS["ops"] = {"config"}
+ARROWS["methods"] = {"ops"} | ARROWS["ops"]
+ARROWS["functional"] = {"methods"} | ARROWS["methods"]
+ARROWS["caches"] = {"functional"} | ARROWS["functional"]
+ARROWS["models"] = {"caches"} | ARROWS["caches"]
+# what one does with it: these never import each other
+USES = ("train", "evaluate", "bench", "analysis")
+for use in USES:
+    ARROWS[use] = {"models", "tasks", "results", "version"} | ARROWS["models"]
+ARROWS["demo"] = ARROWS["plots"] = {"evaluate"} | ARROWS["evaluate"]
+# the public face, which nothing but the command line looks at from inside
+ARROWS["condense"] = {"demo"} | ARROWS["demo"]
+ARROWS["cli"] = {*USES, "plots", "condense"} | ARROWS["condense"]
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def unit_of(path):
+    """The folder or module directly under the package; the package itself is `condense`."""
+    first = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return "condense" if first == "__init__" else first
+
+
+def imported(path):
+    """Full names of all modules that a file imports, also inside functions."""
+    package = [*path.relative_to(SOURCE.parent).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                below = SOURCE.parent.joinpath(*module.split("."), alias.name)
+                is_module = below.is_dir() or below.with_suffix(".py").is_file()
+                yield f"{module}.{alias.name}" if is_module else module
+
+
+def own(path):
+    """Units of the package that a file imports."""
+    for name in imported(path):
+        top, *rest = name.split(".")
+        if top == "condense":
+            yield rest[0] if rest else "condense"
+
+
+def test_there_is_something_to_read():
+    assert len(FILES) > 20
+    assert {"config", "ops", "methods", "functional", "condense"} <= {unit_of(path) for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path):
+    unit = unit_of(path)
+    assert unit in ARROWS, f"say in this test what {unit} may import"
+    wrong = set(own(path)) - ARROWS[unit] - {unit}
+    assert not wrong, f"{unit} must not import {sorted(wrong)}"
+
+
+def test_arrows_have_no_circle():
+    def reach(unit, seen=()):
+        assert unit not in seen, f"circle {[*seen, unit]}"
+        for other in ARROWS[unit]:
+            reach(other, (*seen, unit))
+
+    for unit in ARROWS:
+        reach(unit)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_triton_stays_in_its_files(path):
+    if "triton" not in path.stem:
+        assert not any(name.split(".")[0] == "triton" for name in imported(path))
+
+
+def test_backends_know_nothing_of_each_other():
+    shared = {"bounds", "checks"}
+    not_backends = shared | {"__init__", "api", "aligned"}
+    backends = [path for path in (SOURCE / "ops").glob("*.py") if path.stem not in not_backends]
+    assert {"reference", "torch_blocks"} <= {path.stem for path in backends}
+    for path in backends:
+        ours = {name for name in imported(path) if name.startswith("condense")}
+        assert ours <= {f"condense.ops.{name}" for name in shared}, path.stem
+
+
+def test_reference_needs_torch_alone():
+    others = {name.split(".")[0] for name in imported(SOURCE / "ops" / "reference.py")}
+    assert others <= {"__future__", "torch", "condense"}
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|home|root|tmp|Users|mnt|workspace)/|[A-Z]:\\\\(?:Users|Windows)")
+TEXTS = sorted(
+    path
+    for folder in ("src/condense", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".json", ".md", ".toml", ".yaml", ".cfg"} and path != Path(__file__)
+)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_machine_paths(path):
+    assert not MACHINE_PATH.findall(path.read_text(encoding="utf-8"))
