@@ -209,3 +209,19 @@ def test_inner_model_alone(model):
     condense.restore(stock)
     with torch.no_grad():
         assert torch.equal(stock(IDS).last_hidden_state, dense)
+
+
+def test_the_inner_model_restores_what_the_outer_one_condensed(model):
+    stock = tiny.logits(model, IDS)
+    condense.apply(model, tiny.CCA)
+    condense.restore(model.model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(tiny.logits(model, IDS), stock)
+    condense.restore(condense.apply(model, tiny.CCA))
+    assert torch.equal(tiny.logits(model, IDS), stock)
+
+
+def test_nothing_is_left_on_the_modules(model):
+    before = [set(vars(module)) for module in model.modules()]
+    condense.restore(condense.apply(model, tiny.CCA))
+    assert [set(vars(module)) for module in model.modules()] == before

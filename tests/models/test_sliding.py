@@ -25,6 +25,10 @@ def test_sliding_layers_are_left_out_and_listed(caplog):
         model = condense.apply(tiny.model("qwen2-mixed"), tiny.CCA)
     assert condensed_layers(model) == {0: tiny.CCA}
     assert "layers [1, 2] have a sliding window and stay as they are" in caplog.text
+    caplog.clear()
+    with condense.use(model, tiny.STREAMING):  # every training step
+        assert condensed_layers(model) == {0: tiny.STREAMING}
+    assert not caplog.text
 
 
 def test_with_a_dense_method_the_whole_model_is_stock():

@@ -30,6 +30,9 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
     """
     base, attentions = _attentions(model)
     _assign(base, attentions, _plan(base, attentions, method, layers))
+    sliding = [i for i, module in sorted(attentions.items()) if sliding_window(module) is not None]
+    if sliding and layers is None:
+        logger.warning("layers %s have a sliding window and stay as they are", sliding)
     return model
 
 
@@ -42,8 +45,6 @@ def _plan(
     chosen = full if layers is None else _checked_layers(layers, attentions, full)
     if not chosen:
         raise ValueError(f"{type(base).__name__} has sliding windows in all layers: nothing is left to condense")
-    if layers is None and len(full) < len(attentions):
-        logger.warning("layers %s have a sliding window and stay as they are", sorted(set(attentions) - set(full)))
     return {**_methods(attentions), **dict.fromkeys(chosen, method)}
 
 
@@ -94,8 +95,7 @@ def condense_from_config(model: PreTrainedModel) -> None:
     if not attentions:
         return  # an inner model or a head without attention of its own; the outer post_init comes by later
     assignment = {i: Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}
-    _set_methods(attentions, assignment)
-    model._condense_previous = config._attn_implementation
+    _set_methods(attentions, assignment, config._attn_implementation)
     # straight into the field: the public setter walks a model that is not complete yet
     config._attn_implementation_internal = IMPLEMENTATION
 
@@ -108,28 +108,26 @@ def _assign(base: PreTrainedModel, attentions: dict[int, nn.Module], assignment:
         if not condensed:
             return
         for module in condensed:
-            module.__class__ = type(module).__mro__[2]
-            del module.condense_method
+            previous = module.condense_previous
+            module.__class__ = type(module).__mro__[2]  # after the thin class and its mixin comes the stock one
+            del module.condense_method, module.condense_previous
             _rebind_hooks(module)
         delattr(config, _CONFIG_KEY)
         if config._attn_implementation == IMPLEMENTATION:
-            base.set_attn_implementation(_pop_previous(base))
+            base.set_attn_implementation(previous)
         return
-    _set_methods(attentions, assignment)
+    implementation = config._attn_implementation
+    _set_methods(attentions, assignment, implementation)
     config.condense = _settings(assignment)
-    if config._attn_implementation != IMPLEMENTATION:
-        base._condense_previous = config._attn_implementation
+    if implementation != IMPLEMENTATION:
         base.set_attn_implementation(IMPLEMENTATION)
 
 
-def _pop_previous(base: PreTrainedModel) -> str:
-    """The implementation before; on a loaded model the inner one, which was constructed first, has it."""
-    holders = (vars(module) for module in base.modules())
-    return next(holder.pop("_condense_previous") for holder in holders if "_condense_previous" in holder)
-
-
-def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
+def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method], implementation: str) -> None:
+    """Condense the modules and note on each which implementation the model had (any part of it can be restored)."""
     for index, module in attentions.items():
+        if implementation != IMPLEMENTATION:
+            module.condense_previous = implementation  # type: ignore[assignment]
         if not isinstance(module, CondensedAttention):
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)

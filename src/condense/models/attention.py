@@ -179,9 +179,14 @@ class DenseState:
 
 
 class CondensedAttention(nn.Module):
-    """Mixin in front of a stock attention class. ``condense_method`` is None for a layer that stays as it is."""
+    """Mixin in front of a stock attention class.
+
+    condense_method: None for a layer that stays as it is. condense_previous: the attention implementation that
+    `condense.restore` goes back to.
+    """
 
     condense_method: Method | None
+    condense_previous: str
 
     def forward(self, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
         """The stock forward, with the proxy as its cache and the state on its way to `condense_attention`."""

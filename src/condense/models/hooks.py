@@ -51,7 +51,7 @@ def _wrap_prepare_cache(stock: Any) -> Any:
         self: Any,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        mode: Any,
+        mode: GenerationMode,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
