@@ -28,7 +28,7 @@ def append_band(old: Tensor, new: Tensor, counts: Tensor | None) -> Tensor:
     N, pads = joined.shape[2], new.shape[2] - counts[:, None]
     column = torch.arange(N)
     source = torch.where(column >= N - counts[:, None], column, (column - pads).clamp(min=0))
-    return joined.gather(2, source.to(new.device)[:, None, :, None].expand_as(joined))
+    return joined.gather(2, source.to(new.device, non_blocking=True)[:, None, :, None].expand_as(joined))
 
 
 def append_prefix(old: Tensor, new: Tensor, start: Tensor, stop: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def append_prefix(old: Tensor, new: Tensor, start: Tensor, stop: Tensor) -> Tens
     if bool((start == first).all()):
         return new if first == 0 else torch.cat([old[:, :, :first], new], dim=2)
     wide = F.pad(old, (0, 0, 0, int(start.max()) + new.shape[2] - old.shape[2]))
-    index = (start[:, None] + torch.arange(new.shape[2])).to(new.device)[:, None, :, None]
+    index = (start[:, None] + torch.arange(new.shape[2])).to(new.device, non_blocking=True)[:, None, :, None]
     return wide.scatter(2, index.expand_as(new), new)[:, :, : int(stop.max())]
 
 
@@ -46,7 +46,7 @@ def chunks(band: Tensor, start: Tensor, G: int, c: int) -> Tensor:
     first = int(start[0])
     if bool((start == first).all()):
         return band[:, :, first : first + G * c].unflatten(2, (G, c))
-    column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device)
+    column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device, non_blocking=True)
     index = column[:, None, :, None].expand(-1, band.shape[1], -1, band.shape[3])
     return band.gather(2, index).unflatten(2, (G, c))
 
@@ -62,8 +62,8 @@ def window_mean(queries: Tensor, start: Tensor, S: int, stride: int, G: int, see
     if stride == S and bool((start >= 0).all()) and bool((start - origin == first).all()):
         return queries[:, :, first : first + G * S].unflatten(2, (G, S)).mean(3, dtype=wide)
     position = start[:, None, None] + stride * torch.arange(G)[:, None] + torch.arange(S)
-    column = (position - origin[:, None, None]).clamp(0, queries.shape[2] - 1).to(queries.device)
-    inside = (position >= 0).to(queries.device)
+    column = (position - origin[:, None, None]).clamp(0, queries.shape[2] - 1).to(queries.device, non_blocking=True)
+    inside = (position >= 0).to(queries.device, non_blocking=True)
     B, K, _, D = queries.shape
     total = queries.new_zeros(B, K, G, D, dtype=wide)
     for s in range(S):
