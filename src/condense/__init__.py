@@ -6,6 +6,7 @@ model.generate(**inputs)
 """
 
 from condense.caches import cache_nbytes
+from condense.demo import demo_model
 from condense.functional import attention
 from condense.methods import CCA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.models import apply, install, restore, use
@@ -24,6 +25,7 @@ __all__ = [
     "apply",
     "attention",
     "cache_nbytes",
+    "demo_model",
     "restore",
     "use",
 ]

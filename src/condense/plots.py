@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from condense.evaluate.compare import Outcome
+from condense.methods import Method
 
 FORMATS = (".png", ".svg", ".pdf")
 _COLOURS = ("#9aa0a6", "#1a73e8", "#e37400", "#188038", "#a142f4", "#d93025")
@@ -22,9 +23,16 @@ def require_matplotlib(path: Path) -> None:
         raise ValueError("plot needs matplotlib: pip install 'condense-attention[plot]'")
 
 
+def method_labels(methods: Sequence[Method]) -> list[str]:
+    """Short names; methods of one kind are numbered."""
+    kinds = [type(method).__name__ for method in methods]
+    return [kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
+
+
 def plot_comparison(outcomes: Sequence[Outcome], path: Path) -> None:
     """Bars of `condense compare`: KV cache, time to first token, time per token; right answers on the labels."""
-    labels = [type(o.method).__name__ + ("" if o.correct is None else f"\n{o.correct} right") for o in outcomes]
+    names = method_labels([outcome.method for outcome in outcomes])
+    labels = [n + ("" if o.correct is None else f"\n{o.correct} right") for n, o in zip(names, outcomes, strict=True)]
     panels = {
         "KV cache, MiB": [o.cache_bytes / 2**20 for o in outcomes],
         "time to first token, s": [o.first_token_s for o in outcomes],

@@ -1,16 +1,19 @@
 """The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
 
 Nothing of size L x L is made: a block of queries reads only the prefix entries and the stretch of the band
-that it can see, so memory is linear in L.
+that it can see, so memory is linear in L, with gradients too.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, M prefix entries, N band tokens, S visible keys.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from condense.ops.bounds import Bounds, Extent
 
@@ -18,6 +21,9 @@ from condense.ops.bounds import Bounds, Extent
 # masked part of the band (a block's own length) stays a small share of what is read
 _BLOCK_ROWS = 1024
 _MAX_BLOCK = 512
+# keys and masks that blocks keep for the backward pass, in keys per query: representatives make it grow with L, so
+# beyond this each block is computed again instead
+_MAX_KEPT = 4
 
 
 def attend(
@@ -43,25 +49,46 @@ def attend(
         return out, None
     size = max(1, min(_MAX_BLOCK, _BLOCK_ROWS // (H // K)))
     blocks = [(start, min(start + size, L)) for start in range(0, L, size)]
-    parts = []
-    for (start, stop), extent in zip(blocks, bounds.extents(blocks), strict=True):
+    extents = bounds.extents(blocks)
+
+    def block(q: Tensor, start: int, extent: Extent) -> tuple[Tensor, Tensor]:
         k = torch.cat([prefix_k[:, :, : extent.rep_end], band_k[:, :, extent.raw_start : extent.raw_end]], dim=2)
         v = torch.cat([prefix_v[:, :, : extent.rep_end], band_v[:, :, extent.raw_start : extent.raw_end]], dim=2)
-        mask = _visible(bounds, start, stop, extent, q.device)
+        mask, empty = _visible(bounds, start, start + q.shape[2], extent, q.device)
         bias = None if prefix_bias is None else prefix_bias[..., : extent.rep_end]
-        parts.append(_block(q[:, :, start:stop], k, v, mask, bias, scale, dropout_p, return_lse))
-    out = torch.cat([part[0] for part in parts], dim=2)
-    lse = torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+        return _block(q, k, v, mask, empty, bias, scale, dropout_p, return_lse)
+
+    work = zip(q.split(size, dim=2), blocks, extents, strict=True)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, prefix_k, prefix_v, band_k, band_v)):
+        num_keys = sum(extent.rep_end + extent.raw_end - extent.raw_start for extent in extents)
+        if num_keys > _MAX_KEPT * L:
+            block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
+        parts = [block(q_block, start, extent) for q_block, (start, _), extent in work]
+        out = torch.cat([part[0] for part in parts], dim=2)
+        return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+    out = q.new_empty(*q.shape[:3], band_v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)) if return_lse else None
+    for q_block, (start, stop), extent in work:
+        out[:, :, start:stop], block_lse = block(q_block, start, extent)
+        if lse is not None:
+            lse[:, :, start:stop] = block_lse
     return out, lse
 
 
-def _visible(bounds: Bounds, start: int, stop: int, extent: Extent, device: torch.device) -> Tensor:
-    """Mask bool ``[B|1, K|1, L, S]`` over the block's own stretch of prefix and band."""
+def _visible(bounds: Bounds, start: int, stop: int, extent: Extent, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mask bool ``[B|1, K|1, L, S]`` over the block's own stretch of prefix and band, and who sees nothing.
+
+    A query that sees nothing, ``[B|1, K|1, L, 1]``, gets a harmless row with everything in it.
+    """
     rep_end, raw_start, raw_end = (x[..., None] for x in bounds.arrays(start, stop, device))
+    empty = (rep_end <= 0) & (raw_start >= raw_end)
+    rep_end, raw_start, raw_end = (
+        torch.where(empty, hull, x) for hull, x in zip(extent, (rep_end, raw_start, raw_end), strict=True)
+    )
     entry = torch.arange(extent.rep_end, device=device)
     column = torch.arange(extent.raw_start, extent.raw_end, device=device)
     in_prefix = (entry < rep_end).expand(*raw_end.shape[:-1], extent.rep_end)
-    return torch.cat([in_prefix, (column >= raw_start) & (column < raw_end)], dim=-1)
+    return torch.cat([in_prefix, (column >= raw_start) & (column < raw_end)], dim=-1), empty
 
 
 def _block(
@@ -69,12 +96,13 @@ def _block(
     k: Tensor,
     v: Tensor,
     mask: Tensor,
+    empty: Tensor,
     bias: Tensor | None,
     scale: float,
     dropout_p: float,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One block. q ``[B, H, L, D]``, k and v ``[B, K, S, D]``, mask ``[B|1, K|1, L, S]``, bias ``[B|1, K|1, M]``."""
+    """One block. q ``[B, H, L, D]``, k and v ``[B, K, S, D]``, mask and empty of `_visible`, bias ``[B|1, K|1, M]``."""
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -84,11 +112,9 @@ def _block(
         return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
     # heads that share a KV head become rows of one call: each key is read once, whatever the GQA ratio
     rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
-    mask = mask[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3)
-    empty = ~mask.any(-1, keepdim=True)
-    # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below: no NaN in values
-    # or gradients
-    rows, mask = rows.masked_fill(empty, 0.0), mask | empty
+    mask, empty = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3) for x in (mask, empty))
+    # whatever is in a query that sees nothing, it is zeroed here and below: no NaN in values or gradients
+    rows = rows.masked_fill(empty, 0.0)
     attn_mask = mask
     if bias is not None and bias.shape[-1] > 0:
         attn_mask = _key_offsets(bias.to(wide), S, q.dtype)[:, :, None].masked_fill(~mask, float("-inf"))

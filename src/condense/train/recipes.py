@@ -14,6 +14,8 @@ def demo_model(
 
     Two phases of 65,536 tokens a step: short sequences with dense attention until retrieval appears, then
     sequences of 4,096 tokens that alternate between dense and condensed attention. Meant for one large GPU.
+    With few hidden numbers per long sequence (2 to 10) condensed retrieval had not appeared after 1150 mixed steps;
+    with 4 to 36 it appears around step 1300.
     """
     condensed = CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
     return TrainConfig(
@@ -54,8 +56,8 @@ def demo_model(
                 method=condensed,
                 learning_rate=1.5e-3,
                 warmup_steps=100,
-                task_share=0.6,
-                keys=(2, 10),
+                task_share=0.8,
+                keys=(4, 36),
             ),
         ),
         dtype="bfloat16",

@@ -1,0 +1,71 @@
+"""`condense inspect`: what condensing would change, per layer, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from condense.cli.options import DTYPES, METHOD_HELP, parse_method
+from condense.demo import demo_config
+from condense.models import restore
+from condense.models.inspect import LayerReport, inspect
+from condense.ops import resolve_backend
+from condense.results import refuse_existing, write_results
+
+
+def inspect_command(
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
+    method: Annotated[str, typer.Option(help=METHOD_HELP)] = "cca",
+    length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 131072,
+    dtype: Annotated[str, typer.Option(help="Of the cache: float32, bfloat16, ...")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="Where it is to run: cpu or cuda.")] = "cpu",
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result file.")] = False,
+) -> None:
+    """Entries, bytes and FLOPs per layer, dense and condensed, and the length from which it pays. Reads no weights."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if json is not None:
+        refuse_existing(json, "json", overwrite=overwrite)
+    config: Any = demo_config() if model is None else AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        skeleton = restore(AutoModelForCausalLM.from_config(config))
+    chosen = parse_method(method)
+    reports = inspect(skeleton, chosen, length, DTYPES[dtype].itemsize)
+    backend = resolve_backend("auto", torch.device(device))
+    _print(reports, f"{chosen} at {length} tokens, {dtype}, backend {backend}")
+    if json is not None:
+        content = {"model": model or "bundled", "length": length, "dtype": dtype, "backend": backend, "layers": reports}
+        write_results(json, content, overwrite=overwrite)
+
+
+def _print(reports: list[LayerReport], title: str) -> None:
+    table = Table(title=title)
+    for heading in ("layer", "method", "entries", "of dense", "cache", "of dense", "GFLOP", "of dense", "pays from"):
+        table.add_column(heading, justify="right")
+    for r in reports:
+        table.add_row(
+            str(r.layer),
+            "stock" if r.method is None else r.method.name,
+            f"{r.entries:,}",
+            f"{r.entries / r.dense_entries:.1%}",
+            f"{r.bytes / 2**20:.1f} MiB",
+            f"{r.bytes / r.dense_bytes:.1%}",
+            f"{r.flops / 1e9:.1f}",
+            f"{r.flops / r.dense_flops:.1%}",
+            "-" if r.pays_from is None else f"{r.pays_from:,}",
+        )
+    console = Console()
+    console.print(table)
+    cache, dense = sum(r.bytes for r in reports), sum(r.dense_bytes for r in reports)
+    flops, dense_flops = sum(r.flops for r in reports), sum(r.dense_flops for r in reports)
+    console.print(
+        f"all layers: cache {cache / 2**20:,.1f} of {dense / 2**20:,.1f} MiB ({cache / dense:.1%}), "
+        f"attention {flops / 1e12:,.2f} of {dense_flops / 1e12:,.2f} TFLOP ({flops / dense_flops:.1%})"
+    )
