@@ -3,12 +3,14 @@
     python benchmarks/demo_model.py prepare  --data TRAIN... --cache CACHE
     python benchmarks/demo_model.py train    --data TRAIN... --cache CACHE --output MODEL --seed 0
     python benchmarks/demo_model.py evaluate --model MODEL --data TEST... --output RESULTS.json
+    python benchmarks/demo_model.py plot     --results RESULTS.json --output PICTURE.png
 
 `train --until dense` stops after the first phase and `train --resume` goes on from there, or from the last
 checkpoint of an interrupted run.
 """
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import condense
 from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
+from condense.plots import plot_demo_model, require_matplotlib
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, SequenceBuilder, encode_corpus, load_words, read_documents
 from condense.train import prepare, run_training
@@ -26,6 +29,7 @@ from condense.train.recipes import demo_model
 
 LENGTH = 4096
 KEYS = 8
+HEADLINE = "question, held-out words"
 
 
 def methods() -> Mapping[str, condense.Method]:
@@ -92,6 +96,24 @@ def evaluate(options: argparse.Namespace) -> None:
     Console(width=200).print(table)
 
 
+def plot(options: argparse.Namespace) -> None:
+    require_matplotlib(options.output)
+    results = json.loads(options.results.read_text(encoding="utf-8"))["results"]
+    exact = {entry["name"]: entry["exact"] for entry in results["retrieval"][HEADLINE]}
+    losses = {entry["name"]: entry["by_position"] for entry in results["text_loss"]}
+    runs = {
+        name: {
+            "accuracy": exact[name]["share"],
+            "low": exact[name]["low"],
+            "high": exact[name]["high"],
+            "positions": [(part["start"] + part["stop"]) / 2 for part in losses[name]],
+            "loss": [part["loss"] for part in losses[name]],
+        }
+        for name in ("dense", "condensed", "window")
+    }
+    plot_demo_model(runs, options.output)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -120,6 +142,11 @@ def main() -> None:
     command.add_argument("--dtype", default="float32")
     command.add_argument("--seed", type=int, help="the model's, for the record")
     command.set_defaults(run=evaluate)
+
+    command = commands.add_parser("plot", help="draw the results of one model")
+    command.add_argument("--results", type=Path, required=True)
+    command.add_argument("--output", type=Path, required=True, help="picture, .png or .svg")
+    command.set_defaults(run=plot)
 
     options = parser.parse_args()
     options.run(options)

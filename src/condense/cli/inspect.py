@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,9 +50,10 @@ def _print(reports: list[LayerReport], title: str) -> None:
     table = Table(title=title)
     for heading in ("layer", "method", "entries", "of dense", "cache", "of dense", "GFLOP", "of dense", "pays from"):
         table.add_column(heading, justify="right")
-    for r in reports:
+    for same in _runs(reports):
+        r = same[0]
         table.add_row(
-            str(r.layer),
+            str(r.layer) if len(same) == 1 else f"{r.layer}-{same[-1].layer}",
             "stock" if r.method is None else r.method.name,
             f"{r.entries:,}",
             f"{r.entries / r.dense_entries:.1%}",
@@ -69,3 +71,14 @@ def _print(reports: list[LayerReport], title: str) -> None:
         f"all layers: cache {cache / 2**20:,.1f} of {dense / 2**20:,.1f} MiB ({cache / dense:.1%}), "
         f"attention {flops / 1e12:,.2f} of {dense_flops / 1e12:,.2f} TFLOP ({flops / dense_flops:.1%})"
     )
+
+
+def _runs(reports: list[LayerReport]) -> list[list[LayerReport]]:
+    """Neighbouring layers with the same figures together."""
+    runs: list[list[LayerReport]] = []
+    for report in reports:
+        if runs and dataclasses.replace(report, layer=runs[-1][0].layer) == runs[-1][0]:
+            runs[-1].append(report)
+        else:
+            runs.append([report])
+    return runs
