@@ -115,8 +115,8 @@ def test_extend_any_chunks_equal_one_call(backend, method, sizes):
 
 @pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
 def test_extend_prefill_of_every_length_then_tokens(method):
-    for first in range(1, 27):
-        check_rows(method, cut(27, [first, 1]), "torch")
+    for first in range(1, 22):
+        check_rows(method, cut(22, [first, 1]), "torch")
 
 
 RAGGED = {
