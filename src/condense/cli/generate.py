@@ -28,6 +28,8 @@ def generate_command(
     if (prompt is None) == (text is None):
         raise ValueError("give the prompt either as an argument or with --text FILE")
     content = read_text(text) if text is not None else prompt or ""
+    if not content.strip():
+        raise ValueError("prompt must not be empty")
     chosen = None if method is None else parse_method(method)
     loaded, tokenizer = load_model(model, dtype, device)
     saved = next(iter(condensed_layers(loaded).values()), None)

@@ -13,6 +13,8 @@ from condense.methods import Dense, Method
 from condense.models.apply import attention_layers
 from condense.models.families import sliding_window
 
+_COUNTER = 8  # bytes: a condensed layer's count of tokens seen, int64
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -58,7 +60,7 @@ def inspect(model: nn.Module, method: Method, length: int, itemsize: int = 2) ->
             entries, tail = _kept(method, length)
             numbers = entries * heads.entry_numbers + tail * heads.num_kv * heads.width
             report = LayerReport(
-                index, method, length, entries, stock_bytes, numbers * itemsize,
+                index, method, length, entries, stock_bytes, numbers * itemsize + _COUNTER,
                 stock, heads.flops(method, length), heads.pays_from(method),
             )  # fmt: skip
         reports.append(report)

@@ -1,0 +1,41 @@
+"""The bundled model and text: small, offline, stock, and good both dense and condensed."""
+
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+import condense
+from condense.demo import demo_prompt
+from condense.evaluate.compare import compare
+
+CONDENSED = condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
+
+
+def test_assets_are_small_and_safetensors() -> None:
+    assets = [path for path in Path(str(files("condense") / "assets")).rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in assets) <= 24 * 2**20
+    assert max(path.stat().st_size for path in assets) <= 16 * 2**20
+    assert not [path for path in assets if path.suffix in {".bin", ".pt", ".pkl"}]
+
+
+def test_demo_model_is_stock() -> None:
+    model, tokenizer = condense.demo_model(dtype=torch.bfloat16)
+    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
+    assert not hasattr(model.config, "condense")
+    assert model.dtype == torch.bfloat16
+    text = "It was 1871, at the café.\n\nTwo lines."
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_demo_model_answers_dense_and_condensed_and_a_window_does_not() -> None:
+    model, tokenizer = condense.demo_model()
+    window = condense.StreamingLLM(sink=4, window=492)
+    prompt = demo_prompt()
+    dense, condensed, dropped = compare(
+        model, tokenizer, [condense.Dense(), CONDENSED, window], prompt, max_new_tokens=6
+    )
+    assert dense.correct == condensed.correct == len(prompt.questions) == 8
+    assert dropped.correct is not None
+    assert dropped.correct <= 2
+    assert condensed.cache_bytes < dense.cache_bytes / 7
