@@ -21,8 +21,9 @@ from condense.ops import UniformBounds, attend
 from condense.ops.aligned import append_band, append_prefix, chunks, copied, merge, newest, own, window_mean
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 
-# raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back
-SLACK = 24
+# raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
+# assisted decoding proposes at once by default
+SLACK = 20
 
 
 class Past(NamedTuple):

@@ -9,10 +9,12 @@ Shapes: B rows, K KV heads, L queries. A dimension that does not matter is 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+IntT = TypeVar("IntT", int, Tensor)
 
 
 class Extent(NamedTuple):
@@ -42,6 +44,10 @@ class Bounds(Protocol):
         """Hull of the bounds of each block of queries, as Python ints."""
         ...
 
+    def is_hull(self, start: int, stop: int) -> bool:
+        """True if queries ``[start, stop)`` are known to see all of their hull, in every row and head."""
+        ...
+
     def is_causal(self, num_queries: int, num_band: int) -> bool:
         """True if query i sees no prefix entry and exactly the band columns ``[0, num_band - L + i]``."""
         ...
@@ -60,16 +66,17 @@ class UniformRule:
     entries: int = 1
     max_chunks: int | None = None
 
-    def closed(self, seen: Tensor) -> Tensor:
-        """Chunks no longer visible token by token once ``seen`` tokens (int64, any shape) have been read."""
+    def closed(self, seen: IntT) -> IntT:
+        """Chunks no longer visible token by token once ``seen`` tokens (int, or int64 of any shape) have been read."""
         if self.window is None:
-            return torch.zeros_like(seen)
-        return torch.div((seen - self.window).clamp(min=0), self.chunk, rounding_mode="floor")
+            return seen * 0
+        behind = seen - self.window
+        return behind * (behind > 0) // self.chunk
 
-    def visible_entries(self, closed: Tensor) -> Tensor:
+    def visible_entries(self, closed: IntT) -> IntT:
         """Prefix entries that stand for ``closed`` chunks."""
         if self.max_chunks is not None:
-            closed = closed.clamp(max=self.max_chunks)
+            closed = closed - (closed - self.max_chunks) * (closed > self.max_chunks)
         return closed * self.entries
 
 
@@ -94,6 +101,9 @@ class UniformBounds:
 
     def extents(self, blocks: list[tuple[int, int]]) -> list[Extent]:
         """Hull per block. Bounds never decrease with t, so a block's ends are all that is looked at."""
+        if self._rows_agree():
+            # a decode step in every layer: plain integers cost far less than tensors of one element
+            return [self._extent(start, stop - 1) for start, stop in blocks]
         starts, stops = torch.tensor(blocks, dtype=torch.int64).T
         last = self._at(stops - 1)
         # a left-padded row begins at its first real token
@@ -104,13 +114,33 @@ class UniformBounds:
         hulls = torch.stack([last.rep_end.amax((0, 1)), torch.minimum(raw_start, raw_end), raw_end], dim=1)
         return [Extent(*row) for row in hulls.tolist()]
 
+    def is_hull(self, start: int, stop: int) -> bool:
+        """True for a single query that means the same in all rows: a decode step without padding."""
+        return stop - start == 1 and self._rows_agree()
+
+    def _rows_agree(self) -> bool:
+        return self.query_start.numel() == self.band_start.numel() == self._pads().numel() == 1
+
+    def _extent(self, first: int, last: int) -> Extent:
+        """The hull of queries first to last of the one row that stands for all."""
+        query_start, origin, pads = int(self.query_start), int(self.band_start), int(self._pads())
+        if last < pads:
+            return Extent(0, 0, 0)
+        earliest = self.rule.closed(query_start + max(first, pads) + 1) * self.rule.chunk
+        seen = query_start + last + 1
+        return Extent(
+            self.rule.visible_entries(self.rule.closed(seen)),
+            min(max(earliest - origin, 0), seen - origin),
+            seen - origin,
+        )
+
     def is_causal(self, num_queries: int, num_band: int) -> bool:
         """True if no row is padded, the band starts at its row's start and no chunk is closed yet."""
         if bool((self.band_start != 0).any()) or bool((self._pads() != 0).any()):
             return False
         if bool((self.query_start != num_band - num_queries).any()):
             return False
-        return int(self.rule.closed(torch.tensor(num_band))) == 0
+        return self.rule.closed(num_band) == 0
 
     def _pads(self) -> Tensor:
         return (-self.query_start).clamp(min=0) if self.padding is None else self.padding
@@ -151,6 +181,10 @@ class ArrayBounds:
             first = torch.where(seen, raw_start, raw_end.amax()).amin()
             hulls.append(torch.stack([rep_end.amax(), torch.minimum(first, raw_end.amax()), raw_end.amax()]))
         return [Extent(*row) for row in torch.stack(hulls).tolist()]
+
+    def is_hull(self, start: int, stop: int) -> bool:
+        """Never taken for granted, as `is_causal`."""
+        return False
 
     def is_causal(self, num_queries: int, num_band: int) -> bool:
         """Never taken for granted: answering would need a transfer to the host."""

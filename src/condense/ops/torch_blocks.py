@@ -54,7 +54,8 @@ def attend(
     def block(q: Tensor, start: int, extent: Extent) -> tuple[Tensor, Tensor]:
         k = torch.cat([prefix_k[:, :, : extent.rep_end], band_k[:, :, extent.raw_start : extent.raw_end]], dim=2)
         v = torch.cat([prefix_v[:, :, : extent.rep_end], band_v[:, :, extent.raw_start : extent.raw_end]], dim=2)
-        mask, empty = _visible(bounds, start, start + q.shape[2], extent, q.device)
+        stop = start + q.shape[2]
+        mask, empty = (None, None) if bounds.is_hull(start, stop) else _visible(bounds, start, stop, extent, q.device)
         bias = None if prefix_bias is None else prefix_bias[..., : extent.rep_end]
         return _block(q, k, v, mask, empty, bias, scale, dropout_p, return_lse)
 
@@ -95,14 +96,17 @@ def _block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
-    empty: Tensor,
+    mask: Tensor | None,
+    empty: Tensor | None,
     bias: Tensor | None,
     scale: float,
     dropout_p: float,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One block. q ``[B, H, L, D]``, k and v ``[B, K, S, D]``, mask and empty of `_visible`, bias ``[B|1, K|1, M]``."""
+    """One block. q ``[B, H, L, D]``, k and v ``[B, K, S, D]``, bias ``[B|1, K|1, M]``.
+
+    mask and empty are those of `_visible`; None: every query sees every key.
+    """
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -112,22 +116,32 @@ def _block(
         return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
     # heads that share a KV head become rows of one call: each key is read once, whatever the GQA ratio
     rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
-    mask, empty = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3) for x in (mask, empty))
-    # whatever is in a query that sees nothing, it is zeroed here and below: no NaN in values or gradients
-    rows = rows.masked_fill(empty, 0.0)
-    attn_mask = mask
-    if bias is not None and bias.shape[-1] > 0:
-        attn_mask = _key_offsets(bias.to(wide), S, q.dtype)[:, :, None].masked_fill(~mask, float("-inf"))
+    attn_mask = None if bias is None or bias.shape[-1] == 0 else _key_offsets(bias.to(wide), S, q.dtype)[:, :, None]
+    if mask is not None and empty is not None:
+        mask, empty = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3) for x in (mask, empty))
+        # whatever is in a query that sees nothing, it is zeroed here and below: no NaN in values or gradients
+        rows = rows.masked_fill(empty, 0.0)
+        attn_mask = mask if attn_mask is None else attn_mask.masked_fill(~mask, float("-inf"))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
-    out = out.masked_fill(empty, 0.0).unflatten(2, (H // K, L)).flatten(1, 2)
-    if not return_lse:
-        return out, out.new_empty(0)
+    lse = _log_sum_exp(rows, k, bias, mask, scale) if return_lse else out.new_empty(0)
+    if empty is not None:
+        out = out.masked_fill(empty, 0.0)
+        lse = lse.masked_fill(empty[..., 0], float("-inf")) if return_lse else lse
+    return _heads(out, L), _heads(lse, L) if return_lse else lse
+
+
+def _heads(rows: Tensor, L: int) -> Tensor:
+    """``[B, K, R * L, ...]`` to ``[B, H, L, ...]``."""
+    return rows.unflatten(2, (-1, L)).flatten(1, 2)
+
+
+def _log_sum_exp(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float) -> Tensor:
+    """``[B, K, R * L]`` float32 or wider: what the fused call computes and does not give away."""
+    wide = torch.promote_types(k.dtype, torch.float32)
     scores = (rows.to(wide) @ k.to(wide).mT) * scale
     if bias is not None:
-        scores = scores + F.pad(bias.to(wide), (0, S - bias.shape[-1]))[:, :, None]
-    lse = scores.masked_fill(~mask, float("-inf")).logsumexp(-1)
-    lse = lse.masked_fill(empty[..., 0], float("-inf"))
-    return out, lse.unflatten(2, (H // K, L)).flatten(1, 2)
+        scores = scores + F.pad(bias.to(wide), (0, k.shape[2] - bias.shape[-1]))[:, :, None]
+    return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).logsumexp(-1)
 
 
 def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
