@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from condense.ops import torch_blocks
 from condense.tasks import Corpus, encode_corpus
 from condense.train import train_tokenizer
+
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
 PARAGRAPH = (
     "The harbour lay quiet under the moon, and 27 boats rocked at their moorings.\n"
