@@ -166,6 +166,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None =
     for t, (groups, exact) in enumerate(seen):
         mask[t, list(groups)] = True
         mask[t, [M + i for i in exact]] = True
+    mask = mask.to(q.device)
     scores = q @ keys.repeat_interleave(H // K, 1).mT * scale
     if getattr(method, "rep_bias", "none") == "log_size":
         scores = scores + scores.new_tensor([math.log(method.group_size)] * M + [0.0] * L)

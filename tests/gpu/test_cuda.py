@@ -19,18 +19,18 @@ def test_output_and_gradients_within_budget(name, shape, dtype):
     weight = oracle.random_qkv(1, low[0].shape[1], 1, shape[3], shape[5], 1, seed=3)[0].to(dtype)
     exact, eager, got = (
         [x.to(**target).requires_grad_() for x in low]
-        for target in ({"dtype": torch.float64}, {"dtype": dtype}, {"device": "cuda"})
+        for target in ({"dtype": torch.float64}, {"device": "cuda"}, {"device": "cuda"})
     )
     want = oracle.attention(*exact, method=method)[0]
-    yardstick = oracle.eager(*eager, method=method)
+    yardstick = oracle.eager(*eager, method=method)  # on the same device: it has its own exp and order of sums
     out = condense.attention(*got, method=method)
-    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick, want) + band(want, dtype)).all())
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
     grads = [
         torch.autograd.grad(result, inputs, weight.to(result))
         for result, inputs in ((want, exact), (yardstick, eager), (out, got))
     ]
     for z, y, x in zip(*grads, strict=True):
-        assert bool((errors(x.cpu(), z) <= 2 * errors(y, z) + band(z, dtype)).all())
+        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
 
 
 @pytest.fixture(scope="module")
