@@ -45,5 +45,5 @@ def corpus(text: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each backend, and the torch backend with blocks so small that short sequences take many."""
     if request.param == "torch-blocks":
-        monkeypatch.setattr(torch_blocks, "_MAX_BLOCK", 6)
+        monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 6)
     return request.param.removesuffix("-blocks")

@@ -137,11 +137,12 @@ def _row(
     return outs, lses
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None = None) -> Tensor:
+def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None = None, fused: bool = False) -> Tensor:
     """The same formula as plain PyTorch in the dtype of the inputs: the yardstick of the error budgets.
 
     Representatives are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
-    as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype.
+    as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype, or one call of PyTorch's
+    fused attention over all keys with the whole mask.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, D = q.shape
@@ -167,11 +168,15 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None =
         mask[t, list(groups)] = True
         mask[t, [M + i for i in exact]] = True
     mask = mask.to(q.device)
-    scores = q @ keys.repeat_interleave(H // K, 1).mT * scale
+    bias = q.new_zeros(M + L)
     if getattr(method, "rep_bias", "none") == "log_size":
-        scores = scores + scores.new_tensor([math.log(method.group_size)] * M + [0.0] * L)
-    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
-    return weights @ values.repeat_interleave(H // K, 1)
+        bias[:M] = math.log(method.group_size)
+    keys, values = (x.repeat_interleave(H // K, 1) for x in (keys, values))
+    if fused:
+        attn_mask = bias.expand(L, -1).masked_fill(~mask, -math.inf)
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=attn_mask, scale=scale)
+    scores = q @ keys.mT * scale + bias
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ values
 
 
 def prefix_band(

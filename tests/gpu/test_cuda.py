@@ -4,9 +4,9 @@ import oracle
 import pytest
 import torch
 from budget import DTYPES, METHODS, SHAPES, band, errors, inputs_for
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import condense
+from condense.functional import attend_to, extend, summary_queries
 
 STREAMING = condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size")
 
@@ -22,7 +22,8 @@ def test_output_and_gradients_within_budget(name, shape, dtype):
         for target in ({"dtype": torch.float64}, {"device": "cuda"}, {"device": "cuda"})
     )
     want = oracle.attention(*exact, method=method)[0]
-    yardstick = oracle.eager(*eager, method=method)  # on the same device: it has its own exp and order of sums
+    # on the same device: it has its own exp and order of sums, and PyTorch's fused kernel has them in float32
+    yardstick = oracle.eager(*eager, method=method, fused=dtype == torch.float32)
     out = condense.attention(*got, method=method)
     assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
     grads = [
@@ -33,34 +34,18 @@ def test_output_and_gradients_within_budget(name, shape, dtype):
         assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
 
 
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().to("cuda", torch.float64)
-
-
 @pytest.mark.parametrize("method", [condense.CCA(window=64), STREAMING, condense.LCA(window=64)], ids=str)
-def test_decode_equals_prefill_for_300_steps(model, method):
-    ids = torch.randint(64, (2, 400), device="cuda")
-    mask = torch.ones_like(ids)
-    mask[1, :37] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad(), condense.use(model, method):
-        want = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-        cache, parts = DynamicCache(config=model.config), []
-        for start, stop in [(0, 100), *((i, i + 1) for i in range(100, 400))]:
-            parts.append(
-                model(
-                    ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
-                    past_key_values=cache,
-                ).logits
-            )  # fmt: skip
-    difference = (torch.cat(parts, 1) - want).abs() * mask[..., None]
-    assert float(difference.max()) < 1e-11
+def test_decode_equals_prefill_for_300_steps(method):
+    """In float64, without a model around it: stock models compute their norms in float32 whatever they are given."""
+    q, k, v = (x.cuda() for x in oracle.random_qkv(2, 4, 2, 400, 64, 64))
+    want = condense.attention(q, k, v, method=method)
+    past, parts = None, []
+    for start, stop in [(0, 100), *((i, i + 1) for i in range(100, 400))]:
+        q_now, k_now, v_now = (x[:, :, start:stop] for x in (q, k, v))
+        summary = summary_queries(method, q_now, 2)
+        sources, past = extend(method, past, k_now, v_now, summary, scale=0.125)
+        parts.append(attend_to(sources, q_now, scale=0.125)[0])
+    assert float((torch.cat(parts, 2) - want).abs().max()) < 1e-12
 
 
 def test_generate_in_bfloat16_on_the_bundled_model():

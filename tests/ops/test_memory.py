@@ -28,7 +28,7 @@ def kept_for_backward(length):
 
 
 def test_gradients_keep_linear_memory(monkeypatch):
-    monkeypatch.setattr(torch_blocks, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 16)
     small, large = kept_for_backward(1024), kept_for_backward(4096)
     assert large <= 4.1 * small
     monkeypatch.setattr(torch_blocks, "_MAX_KEPT", 10**9)
@@ -37,7 +37,7 @@ def test_gradients_keep_linear_memory(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_recomputed_blocks_give_the_same_gradients(monkeypatch, dtype):
-    monkeypatch.setattr(torch_blocks, "_MAX_BLOCK", 8)
+    monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 8)
     results = []
     for limit in (0, 10**9):
         monkeypatch.setattr(torch_blocks, "_MAX_KEPT", limit)
@@ -53,7 +53,7 @@ def test_recomputed_blocks_give_the_same_gradients(monkeypatch, dtype):
 @pytest.mark.parametrize("limit", [0, 10**9], ids=["recomputed", "kept"])
 def test_dropout_drops_the_same_weights_in_the_backward_pass(monkeypatch, limit):
     """Outputs are linear in the values, whatever was dropped: out . w = v . gradient."""
-    monkeypatch.setattr(torch_blocks, "_MAX_BLOCK", 8)
+    monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 8)
     monkeypatch.setattr(torch_blocks, "_MAX_KEPT", limit)
     q, k, v = oracle.random_qkv(1, 4, 2, 60, 4, 4)
     v.requires_grad_()
