@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import oracle
 import pytest
-import test_parity as parity
 import torch
+from methods import test_parity as parity
 
 import condense
 from condense import config

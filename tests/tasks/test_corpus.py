@@ -38,6 +38,14 @@ def test_bad_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
     path.write_text('{"text": "fine"}\n{"body": "no text"}\n')
     with pytest.raises(ValueError, match="line 2"):
         list(read_documents([path]))
+    path.write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"line 1 in .*bad.jsonl"):
+        list(read_documents([path]))
+    for name, message in (("bad.txt", "wanted UTF-8 text"), ("bad.jsonl.zst", "wanted a zstd file")):
+        path = tmp_path / name
+        path.write_bytes(b"caf\xe9")
+        with pytest.raises(ValueError, match=f"paths: {message}, got .*{name}"):
+            list(read_documents([path]))
     with pytest.raises(ValueError, match="documents: wanted at least one"):
         encode_corpus([""], tokenizer)
 
