@@ -49,6 +49,18 @@ def test_differs_from_dense_only_where_something_is_condensed(pair):
     assert first == tiny.LENGTH or difference[first:].max() > 1
 
 
+@pytest.mark.parametrize("t", [1, 11, 12, 40, 60])
+def test_a_later_token_leaves_earlier_logits_bit_equal(pair, t):
+    model, method = pair
+    condense.apply(model, method)
+    ids = tiny.tokens()
+    changed = ids.clone()
+    changed[:, t:] = torch.where(changed[:, t:] == 5, 6, 5)
+    before, after = (tiny.logits(model, x) for x in (ids, changed))
+    assert torch.equal(before[:, :t], after[:, :t])
+    assert not torch.equal(before[:, t:], after[:, t:])
+
+
 def test_restore_brings_the_stock_model_back(pair):
     model, method = pair
     ids = tiny.tokens()
