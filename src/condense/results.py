@@ -18,33 +18,41 @@ import transformers
 from condense.version import __version__
 
 
-def provenance(seed: int | None = None) -> dict[str, Any]:
+def provenance(seed: int | None = None, device: torch.device | None = None) -> dict[str, Any]:
     """Where a number comes from: versions, device, git commit, seed and the date (UTC, ISO 8601).
 
     Args:
         seed: the seed that the run was started with; ``None`` if it drew no random numbers.
+        device: where it ran; by default the current CUDA device if there is one.
     """
     return {
         "condense": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "device": device_name(),
+        "device": device_name(device),
         "commit": _commit(),
         "seed": seed,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def device_name() -> str:
-    """The name of the current CUDA device, or the processor's architecture and its number of threads."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def device_name(device: torch.device | None = None) -> str:
+    """The name of a CUDA device, or the processor's architecture and its number of threads."""
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device is not None and device.type != "cpu":
+        return str(device)
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def write_results(
-    path: str | Path, content: Mapping[str, Any], *, seed: int | None = None, overwrite: bool = False
+    path: str | Path,
+    content: Mapping[str, Any],
+    *,
+    seed: int | None = None,
+    device: torch.device | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write ``content`` as JSON under the key ``results``, next to ``provenance``.
 
@@ -56,18 +64,19 @@ def write_results(
         path: where to; missing folders are made.
         content: what was measured.
         seed: recorded in the provenance.
+        device: likewise.
         overwrite: replace an existing file.
 
     Returns:
         The path written.
 
     Raises:
-        ValueError: the file exists and ``overwrite`` is false.
+        ValueError: as `refuse_existing`.
     """
     target = Path(path)
     refuse_existing(target, "path", overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
-    document = {"provenance": provenance(seed), "results": _plain(content)}
+    document = {"provenance": provenance(seed, device), "results": plain(content)}
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -81,27 +90,32 @@ def write_results(
 
 
 def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> None:
-    """Raise ``ValueError`` if ``path`` exists, so that nothing is overwritten unasked."""
+    """Raise ``ValueError`` if ``path`` exists, so that nothing is overwritten unasked; or if it cannot be made."""
     if path.exists() and not overwrite:
         raise ValueError(f"{argument}: wanted a path that does not exist yet, got {path}")
+    if path.is_dir():
+        raise ValueError(f"{argument}: wanted a file, got the folder {path}")
+    parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ValueError(f"{argument}: wanted a path that can be written, got {path}")
 
 
-def _plain(value: Any) -> Any:
-    """``value`` in the types that JSON knows."""
+def plain(value: Any) -> Any:
+    """``value`` in the types that JSON knows; see `write_results`."""
     if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
+        return plain(value.to_dict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     return str(value)
 
 

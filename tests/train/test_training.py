@@ -6,9 +6,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import condense
+from condense.models import condensed_layers
 from condense.tasks import SequenceBuilder, load_words
 from condense.train import RECIPES, PhaseConfig, TrainConfig, run_training
 from condense.train.data import TrainingSequences
@@ -107,6 +117,77 @@ def test_a_saved_model_is_adapted(config: TrainConfig, text_file: Path, tmp_path
     before, after = load_file(base / "model.safetensors"), load_file(output / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+    loaded = AutoModelForCausalLM.from_pretrained(output)
+    assert condensed_layers(loaded) == {
+        0: condense.CCA(group_size=8, window=16),
+        1: condense.CCA(group_size=8, window=16),
+    }
+
+
+def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
+    config: TrainConfig, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tokenizer = condense.demo_model()
+    small = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    saved = condense.apply(LlamaForCausalLM(small), condense.LCA(group_size=4, window=8), layers=[1])
+    saved.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    used: list[dict[int, condense.Method]] = []
+    compute = MixedTrainer.compute_loss
+
+    def record(self: MixedTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
+        used.append(condensed_layers(model))
+        return compute(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(MixedTrainer, "compute_loss", record)
+    method = condense.CCA(group_size=8, window=16)
+    adapted = RECIPES["adapt"](
+        [text_file],
+        tmp_path / "adapted",
+        pretrained=tmp_path / "saved",
+        method=method,
+        steps=2,
+        sequence_length=128,
+        batch_size=2,
+        gradient_checkpointing=True,
+        dtype="float32",
+        workers=0,
+    )
+    run_training(adapted)
+    assert used == [{}, {0: method, 1: method}]
+
+
+def test_another_run_is_not_resumed(config: TrainConfig) -> None:
+    run_training(config, until="dense")
+    with pytest.raises(ValueError, match="got another phases"):
+        run_training(config.with_steps(5), resume=True)
+    with pytest.raises(ValueError, match="got another seed"):
+        run_training(dataclasses.replace(config, seed=1), resume=True)
+    run_training(config, resume=True)
+
+
+def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) -> None:
+    _, tokenizer = condense.demo_model()
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    models = {
+        "neox": GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=32, **sizes)),
+        "gpt2": GPT2LMHeadModel(GPT2Config(n_positions=64, **sizes)),
+        "llama": LlamaForCausalLM(LlamaConfig(intermediate_size=32, **sizes)),
+    }
+    messages = {
+        "neox": "no attention that can be condensed",
+        "gpt2": "64 learned positions",
+        "llama": "wanted more tokens",
+    }
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        options = {"pretrained": tmp_path / name, "method": condense.CCA(), "sequence_length": 65536}
+        with pytest.raises(ValueError, match=messages[name]):
+            run_training(RECIPES["adapt"]([text_file], tmp_path / "adapted", **options))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(models)
 
 
 def test_alternate_steps_are_condensed_and_the_others_stock(

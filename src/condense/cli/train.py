@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from transformers import AutoConfig
 
-from condense.cli.options import METHOD_HELP, parse_method
+from condense.cli.options import METHOD_HELP, parse_method, read_saved
 
 
 def train_command(
@@ -21,6 +23,19 @@ def train_command(
         str | None, typer.Option(help="adapt: folder or hub name of the model to start from.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="adapt: " + METHOD_HELP)] = None,
+    mix: Annotated[
+        str | None, typer.Option(help="adapt: alternate (dense and condensed steps) or condensed. Default: alternate.")
+    ] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="adapt: tokens. Default: 4096.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="adapt: sequences per step. Default: 16.")] = None,
+    gradient_accumulation_steps: Annotated[
+        int | None, typer.Option(help="adapt: parts that a batch is computed in. Default: 1.")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--gradient-checkpointing", help="adapt: less memory, more time.")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="adapt: its peak. Default: 3e-4.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="adapt: bfloat16 or float32. Default: bfloat16.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of every phase. Default: the recipe's.")] = None,
     seed: Annotated[int, typer.Option(help="Decides first weights and sequences.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes that build sequences. Default: the recipe's.")] = None,
@@ -37,14 +52,33 @@ def train_command(
     options: dict[str, Any] = {"seed": seed, "cache": cache}
     if workers is not None:
         options["workers"] = workers
+    adapting = {
+        "pretrained": pretrained,
+        "method": method if method is None else parse_method(method),
+        "mix": mix,
+        "sequence_length": sequence_length,
+        "batch_size": batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "gradient_checkpointing": gradient_checkpointing,
+        "learning_rate": learning_rate,
+        "dtype": dtype,
+    }
+    given = {name: value for name, value in adapting.items() if value is not None}
     if recipe == "adapt":
         if pretrained is None or method is None:
             raise ValueError("adapt needs a model to start from and a method: add --pretrained and --method")
-        options |= {"pretrained": pretrained, "method": parse_method(method)}
-    elif pretrained is not None or method is not None:
-        raise ValueError(f"--pretrained and --method belong to adapt, got them for {recipe}")
+        read_saved(pretrained, AutoConfig.from_pretrained)
+    elif given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"these options belong to adapt: {names}; got them for {recipe}")
+    options |= given
     config = RECIPES[recipe](data, output, **options)
     if steps is not None:
         config = config.with_steps(steps)
-    folder = run_training(config, resume=resume)
+    try:
+        folder = run_training(config, resume=resume)
+    except KeyboardInterrupt:
+        if config.work.exists():
+            print("condense: --resume goes on from the last checkpoint", file=sys.stderr)
+        raise
     Console(stderr=True).print(f"Model, tokenizer and training.json are in {folder}", highlight=False)

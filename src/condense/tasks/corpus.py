@@ -56,7 +56,10 @@ def read_documents(paths: Sequence[str | Path], kind: str | None = None) -> Iter
         if path.suffixes[-2:] == [".jsonl", ".zst"] or path.suffix == ".jsonl":
             yield from _read_json_lines(path, kind)
         else:
-            yield path.read_text(encoding="utf-8")
+            try:
+                yield path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"paths: wanted UTF-8 text, got {path}: {error}") from error
 
 
 def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Corpus:
@@ -138,16 +141,9 @@ def newline_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _read_json_lines(path: Path, kind: str | None) -> Iterator[str]:
-    import zstandard
-
-    with contextlib.ExitStack() as stack:
-        stream: Any = stack.enter_context(path.open("rb"))
-        if path.suffix == ".zst":
-            decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-            stream = stack.enter_context(decompressor.stream_reader(stream))
-        # newline="\n": some texts hold other line breaks of Unicode, which are not the end of a record.
-        lines = stack.enter_context(io.TextIOWrapper(stream, encoding="utf-8", newline="\n"))
-        for number, line in enumerate(lines, start=1):
+    with path.open("rb") as file, _decompressed(file, path) as stream:
+        # Lines of bytes end at "\n" alone: some texts hold other line breaks of Unicode, which end no record.
+        for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             try:
@@ -158,6 +154,22 @@ def _read_json_lines(path: Path, kind: str | None) -> Iterator[str]:
                 raise ValueError(
                     f"paths: wanted JSON objects with a text field, got another line {number} in {path}"
                 ) from error
+
+
+@contextlib.contextmanager
+def _decompressed(file: Any, path: Path) -> Iterator[Any]:
+    if path.suffix != ".zst":
+        yield file
+        return
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ValueError(f"paths: {path} needs zstandard: pip install 'condense-attention[train]'") from error
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(file) as stream:
+            yield io.BufferedReader(stream)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"paths: wanted a zstd file, got {path}: {error}") from error
 
 
 def _pieces(document: str) -> Iterator[tuple[str, bool]]:

@@ -91,6 +91,7 @@ class TrainConfig:
         dtype: of the weights; with ``"bfloat16"`` the optimizer keeps a float32 copy.
         cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``.
         workers: processes that build sequences; 0 builds them in the training process.
+        save_condensed: the finished model is saved with the last phase's method, so that it loads condensed.
         shard_size: no file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
     """
 
@@ -104,6 +105,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     cache: Path | None = None
     workers: int = 0
+    save_condensed: bool = False
     shard_size: str = "5GB"
 
     def __post_init__(self) -> None:
@@ -118,6 +120,8 @@ class TrainConfig:
         check_choice("dtype", self.dtype, _DTYPES)
         check_int("seed", self.seed, 0)
         check_int("workers", self.workers, 0)
+        if self.save_condensed and self.phases[-1].method is None:
+            raise ValueError("save_condensed: wanted a method in the last phase, got None")
 
     @property
     def work(self) -> Path:
@@ -130,10 +134,15 @@ class TrainConfig:
         return self.cache if self.cache is not None else self.work / "cache"
 
     def with_steps(self, steps: int) -> "TrainConfig":
-        """The same run with this many steps in every phase, and a warm-up of at most a tenth of them."""
+        """The same run with this many steps in every phase, a tenth of them or fewer to warm up, a quarter at risk."""
         check_int("steps", steps, 1)
         phases = tuple(
-            dataclasses.replace(phase, steps=steps, warmup_steps=min(phase.warmup_steps, steps // 10))
+            dataclasses.replace(
+                phase,
+                steps=steps,
+                warmup_steps=min(phase.warmup_steps, steps // 10),
+                checkpoint_steps=min(phase.checkpoint_steps, max(1, steps // 4)),
+            )
             for phase in self.phases
         )
         return dataclasses.replace(self, phases=phases)

@@ -82,8 +82,9 @@ def train_phase(
         )
     model.to(arguments.device)
     if phase.gradient_checkpointing:
-        # Trainer's own argument for it has another name in each of the supported versions.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Its name, and that of Trainer's own argument for it, differ between the supported versions.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     optimizer = MasterAdamW(model, lr=phase.learning_rate, weight_decay=phase.weight_decay)
     use_cache = model.config.use_cache
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, optimizers=(optimizer, None))

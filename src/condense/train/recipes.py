@@ -78,13 +78,17 @@ def adapt(
     sequence_length: int = 4096,
     batch_size: int = 16,
     gradient_accumulation_steps: int = 1,
+    gradient_checkpointing: bool = False,
     learning_rate: float = 3e-4,
     dtype: str = "bfloat16",
     seed: int = 0,
     cache: Path | None = None,
     workers: int = 4,
 ) -> TrainConfig:
-    """Adapt a saved Hugging Face model to a method, on any text, half of it with hidden numbers."""
+    """Adapt a saved Hugging Face model to a method, on any text, half of it with hidden numbers.
+
+    The adapted model is saved condensed: it loads with the method it was adapted to.
+    """
     phase = PhaseConfig(
         name="adapt",
         steps=steps,
@@ -95,6 +99,8 @@ def adapt(
         learning_rate=learning_rate,
         warmup_steps=min(100, steps // 10),
         gradient_accumulation_steps=gradient_accumulation_steps,
+        gradient_checkpointing=gradient_checkpointing,
+        checkpoint_steps=max(1, steps // 4),
     )
     return TrainConfig(
         recipe="adapt",
@@ -106,6 +112,7 @@ def adapt(
         dtype=dtype,  # type: ignore[arg-type]  # checked by TrainConfig
         cache=cache,
         workers=workers,
+        save_condensed=True,
     )
 
 

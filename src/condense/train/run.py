@@ -1,5 +1,6 @@
 """Runs a training configuration: phase after phase, resumable, and nothing half-written at the end."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -19,7 +20,9 @@ from transformers import (
     set_seed,
 )
 
-from condense.results import refuse_existing, write_results
+from condense.models import attention_layers, condensed_layers, restore, use
+from condense.models.families import max_learned_positions
+from condense.results import plain, refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences
@@ -27,6 +30,7 @@ from condense.train.phase import newest_checkpoint, train_phase
 from condense.train.tokenizer import train_tokenizer
 
 REPORT = "training.json"
+_RUN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
         The folder of the finished model: ``config.output``, or a phase's model if ``until`` stopped it.
 
     Raises:
-        ValueError: the output exists; unfinished work does and ``resume`` is false; bad data; no such phase.
+        ValueError: the output exists; unfinished work does and ``resume`` is false, or it is of another run; bad
+            data; no such phase; a model that the method cannot condense or that is too short for a phase.
     """
     refuse_existing(config.output, "output")
     if config.work.exists() and not resume:
@@ -73,7 +78,18 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     names = [phase.name for phase in config.phases]
     if until is not None and until not in names:
         raise ValueError(f"until: wanted one of {', '.join(names)}, got {until!r}")
-    prepared = prepare(config)
+    _check_model(config)
+    begun = config.work.exists()
+    try:
+        _check_same_run(config)
+        prepared = prepare(config)
+        for phase in config.phases:
+            _builder(prepared, phase)
+    except BaseException:
+        # no step was taken yet: leave nothing that would have to be resumed
+        if not begun:
+            shutil.rmtree(config.work, ignore_errors=True)
+        raise
     start: Path | None = None
     reports = []
     for index, phase in enumerate(config.phases):
@@ -101,9 +117,7 @@ def _run_phase(
     seed = config.seed
     set_seed(seed)
     model = _load(start, config.dtype) if start is not None else _first_model(config, prepared.tokenizer)
-    words = load_words().trained
-    builder = SequenceBuilder(prepared.tokenizer, prepared.corpus, words, phase.sequence_length)
-    dataset = TrainingSequences(builder, phase, seed=(seed, index))
+    dataset = TrainingSequences(_builder(prepared, phase), phase, seed=(seed, index))
     checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
     history = train_phase(model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint)
@@ -117,13 +131,63 @@ def _run_phase(
     }
     write_results(folder / REPORT, report, seed=seed, overwrite=True)
 
+    condensed = config.save_condensed and phase is config.phases[-1]
+
     def write(path: Path) -> None:
-        model.save_pretrained(path, max_shard_size=config.shard_size)
+        with use(model, phase.method) if condensed and phase.method is not None else contextlib.nullcontext():
+            model.save_pretrained(path, max_shard_size=config.shard_size)
         prepared.tokenizer.save_pretrained(path)
 
     _write_folder(folder / "model", write)
     for leftover in folder.glob("checkpoint-*"):
         shutil.rmtree(leftover)
+
+
+def _builder(prepared: Prepared, phase: PhaseConfig) -> SequenceBuilder:
+    return SequenceBuilder(prepared.tokenizer, prepared.corpus, load_words().trained, phase.sequence_length)
+
+
+def _check_model(config: TrainConfig) -> None:
+    """Refuse before hours of work what would fail after them. Reads no weights."""
+    if config.pretrained is not None:
+        settings = AutoConfig.from_pretrained(config.pretrained)
+    else:
+        assert config.architecture is not None
+        settings = AutoConfig.for_model(**config.architecture)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(settings)
+    for phase in config.phases:
+        if phase.method is not None:
+            attention_layers(skeleton)
+        positions = max_learned_positions(settings.get_text_config(decoder=True))
+        if positions is not None and phase.sequence_length > positions:
+            raise ValueError(
+                f"sequence_length: wanted at most the model's {positions} learned positions, got "
+                f"{phase.sequence_length}"
+            )
+
+
+def _check_same_run(config: TrainConfig) -> None:
+    """Note in the work folder what run it is of. Raises ValueError if it is of another one."""
+    note = config.work / _RUN
+    content = plain({**_summary(config), "seed": config.seed, "phases": config.phases})
+    if not note.exists():
+        write_results(note, content, seed=config.seed)
+        return
+    before = json.loads(note.read_text(encoding="utf-8"))["results"]
+    changed = sorted(name for name in content if before.get(name) != content[name])
+    if changed:
+        raise ValueError(f"resume: wanted the run that lies in {config.work}, got another {', '.join(changed)}")
+
+
+def _summary(config: TrainConfig) -> dict[str, Any]:
+    return {
+        "recipe": config.recipe,
+        "data": [path.name for path in config.data],
+        "architecture": config.architecture,
+        "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
+        "dtype": config.dtype,
+    }
 
 
 def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -145,7 +209,9 @@ def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def _load(path: str | Path, dtype: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    """A saved model with stock attention, whatever it was saved with: the phases say which steps are condensed."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return restore(model) if condensed_layers(model) else model
 
 
 def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
@@ -170,14 +236,7 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
     def write(folder: Path) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         phases = [json.loads(report.read_text())["results"] for report in reports]
-        content = {
-            "recipe": config.recipe,
-            "data": [path.name for path in config.data],
-            "architecture": config.architecture,
-            "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
-            "dtype": config.dtype,
-            "phases": phases,
-        }
+        content = {**_summary(config), "phases": phases}
         write_results(folder / REPORT, content, seed=config.seed)
 
     _write_folder(config.output, write)

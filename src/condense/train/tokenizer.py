@@ -1,5 +1,6 @@
 """A byte-level BPE tokenizer in which lines, words and digits keep to themselves."""
 
+import sys
 from collections.abc import Iterable
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -43,7 +44,7 @@ def train_tokenizer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT, PADDING],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
+            show_progress=sys.stderr.isatty(),
         ),
     )
     tokenizer.post_processor = processors.TemplateProcessing(
