@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from condense.evaluate.compare import Outcome
-from condense.methods import Method
+from condense.models import MethodChoice
 
 FORMATS = (".png", ".svg", ".pdf")
 _COLOURS = ("#9aa0a6", "#1a73e8", "#e37400", "#188038", "#a142f4", "#d93025")
@@ -23,9 +23,14 @@ def require_matplotlib(path: Path) -> None:
         raise ValueError("plot needs matplotlib: pip install 'condense-attention[plot]'")
 
 
-def method_labels(methods: Sequence[Method]) -> list[str]:
-    """Short names; methods of one kind are numbered."""
-    kinds = [type(method).__name__ for method in methods]
+def method_labels(choices: Sequence[MethodChoice]) -> list[str]:
+    """Short names; those that are alike are numbered."""
+    kinds = [
+        "+".join(dict.fromkeys(type(method).__name__ for method in choice.values()))
+        if isinstance(choice, Mapping)
+        else type(choice).__name__
+        for choice in choices
+    ]
     return [kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]
 
 

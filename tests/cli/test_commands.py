@@ -1,23 +1,50 @@
 """The command line as a user meets it: the bundled model, files, pipes, and bad input."""
 
+import contextlib
+import functools
+import io
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
+from condense.cli.main import main
 from condense.demo import demo_text
+from condense.models import condensed_layers
 
 LINE = "The number of the quiet bridge is 4821."
 
 
-def run(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, stdin: str | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "condense.cli.main", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=None)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=env)
+
+
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`run` without a process of its own, which spares the imports."""
+    out, err = io.StringIO(), io.StringIO()
+    verbosity = transformers.logging.get_verbosity()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["condense", *arguments])
+        with pytest.raises(SystemExit) as done:
+            main()
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+    code = 0 if done.value.code is None else int(done.value.code)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +84,7 @@ def test_compare_finds_the_number_dense_and_condensed(story: Path, tmp_path: Pat
         "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size",
         "streaming_llm:window=40",
     )
-    done = run(
+    done = run_here(
         "compare", "--text", str(story), "--question", question, *(f"--method={m}" for m in methods),
         "--json", str(results), "--plot", str(picture),
     )  # fmt: skip
@@ -82,7 +109,7 @@ def test_compare_reads_standard_input_and_a_saved_model(saved: Path, story: Path
 def test_compare_keeps_existing_files(story: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("mine")
-    done = run("compare", "--text", str(story), "--json", str(kept))
+    done = run_here("compare", "--text", str(story), "--json", str(kept))
     assert done.returncode == 2
     assert str(kept) in done.stderr
     assert kept.read_text() == "mine"
@@ -97,7 +124,7 @@ def test_generate_prints_a_continuation(saved: Path) -> None:
 def test_inspect_counts_what_a_cache_allocates(tmp_path: Path) -> None:
     results = tmp_path / "layers.json"
     method = "cca:window=256,summary=streaming,key_pooling=select"
-    done = run("inspect", "--method", method, "--length", "4096", "--dtype", "float32", "--json", str(results))
+    done = run_here("inspect", "--method", method, "--length", "4096", "--dtype", "float32", "--json", str(results))
     assert done.returncode == 0, done.stderr
     layers = json.loads(results.read_text())["results"]["layers"]
     model, _ = condense.demo_model()
@@ -121,6 +148,23 @@ def test_inspect_counts_what_a_cache_allocates(tmp_path: Path) -> None:
         (("compare", "--model", "./missing"), "model: no such folder"),
         (("compare", "--dtype", "int4"), "dtype must be one of"),
         (("compare", "--device", "abacus"), "device must be"),
+        (("inspect", "--device", "abacus"), "device must be"),
+        (("inspect", "--model", "./missing"), "model: no such folder"),
+        (("compare", "--text", "."), "text: no such file"),
+        (("compare", "--layers", "first"), "layers must look like"),
+        (("compare", "--layers", "8"), "layers must be indices from 0 to 7"),
+        (("generate", "a", "--layers", "1"), "layers belong to a method"),
+        (("compare", "--json", "."), "json"),
+        (("compare", "--max-new-tokens", "many"), "'--max-new-tokens'"),
+        (
+            (
+                "compare",
+                "--nonsense",
+            ),
+            "No such option",
+        ),
+        (("nonsense",), "No such command"),
+        (("train", "smoke", "--data", "a", "--output", "b", "--dtype", "float32"), "belong to adapt: --dtype"),
         (("compare", "--plot", "picture.doc"), "plot must end in"),
         (("compare", "--max-new-tokens", "0"), "max_new_tokens"),
         (("generate",), "prompt"),
@@ -133,20 +177,138 @@ def test_inspect_counts_what_a_cache_allocates(tmp_path: Path) -> None:
     ],
     ids=lambda value: "_".join(value).strip("-") if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "condense.cli.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_here(*arguments)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_others_are_refused_in_one_line(saved: Path, tmp_path: Path) -> None:
+    _, tokenizer = condense.demo_model()
+    broken = shutil.copytree(saved, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"not weights")
+    nameless = shutil.copytree(saved, tmp_path / "nameless")
+    (nameless / "config.json").write_text("{")
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=32, **sizes)).save_pretrained(tmp_path / "neox")
+    tokenizer.save_pretrained(tmp_path / "neox")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    for arguments, message in (
+        (("compare", "--model", str(broken)), "cannot read"),
+        (("inspect", "--model", str(nameless)), "cannot read"),
+        (("compare", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
+        (("inspect", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
+        (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
+    ):
+        done = run_here(*arguments)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert not done.stdout
+
+
+def test_an_unknown_name_offline_is_refused_in_one_line(tmp_path: Path) -> None:
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
+    done = run("generate", "a", "--model", "nobody/nothing", env=offline)
+    assert done.returncode == 2
+    assert "cannot read nobody/nothing" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_layers_of_a_saved_model_stay_as_they_are(saved: Path, story: Path, tmp_path: Path) -> None:
+    results = tmp_path / "out.json"
+    done = run_here(
+        "compare", "--model", str(saved), "--text", str(story), "--max-new-tokens", "2", "--json", str(results)
+    )
+    assert done.returncode == 0, done.stderr
+    method = condense.LCA(group_size=4, window=8).to_dict()
+    dense, condensed = json.loads(results.read_text())["results"]["outcomes"]
+    assert dense["method"] == condense.Dense().to_dict()
+    assert condensed["method"] == {"1": method}
+    # one of two layers is condensed
+    assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]
+    layers = tmp_path / "layers.json"
+    done = run_here("inspect", "--model", str(saved), "--length", "1000", "--json", str(layers))
+    assert done.returncode == 0, done.stderr
+    assert [layer["method"] for layer in json.loads(layers.read_text())["results"]["layers"]] == [None, method]
+
+
+def test_generate_uses_the_layers_of_a_saved_model(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[dict[int, condense.Method]] = []
+    stock = LlamaForCausalLM.forward
+
+    @functools.wraps(stock)
+    def forward(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        used.append(condensed_layers(self))
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    method = condense.LCA(group_size=4, window=8)
+    for arguments, expected in (
+        ((), {1: method}),
+        (("--method", "dense"), {}),
+        (("--method", "lca:group_size=4,window=8"), {0: method, 1: method}),
+        (("--method", "lca:group_size=4,window=8", "--layers", "0"), {0: method}),
+    ):
+        used.clear()
+        done = run_here("generate", "A walk", "--model", str(saved), "--max-new-tokens", "2", *arguments)
+        assert done.returncode == 0, done.stderr
+        assert used == [expected] * 2
+
+
+def interrupt(*arguments: str, after: Path | None, wait: float = 0.0, how: int = signal.SIGINT) -> int:
+    """Run a command, interrupt it once a file has appeared and some time has passed, and return its exit code."""
+    command = [sys.executable, "-m", "condense.cli.main", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while after is not None and not after.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(wait)
+        process.send_signal(how)
+        return process.wait(120)
+
+
+def test_ctrl_c_leaves_no_result_files(tmp_path: Path) -> None:
+    outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
+    # past the imports, at work on the text
+    assert interrupt("compare", "--max-new-tokens", "100", *outputs, after=None, wait=8) == 130
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path: Path, how: int) -> None:
+    output = tmp_path / "adapted"
+    command = (
+        "train", "adapt", "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
+        "--data", str(story), "--output", str(output), "--steps", "800", "--sequence-length", "128",
+        "--batch-size", "2", "--dtype", "float32", "--workers", "0",
+    )  # fmt: skip
+    checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-200"
+    # what is written last, and the time to write it
+    code = interrupt(*command, after=checkpoint / "trainer_state.json", wait=0.2, how=how)
+    assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapted.work"]
+    assert "unfinished run" in run_here(*command).stderr
+    done = run_here(*command, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["adapted"]
+    report = json.loads((output / "training.json").read_text())["results"]
+    assert report["phases"][0]["resumed_from"].startswith("checkpoint-")
+    done = run_here("compare", "--model", str(output), "--text", str(story), "--max-new-tokens", "2")
+    assert "CCA(group_size=4, window=16, summary='streaming')" in done.stdout
 
 
 @pytest.mark.parametrize("text", ["", " \n\t"])
 def test_an_empty_text_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "empty.txt"
     path.write_text(text)
-    done = run("compare", "--text", str(path))
+    done = run_here("compare", "--text", str(path))
     assert done.returncode == 2
     assert done.stderr.strip().endswith("is empty")
     assert len(done.stderr.strip().splitlines()) == 1
@@ -159,6 +321,6 @@ def test_learned_positions_limit_the_prompt(tmp_path: Path, story: Path) -> None
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tokenizer.save_pretrained(tmp_path / "gpt2")
-    done = run("compare", "--model", str(tmp_path / "gpt2"), "--text", str(story))
+    done = run_here("compare", "--model", str(tmp_path / "gpt2"), "--text", str(story))
     assert done.returncode == 2
     assert "64 learned positions" in done.stderr

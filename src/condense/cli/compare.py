@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from condense.cli.options import METHOD_HELP, load_model, parse_method, read_text
+from condense.cli.options import (
+    DEMO_METHOD,
+    LAYERS_HELP,
+    METHOD_HELP,
+    choose,
+    load_model,
+    parse_method,
+    progress,
+    read_text,
+    saved_choice,
+    warn_of_length,
+)
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Outcome, Prompt, compare
-from condense.methods import CCA, Dense, Method, StreamingLLM
-from condense.models import condensed_layers, restore
+from condense.methods import CCA, Dense, StreamingLLM
+from condense.models import MethodChoice, restore
 from condense.plots import method_labels, plot_comparison, require_matplotlib
 from condense.results import refuse_existing, write_results
 
-DEMO_METHODS = (
-    Dense(),
-    CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size"),
-    StreamingLLM(sink=4, window=492),
-)
+DEMO_METHODS = (Dense(), parse_method(DEMO_METHOD), StreamingLLM(sink=4, window=492))
+METHODS = (Dense(), CCA(), StreamingLLM())
 
 
 def compare_command(
@@ -31,6 +38,7 @@ def compare_command(
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     question: Annotated[list[str] | None, typer.Option(help="Asked after the text; repeatable.")] = None,
     method: Annotated[list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable.")] = None,
+    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 8,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
@@ -47,24 +55,34 @@ def compare_command(
     if text is None and question:
         raise ValueError("question needs a text of its own: add --text FILE")
     prompt = demo_prompt() if text is None else Prompt(read_text(text), question or [])
+    given = [parse_method(spec) for spec in method or []]
     loaded, tokenizer = load_model(model, dtype, device)
-    methods: Sequence[Method] = [parse_method(spec) for spec in method or []]
-    if not methods:
-        saved = list(dict.fromkeys(condensed_layers(loaded).values()))
-        methods = [Dense(), *saved] if saved else DEMO_METHODS if model is None else (Dense(), CCA(), StreamingLLM())
+    saved = saved_choice(loaded)
+    methods: list[MethodChoice]
+    if saved is not None and not given and layers is None:
+        methods = [Dense(), saved]
+    else:
+        methods = [choose(m, layers) for m in given or (DEMO_METHODS if model is None else METHODS)]
     restore(loaded)
-    console = Console()
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("comparing", total=steps)
+    with progress() as bar:
+        task = bar.add_task("comparing", total=steps)
         outcomes = compare(
-            loaded, tokenizer, methods, prompt,
-            max_new_tokens=max_new_tokens, on_step=lambda: progress.advance(task),
-        )  # fmt: skip
-    _print(console, prompt, outcomes)
-    content = {"model": model or "bundled", "prompt_questions": list(prompt.questions), "outcomes": outcomes}
+            loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=lambda: bar.advance(task)
+        )
+    warn_of_length(loaded, outcomes[0].text_tokens)
+    _print(Console(), prompt, outcomes)
+    content = {
+        "model": model or "bundled",
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "text": text or "bundled",
+        "questions": prompt.questions,
+        "expected": prompt.expected,
+        "max_new_tokens": max_new_tokens,
+        "outcomes": outcomes,
+    }
     if json is not None:
-        write_results(json, content, overwrite=overwrite)
+        write_results(json, content, device=loaded.device, overwrite=overwrite)
     if plot is not None:
         plot_comparison(outcomes, plot)
 
@@ -96,7 +114,14 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> Non
         )
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):
-        console.print(f"{label}: {outcome.method}", highlight=False)
+        console.print(f"{label}: {_described(outcome.method)}", highlight=False, markup=False)
+
+
+def _described(choice: MethodChoice) -> str:
+    if not isinstance(choice, Mapping):
+        return str(choice)
+    parts = {method: [str(i) for i in choice if choice[i] == method] for method in choice.values()}
+    return "; ".join(f"{method} in layers {', '.join(layers)}" for method, layers in parts.items())
 
 
 def _first_line(answer: str) -> str:

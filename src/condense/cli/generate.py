@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import TextStreamer
+from rich.progress import Progress
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from condense.cli.options import METHOD_HELP, load_model, parse_method, read_text
-from condense.evaluate.compare import attention_of, check_positions, encode
-from condense.models import condensed_layers, restore
+from condense.cli.options import (
+    DEMO_METHOD,
+    LAYERS_HELP,
+    METHOD_HELP,
+    choose,
+    load_model,
+    parse_method,
+    progress,
+    read_text,
+    saved_choice,
+    warn_of_length,
+)
+from condense.evaluate.compare import attention_of, check_positions, encode, pad_token
+from condense.methods import Dense
+from condense.models import restore
 
 
 def generate_command(
@@ -18,6 +31,7 @@ def generate_command(
     text: Annotated[str | None, typer.Option(help="Read the prompt from this file, - for standard input.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP + " Default: what the model was saved with.")] = None,
+    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -30,23 +44,43 @@ def generate_command(
     content = read_text(text) if text is not None else prompt or ""
     if not content.strip():
         raise ValueError("prompt must not be empty")
-    chosen = None if method is None else parse_method(method)
+    if method is None and layers is not None:
+        raise ValueError("layers belong to a method: add --method")
+    if method is None and model is None:
+        method = DEMO_METHOD
+    chosen = None if method is None else choose(parse_method(method), layers)
     loaded, tokenizer = load_model(model, dtype, device)
-    saved = next(iter(condensed_layers(loaded).values()), None)
-    if chosen is None and model is None:
-        chosen = parse_method("cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size")
+    if chosen is None:
+        chosen = saved_choice(loaded) or Dense()
+    if saved_choice(loaded) is not None:
+        restore(loaded)
     ids = encode(tokenizer, content, loaded)
     check_positions(loaded, ids.shape[1] + max_new_tokens)
+    warn_of_length(loaded, ids.shape[1] + max_new_tokens)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    if chosen is not None and saved is not None:
-        restore(loaded)
-    with attention_of(loaded, chosen) if chosen is not None else torch.no_grad():
+    with attention_of(loaded, chosen), progress() as bar:
+        bar.add_task(f"reading {ids.shape[1]} tokens", total=None)
         loaded.generate(
             ids,
             attention_mask=torch.ones_like(ids),
+            use_cache=True,
             max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+            streamer=_Streamer(tokenizer, bar),
+            pad_token_id=pad_token(tokenizer),
             **sampling,
         )
+
+
+class _Streamer(TextStreamer):
+    """Prints text as it comes; the bar that stood for reading the prompt goes with the first new token."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, bar: Progress) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._bar = bar
+
+    def put(self, value: Any) -> None:
+        """The prompt first, then token by token."""
+        if not self.next_tokens_are_prompt:
+            self._bar.stop()
+        super().put(value)

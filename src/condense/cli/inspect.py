@@ -8,12 +8,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from condense.cli.options import DTYPES, METHOD_HELP, parse_method
+from condense.cli.options import (
+    DTYPES,
+    LAYERS_HELP,
+    METHOD_HELP,
+    choose,
+    parse_method,
+    read_saved,
+    saved_choice,
+)
 from condense.demo import demo_config
+from condense.methods import CCA
 from condense.models import restore
 from condense.models.inspect import LayerReport, inspect
 from condense.ops import resolve_backend
@@ -22,7 +32,10 @@ from condense.results import refuse_existing, write_results
 
 def inspect_command(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
-    method: Annotated[str, typer.Option(help=METHOD_HELP)] = "cca",
+    method: Annotated[
+        str | None, typer.Option(help=METHOD_HELP + " Default: what the model was saved with, or cca.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 131072,
     dtype: Annotated[str, typer.Option(help="Of the cache: float32, bfloat16, ...")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where it is to run: cpu or cuda.")] = "cpu",
@@ -34,22 +47,27 @@ def inspect_command(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if json is not None:
         refuse_existing(json, "json", overwrite=overwrite)
-    config: Any = demo_config() if model is None else AutoConfig.from_pretrained(model)
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    given = None if method is None and layers is None else choose(parse_method(method or "cca"), layers)
+    config: Any = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
     with torch.device("meta"):
-        skeleton = restore(AutoModelForCausalLM.from_config(config))
-    chosen = parse_method(method)
-    reports = inspect(skeleton, chosen, length, DTYPES[dtype].itemsize)
+        skeleton = read_saved(model or "bundled", lambda _: AutoModelForCausalLM.from_config(config))
+    chosen = given or saved_choice(skeleton) or CCA()
+    reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)
     backend = resolve_backend("auto", torch.device(device))
-    _print(reports, f"{chosen} at {length} tokens, {dtype}, backend {backend}")
+    methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))
+    _print(reports, f"{'; '.join(methods)} at {length} tokens, {dtype}, backend {backend}")
     if json is not None:
         content = {"model": model or "bundled", "length": length, "dtype": dtype, "backend": backend, "layers": reports}
         write_results(json, content, overwrite=overwrite)
 
 
 def _print(reports: list[LayerReport], title: str) -> None:
-    table = Table(title=title)
-    for heading in ("layer", "method", "entries", "of dense", "cache", "of dense", "GFLOP", "of dense", "pays from"):
-        table.add_column(heading, justify="right")
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    share = "of\ndense"
+    for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share, "pays\nfrom"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for same in _runs(reports):
         r = same[0]
         table.add_row(
@@ -57,9 +75,9 @@ def _print(reports: list[LayerReport], title: str) -> None:
             "stock" if r.method is None else r.method.name,
             f"{r.entries:,}",
             f"{r.entries / r.dense_entries:.1%}",
-            f"{r.bytes / 2**20:.1f} MiB",
+            f"{r.bytes / 2**20:,.1f}",
             f"{r.bytes / r.dense_bytes:.1%}",
-            f"{r.flops / 1e9:.1f}",
+            f"{r.flops / 1e9:,.1f}",
             f"{r.flops / r.dense_flops:.1%}",
             "-" if r.pays_from is None else f"{r.pays_from:,}",
         )

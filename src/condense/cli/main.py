@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
+import torch
 import transformers
 import typer
 
@@ -12,10 +14,11 @@ from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
 from condense.cli.train import train_command
 
+INTERRUPTED = 130  # what shells expect after Ctrl-C
+
 app = typer.Typer(
     name="condense",
     help="Condensed attention for Hugging Face causal language models.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.command("compare")(compare_command)
@@ -29,11 +32,24 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        app()
-    except (ValueError, OSError) as error:
-        lines = str(error).strip().splitlines()
-        print(f"condense: {lines[0] if lines else type(error).__name__}", file=sys.stderr)
-        sys.exit(2)
+        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        _fail(str(error).strip().partition("\n")[0] or type(error).__name__)
+    except Exception as error:
+        # typer's errors of usage; their class has moved between its versions, this method has not
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(" ".join(error.format_message().split()))
+    if code == INTERRUPTED:
+        print("condense: interrupted", file=sys.stderr)
+    sys.exit(code)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"condense: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,31 @@
-"""What command lines share: methods as text, models, texts, devices."""
+"""What command lines share: methods as text, models, texts, devices, progress."""
 
 from __future__ import annotations
 
 import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.config import method_from_dict
+from condense.config import method_names
 from condense.demo import demo_model
-from condense.methods import Method
+from condense.methods import Dense, Method
+from condense.models import MethodChoice, attention_layers, condensed_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-METHOD_HELP = "A method and its settings, e.g. 'dense' or 'cca:group_size=16,window=1024'."
+METHOD_HELP = f"One of {', '.join(method_names())}, with settings: 'cca:group_size=16,window=1024'."
+LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
+DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
+
+T = TypeVar("T")
 
 
 def parse_method(text: str) -> Method:
@@ -26,11 +37,11 @@ def parse_method(text: str) -> Method:
         if not equals:
             raise ValueError(f"method settings must look like name=value, got {part!r} in {text!r}")
         fields[key.strip()] = _value(value.strip())
-    return Method.parse(method_from_dict(fields).to_dict())
+    return Method.parse(fields)
 
 
 def _value(text: str) -> Any:
-    named = {"true": True, "false": False, "none": None}
+    named = {"true": True, "false": False}
     if text.lower() in named:
         return named[text.lower()]
     for convert in (int, float):
@@ -41,51 +52,103 @@ def _value(text: str) -> Any:
     return text
 
 
+def parse_layers(text: str) -> list[int]:
+    """Layer indices from ``0,4-7``. Raises ValueError for anything else."""
+    layers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
+            raise ValueError(f"layers must look like 2-31 or 0,4-7, got {text!r}")
+        layers += range(int(first), int(last if dash else first) + 1)
+    return layers
+
+
+def choose(method: Method, layers: str | None) -> MethodChoice:
+    """The method, or the layers it is for. Dense is the stock model whatever the layers."""
+    if layers is None or isinstance(method, Dense):
+        return method
+    return dict.fromkeys(parse_layers(layers), method)
+
+
+def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
+    """What a model was saved with: one method if it is the same in all layers; None if it is stock."""
+    saved = condensed_layers(model)
+    if not saved:
+        return None
+    methods = set(saved.values())
+    return methods.pop() if len(methods) == 1 and len(saved) == len(attention_layers(model)) else saved
+
+
 def load_model(
     model: str | None, dtype: str | None, device: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The bundled model, or the one in a local folder or on the hub, in evaluation mode on its device.
 
-    Raises ValueError for an unknown dtype or device, OSError for a model that cannot be found.
+    Raises ValueError for an unknown dtype or device, and for a model that cannot be found or read.
     """
-    chosen = _device(device)
+    chosen = parse_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     torch_dtype = DTYPES[dtype] if dtype else torch.float32 if chosen.type == "cpu" else torch.bfloat16
     if model is None:
         loaded, tokenizer = demo_model(dtype=torch_dtype)
-    else:
-        if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-            raise ValueError(f"model: no such folder: {model}")
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch_dtype)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        return loaded.to(chosen), tokenizer
+    if sys.stderr.isatty():
+        transformers.logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
+    tokenizer = read_saved(model, AutoTokenizer.from_pretrained)
+    loaded = read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype))
     return loaded.to(chosen).eval(), tokenizer
 
 
-def _device(name: str | None) -> torch.device:
+def read_saved(model: str, read: Callable[[str], T]) -> T:
+    """``read`` on a folder or hub name. Raises ValueError whatever goes wrong with files that others wrote."""
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        raise ValueError(f"model: no such folder: {model}")
+    try:
+        return read(str(Path(model).expanduser()) if model.startswith("~") else model)
+    except Exception as error:
+        reason = textwrap.shorten(str(error), width=240, placeholder=" ...") or type(error).__name__
+        raise ValueError(f"model: cannot read {model}: {reason}") from error
+
+
+def parse_device(name: str | None) -> torch.device:
+    """The device of that name, by default CUDA if there is one. Raises ValueError if it cannot be used."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device must be a PyTorch device such as cpu or cuda, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: CUDA is not available here; use cpu")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device must be one that PyTorch can use here, such as cpu or cuda, got {name!r}") from error
     return device
 
 
 def read_text(source: str) -> str:
-    """The text in a file, or on standard input for ``-``. Raises ValueError if it is missing or empty."""
-    if source == "-":
-        text = sys.stdin.read()
-    else:
-        path = Path(source)
-        if not path.is_file():
-            raise ValueError(f"text: no such file: {source}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"text: {source} is not UTF-8 text: {error}") from error
+    """The text in a file, or on standard input for ``-``. Raises ValueError if it is missing, empty or no UTF-8."""
+    name = "standard input" if source == "-" else source
+    if source != "-" and not Path(source).is_file():
+        raise ValueError(f"text: no such file: {source}")
+    content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+    try:
+        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text: {name} is not UTF-8 text: {error}") from error
     if not text.strip():
-        raise ValueError(f"text: {'standard input' if source == '-' else source} is empty")
+        raise ValueError(f"text: {name} is empty")
     return text
+
+
+def warn_of_length(model: PreTrainedModel, length: int) -> None:
+    """Say on stderr if ``length`` tokens are more than the model was made for."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        print(f"condense: {length} tokens are more than the {limit} the model was made for", file=sys.stderr)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A bar on stderr that moves while it waits and goes when it is done."""
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        yield bar

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from condense.caches import cache_nbytes
+from condense.config import check_int
 from condense.methods import Dense, Method
-from condense.models import use
+from condense.models import MethodChoice, attention_layers, use
 from condense.models.families import max_learned_positions
 
 
@@ -37,14 +38,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method on one prompt, greedy, batch 1.
+    """One method, or one choice of methods by layer, on one prompt, greedy, batch 1.
 
     first_token_s: reading the text and the first question up to its first new token. token_s: median over the
     further tokens. cache_bytes: allocated after the text. correct: answers that begin with the expected one,
     None if none is expected.
     """
 
-    method: Method
+    method: MethodChoice
     text_tokens: int
     answers: list[str]
     correct: int | None
@@ -56,7 +57,7 @@ class Outcome:
 def compare(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    methods: Sequence[Method],
+    methods: Sequence[MethodChoice],
     prompt: Prompt,
     *,
     max_new_tokens: int = 16,
@@ -64,12 +65,13 @@ def compare(
 ) -> list[Outcome]:
     """Read the text once per method, then answer each question on a copy of that cache.
 
-    on_step is called after the text and after every answer. `condense.Dense` stands for the stock model.
-    Raises ValueError for an empty text, sizes below 1, expected answers that do not match the questions, or a
-    prompt longer than the model's learned positions.
+    model: a causal LM with stock attention, left as it was. methods: a method, or layer index to method; Dense
+    and layers that are left out are stock. on_step is called after the text and after every answer.
+    Raises ValueError for an unsupported model, an empty text, sizes below 1, expected answers that do not match
+    the questions, or a prompt longer than the model's learned positions.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+    check_int("max_new_tokens", max_new_tokens, 1)
+    attention_layers(model)
     if prompt.expected and len(prompt.expected) != len(prompt.questions):
         raise ValueError(
             f"expected must hold one answer per question, got {len(prompt.expected)} for {len(prompt.questions)}"
@@ -78,6 +80,8 @@ def compare(
     questions = [encode(tokenizer, question, model, special=False) for question in prompt.questions]
     longest = text.shape[1] + max((q.shape[1] for q in questions), default=0) + max_new_tokens
     check_positions(model, longest)
+    for method in methods:
+        _warm_up(model, method, text)
     return [
         _run(model, tokenizer, method, text, questions, prompt.expected, max_new_tokens, on_step) for method in methods
     ]
@@ -98,14 +102,24 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
         raise ValueError(f"prompt and new tokens must fit the model's {positions} learned positions, got {length}")
 
 
+def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """What generate fills up with. A single row has nothing to fill, but generate warns if it is not told."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
 @contextmanager
-def attention_of(model: PreTrainedModel, method: Method) -> Iterator[None]:
-    """The method for the length of the block; Dense leaves the model stock."""
-    if isinstance(method, Dense):
-        yield
+def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]:
+    """The choice for the length of the block; Dense leaves the model stock."""
+    parts: dict[Method, list[int] | None] = {}
+    if isinstance(choice, Mapping):
+        parts |= {method: [i for i in choice if choice[i] == method] for method in choice.values()}
     else:
-        with use(model, method):
-            yield
+        parts[choice] = None
+    with ExitStack() as stack:
+        for method, layers in parts.items():
+            if not isinstance(method, Dense):
+                stack.enter_context(use(model, method, layers))
+        yield
 
 
 class Stopwatch(StoppingCriteria):
@@ -139,10 +153,19 @@ def now(device: torch.device) -> float:
 
 
 @torch.no_grad()
+def _warm_up(model: PreTrainedModel, method: MethodChoice, text: Tensor) -> None:
+    """What a process does once (libraries, kernels) is on no method's bill."""
+    with attention_of(model, method):
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        for ids in text[:, :64].split(32, dim=1):
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+@torch.no_grad()
 def _run(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    method: Method,
+    method: MethodChoice,
     text: Tensor,
     questions: list[Tensor],
     expected: Sequence[str],
@@ -156,7 +179,7 @@ def _run(
         read_s = 0.0
         if body.shape[1] > 0:
             start = now(model.device)
-            model(body, past_key_values=cache, logits_to_keep=1)
+            model(body, past_key_values=cache, use_cache=True, logits_to_keep=1)
             read_s = now(model.device) - start
         cache_bytes = cache_nbytes(cache)
         on_step()
@@ -168,10 +191,11 @@ def _run(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=copy.deepcopy(cache),
+                use_cache=True,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 stopping_criteria=StoppingCriteriaList([watch]),
-                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+                pad_token_id=pad_token(tokenizer),
             )
             answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
             first_s.append(watch.first_s)

@@ -1,6 +1,6 @@
 """Hugging Face transformers: condensed attention in stock models, without copied forwards."""
 
-from condense.models.apply import apply, condensed_layers, restore, use
+from condense.models.apply import MethodChoice, apply, attention_layers, condensed_layers, restore, use
 from condense.models.hooks import install
 
-__all__ = ["apply", "condensed_layers", "install", "restore", "use"]
+__all__ = ["MethodChoice", "apply", "attention_layers", "condensed_layers", "install", "restore", "use"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,6 +17,9 @@ from condense.models.families import FAMILIES, is_supported, sliding_window
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _CONFIG_KEY = "condense"
+
+# one method for all layers, or layer index to method for some of them, the others stock
+MethodChoice = Method | Mapping[int, Method]
 
 
 def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> ModelT:
@@ -42,7 +45,7 @@ def _plan(
     """What each layer gets, checked before anything changes."""
     method = Method.parse(method)
     full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
-    chosen = full if layers is None else _checked_layers(layers, attentions, full)
+    chosen = full if layers is None else checked_layers(layers, attentions, full)
     if not chosen:
         raise ValueError(f"{type(base).__name__} has sliding windows in all layers: nothing is left to condense")
     return {**_methods(attentions), **dict.fromkeys(chosen, method)}
@@ -174,7 +177,8 @@ def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
     return {int(module.layer_idx): module for module in modules}  # type: ignore[arg-type]
 
 
-def _checked_layers(layers: Iterable[int], attentions: dict[int, nn.Module], full: list[int]) -> list[int]:
+def checked_layers(layers: Iterable[int], attentions: dict[int, nn.Module], full: list[int]) -> list[int]:
+    """The layers as a list. Raises ValueError for anything but indices in ``full``, and for none."""
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers must be a list of layer indices, got {layers!r}")
     chosen = list(layers)

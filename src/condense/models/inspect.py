@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from condense.config import check_int
 from condense.functional import SLACK, first_needed, num_entries
 from condense.methods import Dense, Method
-from condense.models.apply import attention_layers
+from condense.models.apply import MethodChoice, attention_layers, checked_layers
 from condense.models.families import sliding_window
 
 _COUNTER = 8  # bytes: a condensed layer's count of tokens seen, int64
@@ -36,35 +38,43 @@ class LayerReport:
     pays_from: int | None
 
 
-def inspect(model: nn.Module, method: Method, length: int, itemsize: int = 2) -> list[LayerReport]:
-    """What `condense.apply(model, method)` would mean for a prompt of ``length`` tokens.
+def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int = 2) -> list[LayerReport]:
+    """What `condense.apply` with this method, or this choice of methods, would mean for ``length`` tokens.
 
     itemsize: bytes per cached number (2 for bfloat16). Works on a model on the meta device.
     Raises ValueError as `condense.apply` does, and for a length below 1.
     """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"length must be an integer >= 1, got {length!r}")
-    method = Method.parse(method)
-    reports = []
-    for index, module in sorted(attention_layers(model).items()):
-        heads = _Heads.of(module.config)
-        window = sliding_window(module)
-        stock = heads.dense_flops(length, window)
-        stock_entries = length if window is None else min(length, window)
-        stock_bytes = stock_entries * heads.entry_numbers * itemsize
-        if window is not None:
-            report = LayerReport(
-                index, None, stock_entries, stock_entries, stock_bytes, stock_bytes, stock, stock, None
-            )
-        else:
-            entries, tail = _kept(method, length)
-            numbers = entries * heads.entry_numbers + tail * heads.num_kv * heads.width
-            report = LayerReport(
-                index, method, length, entries, stock_bytes, numbers * itemsize + _COUNTER,
-                stock, heads.flops(method, length), heads.pays_from(method),
-            )  # fmt: skip
-        reports.append(report)
-    return reports
+    check_int("length", length, 1)
+    attentions = attention_layers(model)
+    full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
+    if isinstance(method, Mapping):
+        chosen = {i: Method.parse(method[i]) for i in checked_layers(method, attentions, full)}
+    else:
+        chosen = dict.fromkeys(full, Method.parse(method))
+    return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
+
+
+def _report(index: int, module: nn.Module, method: Method | None, length: int, itemsize: int) -> LayerReport:
+    heads, window = _Heads.of(module.config), sliding_window(module)
+    dense_entries = length if window is None else min(length, window)
+    dense_bytes = dense_entries * heads.entry_numbers * itemsize
+    dense_flops = heads.dense_flops(length, window)
+    if method is None:
+        stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
+        return LayerReport(index, None, *stock, pays_from=None)
+    entries, tail = _kept(method, length)
+    numbers = entries * heads.entry_numbers + tail * heads.num_kv * heads.width
+    return LayerReport(
+        layer=index,
+        method=method,
+        dense_entries=dense_entries,
+        entries=entries,
+        dense_bytes=dense_bytes,
+        bytes=numbers * itemsize + _COUNTER,
+        dense_flops=dense_flops,
+        flops=heads.flops(method, length),
+        pays_from=heads.pays_from(method),
+    )
 
 
 @dataclass(frozen=True)
