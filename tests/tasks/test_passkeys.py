@@ -2,7 +2,8 @@ import re
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from condense.tasks import (
     FORMS,
@@ -11,6 +12,7 @@ from condense.tasks import (
     SequenceBuilder,
     common_words,
     draw_keys,
+    encode_corpus,
     hide,
     key_line,
     load_words,
@@ -136,3 +138,17 @@ def test_bad_builders(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> Non
         SequenceBuilder(tokenizer, corpus, ["a"], 10**9)
     with pytest.raises(ValueError, match="form: wanted one of"):
         SequenceBuilder(tokenizer, corpus, ["a", "b"], 128).passkeys(np.random.default_rng(0), 1, "poem")
+
+
+def test_tokenizers_that_put_a_space_before_a_text(text: str) -> None:
+    inner = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    inner.train_from_iterator([text], trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")
+    builder = SequenceBuilder(tokenizer, encode_corpus([text], tokenizer), load_words().trained, 1024)
+    decoded = tokenizer.decode(builder.passkeys(np.random.default_rng(0), 3, "question").input_ids)
+    assert len(LINE.findall(decoded)) == len(QUESTION.findall(decoded)) == 3

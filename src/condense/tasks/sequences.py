@@ -36,7 +36,7 @@ class SequenceBuilder:
 
     All pieces (words, numbers, the fixed parts of a line) are encoded once, here, so that a sequence costs some
     array copies. With a tokenizer that never merges across word starts and newlines (the library's own) the
-    tokens equal those of the whole text; with others they are a valid encoding of the same text.
+    tokens equal those of the whole text; others may merge across the pieces, and read the same text all the same.
 
     Args:
         tokenizer: a fast tokenizer; sequences start with its ``bos`` token if it has one.
@@ -62,9 +62,20 @@ class SequenceBuilder:
         bos = tokenizer.bos_token_id
         self._bos = np.array([] if bos is None else [bos], np.int64)
 
+        def ids_of(texts: list[str]) -> list[list[int]]:
+            return list(tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+
         def encode(texts: list[str]) -> list[np.ndarray]:
-            encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-            return [np.array(ids, np.int64) for ids in encoding["input_ids"]]
+            # as the text reads inside a line: some tokenizers put a space before whatever begins a text
+            anchors = ["\n" if text[0].isalpha() else "x" for text in texts]
+            heads = {anchor: ids_of([anchor])[0] for anchor in set(anchors)}
+            wholes = ids_of([anchor + text for anchor, text in zip(anchors, texts, strict=True)])
+            pieces = []
+            for anchor, text, whole in zip(anchors, texts, wholes, strict=True):
+                head = heads[anchor]
+                piece = whole[len(head) :] if whole[: len(head)] == head else ids_of([text])[0]
+                pieces.append(np.array(piece, np.int64))
+            return pieces
 
         self._word_ids = dict(zip(self._words, encode([f" {word}" for word in self._words]), strict=True))
         numbers = [str(number) for number in range(1000, 10000)]
