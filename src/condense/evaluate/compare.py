@@ -23,7 +23,7 @@ from transformers import (
 from condense.caches import cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense, Method
-from condense.models import MethodChoice, attention_layers, use
+from condense.models import MethodChoice, attention_layers, condensed_layers, use
 from condense.models.families import max_learned_positions
 
 
@@ -67,11 +67,13 @@ def compare(
 
     model: a causal LM with stock attention, left as it was. methods: a method, or layer index to method; Dense
     and layers that are left out are stock. on_step is called after the text and after every answer.
-    Raises ValueError for an unsupported model, an empty text, sizes below 1, expected answers that do not match
-    the questions, or a prompt longer than the model's learned positions.
+    Raises ValueError for an unsupported or condensed model, an empty text, sizes below 1, expected answers that do
+    not match the questions, or a prompt longer than the model's learned positions.
     """
     check_int("max_new_tokens", max_new_tokens, 1)
     attention_layers(model)
+    if condensed_layers(model):
+        raise ValueError("model must have stock attention: call condense.restore(model) first")
     if prompt.expected and len(prompt.expected) != len(prompt.questions):
         raise ValueError(
             f"expected must hold one answer per question, got {len(prompt.expected)} for {len(prompt.questions)}"

@@ -1,0 +1,72 @@
+"""`compare` beyond the bundled model: choices by layer, tokenizers and configurations that lack things."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+import condense
+from condense.evaluate.compare import Prompt, compare
+from condense.models import condensed_layers
+
+PROMPT = Prompt("The harbour lay quiet under the moon.\n" * 8, ["Who goes there?"])
+METHOD = condense.CCA(group_size=4, window=8)
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_layers_that_are_left_out_are_stock(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    choices = [condense.Dense(), {1: METHOD}, {0: METHOD, 1: METHOD}, METHOD]
+    outcomes = compare(model, tokenizer, choices, PROMPT, max_new_tokens=2)
+    assert [outcome.method for outcome in outcomes] == choices
+    dense, half, both, method = (outcome.cache_bytes for outcome in outcomes)
+    assert both == method
+    assert half == (dense + both) / 2
+    assert not condensed_layers(model)
+    with pytest.raises(ValueError, match="layers must be indices from 0 to 1, got 2"):
+        compare(model, tokenizer, [{2: METHOD}], PROMPT)
+
+
+def test_a_condensed_model_is_refused(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    condense.apply(model, METHOD)
+    with pytest.raises(ValueError, match=r"call condense.restore\(model\) first"):
+        compare(model, tokenizer, [condense.Dense()], PROMPT)
+
+
+def test_without_pad_and_eos_and_with_the_cache_switched_off(model: Any, text: str) -> None:
+    from condense.train import train_tokenizer
+
+    tokenizer = train_tokenizer([text], vocab_size=400)
+    expected = compare(model, tokenizer, [METHOD], PROMPT, max_new_tokens=3)[0]
+    tokenizer.pad_token = tokenizer.eos_token = None
+    model.config.use_cache = model.generation_config.use_cache = False
+    found = compare(model, tokenizer, [METHOD], PROMPT, max_new_tokens=3)[0]
+    assert (found.answers, found.cache_bytes) == (expected.answers, expected.cache_bytes)
+    assert found.token_s is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 1"),
+        ({"prompt": Prompt("A text", ["a", "b"], ["1"])}, "expected must hold one answer per question"),
+    ],
+)
+def test_bad_input(model: Any, tokenizer: PreTrainedTokenizerBase, changes: dict[str, Any], message: str) -> None:
+    prompt = changes.pop("prompt", PROMPT)
+    with pytest.raises(ValueError, match=message):
+        compare(model, tokenizer, [METHOD], prompt, **changes)
