@@ -13,6 +13,7 @@ test: .venv/dev .venv-oldest/dev
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS) tests/triton_kernels
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS) tests/models tests/caches
 
 lint: .venv/dev

@@ -1,5 +1,6 @@
 """Fixtures that several folders share: a small text with its tokenizer and corpus, and the backends."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from condense.ops import torch_blocks
 from condense.tasks import Corpus, encode_corpus
 from condense.train import train_tokenizer
 
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+# kernels need a GPU or, in a process of their own, Triton's interpreter
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = [
+    *([] if torch.cuda.is_available() else ["gpu"]),
+    *([] if torch.cuda.is_available() or _INTERPRETED else ["triton_kernels"]),
+]
 
 PARAGRAPH = (
     "The harbour lay quiet under the moon, and 27 boats rocked at their moorings.\n"

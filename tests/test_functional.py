@@ -190,7 +190,7 @@ BAD = {
     "method class": ({"method": condense.CCA}, "^method must be a condense method"),
     "method missing": ({"method": None}, "^method must be a condense method"),
     "method settings": ({"method": {"method": "cca", "size": 3}}, r"unknown settings \['size'\]"),
-    "backend triton": ({"backend": "triton"}, "^backend must be 'auto' or one of .*, got 'triton'"),
+    "backend triton": ({"backend": "triton"}, "^backend 'triton' needs a CUDA device.*; use backend='torch'"),
     "backend": ({"backend": "numpy", "method": condense.Dense()}, "^backend must be .*, got 'numpy'"),
     "backend type": ({"backend": None}, "^backend must be .*, got None"),
     "scale": ({"scale": "0.1"}, "^scale must be a finite number, got '0.1'"),

@@ -94,7 +94,9 @@ def test_backends_know_nothing_of_each_other():
     assert {"reference", "torch_blocks"} <= {path.stem for path in backends}
     for path in backends:
         ours = {name for name in imported(path) if name.startswith("condense")}
-        assert ours <= {f"condense.ops.{name}" for name in shared}, path.stem
+        # a backend may have several files, which share the first word of their names
+        family = {other.stem for other in backends if other.stem.split("_")[0] == path.stem.split("_")[0]}
+        assert ours <= {f"condense.ops.{name}" for name in shared | family}, path.stem
 
 
 def test_reference_needs_torch_alone():

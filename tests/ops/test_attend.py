@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend, resolve_backend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)
@@ -144,6 +144,33 @@ def test_attend_dropout(backend):
 def test_attend_unknown_backend():
     q, *rest = sources(1, 2, 1, 4, 3, 5)
     bounds = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
-    for name in ("triton", "Torch", ""):
-        with pytest.raises(ValueError, match=f"backend must be .*'reference', 'torch', got '{name}'"):
+    for name in ("Triton", "Torch", ""):
+        with pytest.raises(ValueError, match=f"backend must be .*'reference', 'torch', 'triton', got '{name}'"):
             attend(q, *rest, bounds, scale=0.5, backend=name)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "message"),
+    [
+        (CPU, {}, "needs a CUDA device, or TRITON_INTERPRET=1"),
+        (CUDA, {"dropout_p": 0.1}, "has no attention dropout .* got 0.1"),
+        (CUDA, {"dtype": torch.float64}, "takes bfloat16 and float16, got torch.float64"),
+        (CUDA, {"widths": (64, 72)}, "has kernels for head widths 64, .*, got \\(64, 72\\)"),
+    ],
+    ids=["CPU", "dropout", "dtype", "width"],
+)
+def test_triton_is_refused_where_it_cannot_run_and_auto_does_without(device, changes, message):
+    options = {"dtype": torch.bfloat16, "widths": (64, 64), **changes}
+    with pytest.raises(ValueError, match=f"^backend 'triton' {message}; use backend='torch'"):
+        resolve_backend("triton", device, **options)
+    assert resolve_backend("auto", device, **options) == "torch"
+
+
+def test_auto_is_triton_on_cuda_for_more_than_one_query():
+    options = {"dtype": torch.bfloat16, "widths": (128, 128)}
+    assert resolve_backend("auto", CUDA, **options) == "triton"
+    assert resolve_backend("auto", CUDA, **options, num_queries=1) == "torch"
+    assert resolve_backend("triton", CUDA, **options, num_queries=1) == "triton"

@@ -20,7 +20,9 @@ _COUNTER = 8  # bytes: a condensed layer's count of tokens seen, int64
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer at one length, batch 1. Entries per KV head; bytes of the cache after a prefill of that length.
+    """One layer at one length, batch 1.
+
+    width: of a head. Entries per KV head; bytes of the cache after a prefill of that length.
 
     FLOPs count attention over visible keys and pooling, not projections. pays_from: the shortest length from
     which the condensed layer needs fewer FLOPs than the dense one, None if it never does. method: None for a
@@ -28,6 +30,7 @@ class LayerReport:
     """
 
     layer: int
+    width: int
     method: Method | None
     dense_entries: int
     entries: int
@@ -61,11 +64,12 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     dense_flops = heads.dense_flops(length, window)
     if method is None:
         stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
-        return LayerReport(index, None, *stock, pays_from=None)
+        return LayerReport(index, heads.width, None, *stock, pays_from=None)
     entries, tail = _kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.num_kv * heads.width
     return LayerReport(
         layer=index,
+        width=heads.width,
         method=method,
         dense_entries=dense_entries,
         entries=entries,

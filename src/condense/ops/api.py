@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops import reference, torch_blocks
 from condense.ops.bounds import Bounds
-from condense.ops.checks import resolve_backend
+from condense.ops.checks import check_backend, resolve_backend
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
@@ -43,9 +43,17 @@ def attend(
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
     bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf,
     whatever is in it; keys and values must be finite, seen or not.
-    Raises ValueError for an unknown backend.
+    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
-    match resolve_backend(backend, q.device):
+    widths = (q.shape[3], band_v.shape[3])
+    match resolve_backend(backend, q.device, q.dtype, widths, num_queries=q.shape[2], dropout_p=dropout_p):
+        case "triton":
+            from condense.ops import triton_attend
+
+            out, lse = triton_attend.attend(
+                q, prefix_k, prefix_v, band_k, band_v, bounds, scale=scale, prefix_bias=prefix_bias
+            )
+            return out, lse if return_lse else None
         case "reference":
             out, lse = reference.attend(
                 q,
@@ -79,7 +87,7 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
     """
-    if resolve_backend(backend, k.device) == "reference":
+    if check_backend(backend) == "reference":
         return reference.group_scores(summary, k, scale=scale)
     wide = torch.promote_types(k.dtype, torch.float32)
     # no matrix product: its order of summation may depend on a key's place in the group, and equal keys must tie
@@ -94,7 +102,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
     Gradients flow through the weights, not through the choice of the anchor.
     """
-    if resolve_backend(backend, x.device) == "reference":
+    if check_backend(backend) == "reference":
         return reference.pool(x, scores, how=how)
     match how:
         case "weighted":

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import os
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", "torch", "triton")
+# key and value widths that the kernels were checked and timed with
+TRITON_WIDTHS = (64, 80, 96, 128, 256)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -84,13 +88,46 @@ def check_padding(padding: Tensor, q: Tensor) -> Tensor:
     return pads
 
 
-def resolve_backend(backend: str, device: torch.device) -> str:
-    """Resolve ``backend`` to one that runs here; an explicit one is never exchanged for another."""
-    if backend == "auto":
-        return "torch"
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}; "
-            f"on {device.type} use backend='torch'"
-        )
+def check_backend(backend: str) -> str:
+    """An explicit backend's name, or "auto"."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     return backend
+
+
+def resolve_backend(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, ...],
+    *,
+    num_queries: int = 2,
+    dropout_p: float = 0.0,
+) -> str:
+    """The attention backend that runs: "auto" decides, an explicit one is never exchanged for another.
+
+    "auto" is "triton" on CUDA for the dtypes and widths that it has kernels for and more than one query, else
+    "torch". widths: of keys and values. Raises ValueError if an explicit "triton" cannot run.
+    """  # fmt: skip
+    if check_backend(backend) not in ("auto", "triton"):
+        return backend
+    obstacle = _triton_obstacle(device, dtype, widths, dropout_p)
+    if backend == "auto":
+        return "triton" if obstacle is None and device.type == "cuda" and num_queries > 1 else "torch"
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return backend
+
+
+def _triton_obstacle(device: torch.device, dtype: torch.dtype, widths: tuple[int, ...], dropout_p: float) -> str | None:
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, got {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the triton package"
+    if dropout_p > 0:
+        return f"has no attention dropout (set the model's attention dropout to 0), got {dropout_p}"
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {dtype}"
+    if device.type == "cuda" and any(width not in TRITON_WIDTHS for width in widths):
+        return f"has kernels for head widths {', '.join(map(str, TRITON_WIDTHS))}, got {widths}"
+    return None

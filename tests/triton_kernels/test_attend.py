@@ -1,0 +1,153 @@
+"""The Triton kernels against the oracle: interpreted in float32 on a CPU, compiled in bfloat16 and float16 on a GPU."""
+
+import oracle
+import pytest
+import torch
+from budget import METHODS, band, errors
+
+import condense
+from condense.ops import ArrayBounds, attend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
+# B, H, K, L, D, Dv; widths on a GPU are those of the kernels' table
+SHAPES = {
+    "ratio1": (1, 2, 2, 70, 64, 64),
+    "ratio3-wider-values": (1, 3, 1, 49, 64, 80),
+    "ratio7-padded": (2, 7, 1, 41, 80, 64),
+    "ratio2-wide": (1, 2, 1, 37, 256, 256),
+}
+SMALL = {"group_size": 4, "window": 9}
+CASES = {
+    "dense": condense.Dense(),
+    "streaming_llm": condense.StreamingLLM(sink=3, window=11),
+    "cca": condense.CCA(**SMALL),
+    "cca-no-window": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
+    "streaming-log_size": condense.CCA(**SMALL, summary="streaming", rep_bias="log_size"),
+}
+if DEVICE == "cuda":
+    CASES |= METHODS
+
+
+def run(method, q, k, v, pads, **kwargs):
+    padding = None if pads is None else torch.tensor(pads)
+    return condense.attention(q, k, v, method=method, padding=padding, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", CASES)
+def test_output_lse_and_gradients_within_budget(name, shape, dtype):
+    B, H, K, L, D, Dv = shape
+    method, pads = CASES[name], None if B == 1 else [0, 13]
+    if name == "lca-log_size":  # anchors are discontinuous, see budget
+        K = H
+    low = oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype)
+    weight = oracle.random_qkv(B, H, 1, L, Dv, 1, seed=3)[0].to(dtype)
+    exact, plain, got = (
+        [x.to(**target).requires_grad_() for x in low]
+        for target in ({"dtype": torch.float64}, {"device": DEVICE}, {"device": DEVICE})
+    )
+    want, want_lse = run(method, *exact, pads, backend="reference", return_lse=True)
+    yardstick = run(method, *plain, pads, backend="torch")
+    out, lse = run(method, *got, pads, backend="triton", return_lse=True)
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+    seen = torch.isfinite(want_lse)
+    assert torch.equal(torch.isfinite(lse).cpu(), seen)
+    scale = torch.finfo(dtype).eps * exact[0].norm(dim=-1).amax() * exact[1].norm(dim=-1).amax() * D**-0.5
+    assert bool(((lse.cpu() - want_lse)[seen].abs() <= scale).all())
+    grads = [
+        torch.autograd.grad(result, inputs, weight.to(result))
+        for result, inputs in ((want, exact), (yardstick, plain), (out, got))
+    ]
+    for z, y, x in zip(*grads, strict=True):
+        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
+
+
+def test_gradient_of_the_log_sum_exp():
+    dtype = DTYPES[0]
+    low = oracle.random_qkv(1, 4, 2, 45, 64, 64, dtype=dtype)
+    weight = torch.randn(1, 4, 45)
+    got, want = (
+        torch.autograd.grad(
+            (condense.attention(*x, method=CASES["cca"], backend=backend, return_lse=True)[1] * weight.to(x[0])).sum(),
+            x[:2],
+        )
+        for backend, x in (
+            ("triton", [x.to(DEVICE).requires_grad_() for x in low]),
+            ("reference", [x.double().requires_grad_() for x in low]),
+        )
+    )
+    for x, y in zip(got, want, strict=True):
+        # each is a weighted sum of keys or queries: a rounding of every term, and one of the result
+        assert float((x.cpu().double() - y).abs().max()) <= 4 * torch.finfo(dtype).eps * float(y.abs().max())
+
+
+def test_general_bounds_per_row_and_head():
+    """Never decreasing bounds drawn at random, queries that see nothing among them."""
+    dtype, (B, H, K, L, M, N, D) = DTYPES[0], (2, 4, 2, 53, 21, 47, 64)
+    generator = torch.Generator().manual_seed(0)
+
+    def rising(high):
+        return torch.randint(0, high + 1, (B, K, L), generator=generator).sort(-1).values
+
+    rep_end, raw_start = rising(M), rising(N)
+    raw_end = torch.maximum(raw_start, rising(N))
+    rep_end[:, :, :9], raw_end[:, :, :9], raw_start[:, :, :9] = 0, 0, 0
+    q, _, _ = oracle.random_qkv(B, H, K, L, D, D, dtype=dtype)
+    prefix_k, prefix_v = oracle.random_qkv(B, K, K, M, D, D, dtype=dtype, seed=1)[:2]
+    band_k, band_v = oracle.random_qkv(B, K, K, N, D, D, dtype=dtype, seed=2)[:2]
+    tensors = (q, prefix_k, prefix_v, band_k, band_v)
+    bias = torch.randn(B, K, M, generator=generator, dtype=torch.float64)
+    want, want_lse = oracle.prefix_band(
+        *(x.double() for x in tensors), (rep_end, raw_start, raw_end), scale=0.125, bias=bias
+    )
+    out, lse = attend(
+        *(x.to(DEVICE) for x in tensors), ArrayBounds(*(x.to(DEVICE) for x in (rep_end, raw_start, raw_end))),
+        scale=0.125, prefix_bias=bias.to(DEVICE), backend="triton", return_lse=True,
+    )  # fmt: skip
+    assert bool((out[:, :, :9] == 0).all())
+    assert bool((lse[:, :, :9] == -torch.inf).all())
+    eps = torch.finfo(dtype).eps
+    # weights and values are rounded once each, the result once more
+    largest = torch.cat([prefix_v, band_v], 2).abs().amax().double()
+    assert bool(((out.cpu().double() - want).abs() <= 4 * eps * largest).all())
+    seen = torch.isfinite(want_lse)
+    assert torch.equal(torch.isfinite(lse).cpu(), seen)
+
+
+def test_inputs_of_any_layout_and_poisoned_padding():
+    dtype = DTYPES[0]
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 40, 64, 64, dtype=dtype))
+    method, pads = CASES["streaming-log_size"], [7, 0]
+    want = run(method, q, k, v, pads, backend="triton")
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for x in strided:
+        x[0, :, :7] = torch.nan
+    out = run(method, *strided, pads, backend="triton")
+    assert torch.equal(out[1], want[1])
+    assert torch.equal(out[0, :, 7:], want[0, :, 7:])
+    assert bool((out[0, :, :7] == 0).all())
+
+
+def test_repeats_are_bit_equal():
+    inputs = [x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(1, 4, 2, 60, 64, 64, dtype=DTYPES[0])]
+
+    def once():
+        out = condense.attention(*inputs, method=CASES["streaming-log_size"], backend="triton")
+        return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+    first = once()
+    for _ in range(50 if DEVICE == "cuda" else 2):
+        assert all(torch.equal(x, y) for x, y in zip(first, once(), strict=True))
+
+
+def test_a_later_token_leaves_earlier_outputs_bit_equal():
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 60, 64, 64, dtype=DTYPES[0]))
+    before = condense.attention(q, k, v, method=CASES["streaming-log_size"], backend="triton")
+    for t in (1, 13, 40, 59):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, t:] += 1
+        after = condense.attention(*changed, method=CASES["streaming-log_size"], backend="triton")
+        assert torch.equal(before[:, :, :t], after[:, :, :t])
