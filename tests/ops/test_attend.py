@@ -155,15 +155,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize(
     ("device", "changes", "message"),
     [
-        (CPU, {}, "needs a CUDA device, or TRITON_INTERPRET=1"),
+        (CPU, {}, "needs a CUDA device, or TRITON_INTERPRET=1 .*, got cpu"),
         (CUDA, {"dropout_p": 0.1}, "has no attention dropout .* got 0.1"),
-        (CUDA, {"dtype": torch.float64}, "takes bfloat16 and float16, got torch.float64"),
-        (CUDA, {"widths": (64, 72)}, "has kernels for head widths 64, .*, got \\(64, 72\\)"),
+        (CUDA, {"dtype": torch.float64}, "takes torch.bfloat16, got torch.float64"),
+        (CUDA, {"widths": (64, 72)}, "has kernels for head widths 128, got \\(64, 72\\)"),
     ],
     ids=["CPU", "dropout", "dtype", "width"],
 )
 def test_triton_is_refused_where_it_cannot_run_and_auto_does_without(device, changes, message):
-    options = {"dtype": torch.bfloat16, "widths": (64, 64), **changes}
+    options = {"dtype": torch.bfloat16, "widths": (128, 128), **changes}
     with pytest.raises(ValueError, match=f"^backend 'triton' {message}; use backend='torch'"):
         resolve_backend("triton", device, **options)
     assert resolve_backend("auto", device, **options) == "torch"

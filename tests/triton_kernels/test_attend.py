@@ -1,4 +1,4 @@
-"""The Triton kernels against the oracle: interpreted in float32 on a CPU, compiled in bfloat16 and float16 on a GPU."""
+"""The Triton kernels against the oracle: interpreted in float32 on a CPU, compiled for what they take on a GPU."""
 
 import oracle
 import pytest
@@ -7,16 +7,18 @@ from budget import METHODS, band, errors
 
 import condense
 from condense.ops import ArrayBounds, attend
+from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
-# B, H, K, L, D, Dv; widths on a GPU are those of the kernels' table
+DTYPES = TRITON_DTYPES if DEVICE == "cuda" else [torch.float32]
+WIDTHS = TRITON_WIDTHS if DEVICE == "cuda" else (16, 24, 64)
+# B, H, K, L, D, Dv
 SHAPES = {
-    "ratio1": (1, 2, 2, 70, 64, 64),
-    "ratio3-wider-values": (1, 3, 1, 49, 64, 80),
-    "ratio7-padded": (2, 7, 1, 41, 80, 64),
-    "ratio2-wide": (1, 2, 1, 37, 256, 256),
+    f"{name}-{D}-{Dv}": (*shape, D, Dv)
+    for name, shape in {"ratio1": (1, 2, 2, 70), "ratio3": (1, 3, 1, 149), "ratio7-padded": (2, 7, 1, 41)}.items()
+    for D, Dv in ([(D, D) for D in WIDTHS] if DEVICE == "cuda" else [(16, 24), (64, 16)])
 }
+WIDTH = WIDTHS[0]
 SMALL = {"group_size": 4, "window": 9}
 CASES = {
     "dense": condense.Dense(),
@@ -66,7 +68,7 @@ def test_output_lse_and_gradients_within_budget(name, shape, dtype):
 
 def test_gradient_of_the_log_sum_exp():
     dtype = DTYPES[0]
-    low = oracle.random_qkv(1, 4, 2, 45, 64, 64, dtype=dtype)
+    low = oracle.random_qkv(1, 4, 2, 45, WIDTH, WIDTH, dtype=dtype)
     weight = torch.randn(1, 4, 45)
     got, want = (
         torch.autograd.grad(
@@ -85,7 +87,7 @@ def test_gradient_of_the_log_sum_exp():
 
 def test_general_bounds_per_row_and_head():
     """Never decreasing bounds drawn at random, queries that see nothing among them."""
-    dtype, (B, H, K, L, M, N, D) = DTYPES[0], (2, 4, 2, 53, 21, 47, 64)
+    dtype, (B, H, K, L, M, N, D) = DTYPES[0], (2, 4, 2, 53, 21, 47, WIDTH)
     generator = torch.Generator().manual_seed(0)
 
     def rising(high):
@@ -118,7 +120,7 @@ def test_general_bounds_per_row_and_head():
 
 def test_inputs_of_any_layout_and_poisoned_padding():
     dtype = DTYPES[0]
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 40, 64, 64, dtype=dtype))
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 40, WIDTH, WIDTH, dtype=dtype))
     method, pads = CASES["streaming-log_size"], [7, 0]
     want = run(method, q, k, v, pads, backend="triton")
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
@@ -131,7 +133,7 @@ def test_inputs_of_any_layout_and_poisoned_padding():
 
 
 def test_repeats_are_bit_equal():
-    inputs = [x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(1, 4, 2, 60, 64, 64, dtype=DTYPES[0])]
+    inputs = [x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(1, 4, 2, 60, WIDTH, WIDTH, dtype=DTYPES[0])]
 
     def once():
         out = condense.attention(*inputs, method=CASES["streaming-log_size"], backend="triton")
@@ -143,7 +145,7 @@ def test_repeats_are_bit_equal():
 
 
 def test_a_later_token_leaves_earlier_outputs_bit_equal():
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 60, 64, 64, dtype=DTYPES[0]))
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 60, WIDTH, WIDTH, dtype=DTYPES[0]))
     before = condense.attention(q, k, v, method=CASES["streaming-log_size"], backend="triton")
     for t in (1, 13, 40, 59):
         changed = [x.clone() for x in (q, k, v)]
