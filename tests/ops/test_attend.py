@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend, resolve_backend
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, api, attend, resolve_backend, triton_attend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)
@@ -174,3 +174,19 @@ def test_auto_is_triton_on_cuda_for_more_than_one_query():
     assert resolve_backend("auto", CUDA, **options) == "triton"
     assert resolve_backend("auto", CUDA, **options, num_queries=1) == "torch"
     assert resolve_backend("triton", CUDA, **options, num_queries=1) == "triton"
+
+
+def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
+    """Where the kernels would run: what is condensed goes to them, what is not does not."""
+    calls = []
+    monkeypatch.setattr(api, "resolve_backend", lambda *args, **kwargs: "triton")
+    monkeypatch.setattr(triton_attend, "attend", lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
+    q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
+    none, start = k[:, :, :0], torch.tensor([0])
+    whole, windowed = (UniformBounds(UniformRule(chunk=1, window=w, max_chunks=0), start, start) for w in (None, 3))
+    out, _ = attend(q, none, none, k, v, whole, scale=0.5)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+    torch.testing.assert_close(out, want)
+    assert not calls
+    attend(q, none, none, k, v, windowed, scale=0.5)
+    assert len(calls) == 1

@@ -46,7 +46,10 @@ def attend(
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     widths = (q.shape[3], band_v.shape[3])
-    match resolve_backend(backend, q.device, q.dtype, widths, num_queries=q.shape[2], dropout_p=dropout_p):
+    chosen = resolve_backend(backend, q.device, q.dtype, widths, num_queries=q.shape[2], dropout_p=dropout_p)
+    if backend == "auto" and chosen == "triton" and not return_lse and bounds.is_causal(q.shape[2], band_k.shape[2]):
+        chosen = "torch"  # nothing is condensed: PyTorch's own causal kernel is the fastest
+    match chosen:
         case "triton":
             from condense.ops import triton_attend
 

@@ -108,7 +108,8 @@ def resolve_backend(
     """The attention backend that runs: "auto" decides, an explicit one is never exchanged for another.
 
     "auto" is "triton" on CUDA for the dtypes and widths that it has kernels for and more than one query, else
-    "torch". widths: of keys and values. Raises ValueError if an explicit "triton" cannot run.
+    "torch" (`condense.ops.attend` also takes "torch" where nothing is condensed). widths: of keys and values.
+    Raises ValueError if an explicit "triton" cannot run.
     """  # fmt: skip
     if check_backend(backend) not in ("auto", "triton"):
         return backend
