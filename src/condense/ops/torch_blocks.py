@@ -13,13 +13,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.bounds import Bounds, Extent
 
-# cuDNN plans anew for every number of keys, and every block and every decode step has another
-_PER_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # keys and masks that blocks keep for the backward pass, in keys per query: representatives make it grow with L, so
 # beyond this each block is computed again instead
 _MAX_KEPT = 4
@@ -131,8 +128,7 @@ def _block(
         # whatever is in a query that sees nothing, it is zeroed here and below: no NaN in values or gradients
         rows = rows.masked_fill(empty, 0.0)
         attn_mask = mask if attn_mask is None else attn_mask.masked_fill(~mask, float("-inf"))
-    with sdpa_kernel(_PER_LENGTH):
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
+    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
     lse = _log_sum_exp(rows, k, bias, mask, scale) if return_lse else out.new_empty(0)
     if empty is not None:
         out = out.masked_fill(empty, 0.0)
