@@ -59,10 +59,8 @@ def empty_past(k: Tensor, v: Tensor) -> Past:
     return Past(none_k, none_v, none_k, none_v, none_k, torch.zeros(k.shape[0], dtype=torch.int64))
 
 
-def summary_queries(method: Method, q: Tensor, num_kv_heads: int) -> Tensor | None:
-    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q; None if not needed."""
-    if method.num_summary == 0:
-        return None
+def _head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
+    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q."""
     if q.shape[1] == num_kv_heads:
         return q
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -74,7 +72,7 @@ def extend(
     past: Past | None,
     k: Tensor,
     v: Tensor,
-    summary_q: Tensor | None,
+    q: Tensor,
     *,
     scale: float,
     counts: Tensor | None = None,
@@ -83,19 +81,20 @@ def extend(
 ) -> tuple[Sources, Past | None]:
     """Read L new tokens: what their queries attend to, and the new past (None unless ``keep``).
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, summary_q ``[B, K, L, D]`` from `summary_queries`;
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``, of which summaries are made;
     counts int64 CPU ``[B]``: real tokens per row, the rest is padding on the left (None: all real).
-    Sources carry gradients of k, v and summary_q; the past is detached.
+    Sources carry gradients of k, v and q; the past is detached.
     Raises ValueError if gradients would flow through a method that looks ahead without consent.
     """
     needs_consent = method.looks_ahead and not method.permits_future and torch.is_grad_enabled()
-    if needs_consent and any(x.requires_grad for x in (k, v, summary_q) if x is not None):
+    if needs_consent and any(x.requires_grad for x in (k, v, q)):
         raise ValueError(
             f"{method}: this summary lets tokens depend on later ones, so it is for inference under "
             "torch.no_grad(); train with summary='streaming' or pass allow_future=True"
         )
     L = k.shape[2]
     fresh = past is None
+    summary_q = None if method.num_summary == 0 else _head_mean(q, k.shape[1])
     past = empty_past(k, v) if past is None else past
     if counts is not None and bool((counts == L).all()):
         counts = None
@@ -240,8 +239,7 @@ def _attention(
     counts: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    summary_q = summary_queries(method, q, k.shape[1])
-    sources, _ = extend(method, None, k, v, summary_q, scale=scale, counts=counts, backend=backend, keep=False)
+    sources, _ = extend(method, None, k, v, q, scale=scale, counts=counts, backend=backend, keep=False)
     return attend_to(sources, q, scale=scale, backend=backend, return_lse=return_lse)
 
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import condense
 from condense.caches import CondensedLayer
-from condense.functional import SLACK, attend_to, summary_queries
+from condense.functional import SLACK, attend_to
 
 METHODS = tiny.METHODS | {
     "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9)
@@ -34,8 +34,7 @@ def _qkv(L, seed=0, B=B):
 def _read(layer, qkv, counts=None, **kwargs):
     """Outputs ``[B, H, L, D]`` of new tokens."""
     q, k, v = qkv
-    queries = summary_queries(layer.method, q, K)
-    sources, _ = layer.update(k, v, query_states=queries, scale=SCALE, counts=counts, **kwargs)
+    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts, **kwargs)
     return attend_to(sources, q, scale=SCALE)[0]
 
 

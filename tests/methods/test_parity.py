@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import condense
-from condense.functional import SLACK, attend_to, extend, first_needed, num_entries, summary_queries
+from condense.functional import SLACK, attend_to, extend, first_needed, num_entries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 K, H, D, Dv = 2, 4, 3, 4
@@ -40,7 +40,7 @@ def read_in_steps(method, data, steps, backend):
             past,
             k,
             v,
-            summary_queries(method, q, K),
+            q,
             scale=SCALE,
             counts=torch.tensor(counts),
             backend=backend,
@@ -165,11 +165,11 @@ def test_extend_keeps_nothing_of_the_callers(method):
     data = rows([30])
     want = oracle.attention(*data[0], method=method)[0][:, :, 29:]
     q, k, v = (x[:, :, :29].contiguous() for x in data[0])
-    _, past = extend(method, None, k, v, summary_queries(method, q, K), scale=SCALE)
+    _, past = extend(method, None, k, v, q, scale=SCALE)
     for x in (q, k, v):
         x.fill_(torch.nan)
     q, k, v = (x[:, :, 29:] for x in data[0])
-    sources, _ = extend(method, past, k, v, summary_queries(method, q, K), scale=SCALE)
+    sources, _ = extend(method, past, k, v, q, scale=SCALE)
     torch.testing.assert_close(attend_to(sources, q, scale=SCALE)[0], want, **EXACT)
 
 
@@ -180,14 +180,14 @@ def test_extend_leaves_the_old_past_as_it_was():
     before = [x.clone() for x in past]
     q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))
     for _ in range(2):
-        extend(method, past, k, v, summary_queries(method, q, K), scale=SCALE)
+        extend(method, past, k, v, q, scale=SCALE)
         assert all(torch.equal(x, y) for x, y in zip(before, past, strict=True))
 
 
 def test_extend_trains_through_the_new_tokens_and_not_the_past():
     method = oracle.PLANS["lca"]
     q, k, v = (x.requires_grad_() for x in rows([30])[0])
-    sources, past = extend(method, None, k, v, summary_queries(method, q, K), scale=SCALE)
+    sources, past = extend(method, None, k, v, q, scale=SCALE)
     kept = attend_to(sources, q, scale=SCALE)[0]
     free = condense.attention(q, k, v, method=method)
     got, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (kept, free))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import condense
-from condense.functional import attend_to, extend, summary_queries
+from condense.functional import attend_to, extend
 from condense.ops import torch_blocks
 
 METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")
@@ -58,7 +58,7 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass(monkeypatch, limit)
     q, k, v = oracle.random_qkv(1, 4, 2, 60, 4, 4)
     v.requires_grad_()
     method = condense.CCA(group_size=4, window=8)
-    sources, _ = extend(method, None, k, v, summary_queries(method, q, 2), scale=0.5, keep=False)
+    sources, _ = extend(method, None, k, v, q, scale=0.5, keep=False)
     out, _ = attend_to(sources, q, scale=0.5, dropout_p=0.3, backend="torch")
     weight = torch.randn_like(out)
     (gradient,) = torch.autograd.grad((out * weight).sum(), v)

@@ -42,7 +42,7 @@ class CondensedLayer(CacheLayerMixin):
         """Read new tokens and return what their queries attend to.
 
         key_states ``[B, K, L, D]`` and value_states ``[B, K, L, Dv]``, right-aligned per row. Keywords, given by
-        the attention function of `condense.apply`: query_states, the summary queries ``[B, K, L, D]`` or None;
+        the attention function of `condense.apply`: query_states, the queries ``[B, H, L, D]``;
         scale, the softmax scale; counts, real tokens per row (int64 CPU ``[B]``) or None; trailing, slots at the
         end that were real in every row before alignment (default: the smallest count); backend.
         Raises ValueError if called by anything else.

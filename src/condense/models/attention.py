@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from condense.functional import attend_to, extend, outside_autocast, summary_queries
+from condense.functional import attend_to, extend, outside_autocast
 from condense.methods import Method
 from condense.models.families import FAMILIES, sliding_window, stock_class
 from condense.models.layers import ensure_layers
@@ -118,15 +118,12 @@ def _condensed(
     dropout: float,
 ) -> Tensor:
     counts = None if padding is None else padding.counts
-    summary_q = summary_queries(method, q, k.shape[1])
     if cache is None:
-        sources, _ = extend(method, None, k, v, summary_q, scale=scale, counts=counts, keep=False)
+        sources, _ = extend(method, None, k, v, q, scale=scale, counts=counts, keep=False)
     else:
         ensure_layers(cache, {layer_idx: method})
         trailing = q.shape[2] if padding is None else padding.trailing
-        sources, _ = cache.update(
-            k, v, layer_idx, query_states=summary_q, scale=scale, counts=counts, trailing=trailing
-        )
+        sources, _ = cache.update(k, v, layer_idx, query_states=q, scale=scale, counts=counts, trailing=trailing)
     return attend_to(sources, q, scale=scale, dropout_p=dropout)[0]
 
 
