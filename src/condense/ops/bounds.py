@@ -114,6 +114,11 @@ class UniformBounds:
         hulls = torch.stack([last.rep_end.amax((0, 1)), torch.minimum(raw_start, raw_end), raw_end], dim=1)
         return [Extent(*row) for row in hulls.tolist()]
 
+    def starts(self) -> Tensor:
+        """query_start, band_start and padding of each row, int64 CPU ``[B, 3]``; ``[1, 3]`` if all rows agree."""
+        parts = torch.broadcast_tensors(self.query_start, self.band_start, self._pads())
+        return torch.stack(parts, dim=1)
+
     def is_hull(self, start: int, stop: int) -> bool:
         """True for a single query that means the same in all rows: a decode step without padding."""
         return stop - start == 1 and self._rows_agree()
