@@ -11,14 +11,17 @@ from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = TRITON_DTYPES if DEVICE == "cuda" else [torch.float32]
-WIDTHS = TRITON_WIDTHS if DEVICE == "cuda" else (16, 24, 64)
+WIDTHS = [(192, 128), (96, 64), *((D, D) for D in TRITON_WIDTHS)] if DEVICE == "cuda" else [(16, 24), (64, 16)]
+LONG = 3 if DEVICE == "cuda" else 1
 # B, H, K, L, D, Dv
 SHAPES = {
     f"{name}-{D}-{Dv}": (*shape, D, Dv)
-    for name, shape in {"ratio1": (1, 2, 2, 70), "ratio3": (1, 3, 1, 149), "ratio7-padded": (2, 7, 1, 41)}.items()
-    for D, Dv in ([(D, D) for D in WIDTHS] if DEVICE == "cuda" else [(16, 24), (64, 16)])
-}
-WIDTH = WIDTHS[0]
+    for name, shape in {
+        "ratio1": (1, 2, 2, 70 * LONG), "ratio3": (1, 3, 1, 149 * LONG), "ratio7-padded": (2, 7, 1, 41 * LONG)
+    }.items()
+    for D, Dv in WIDTHS
+}  # fmt: skip
+WIDTH = 128 if DEVICE == "cuda" else 16
 SMALL = {"group_size": 4, "window": 9}
 CASES = {
     "dense": condense.Dense(),

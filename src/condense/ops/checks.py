@@ -12,9 +12,9 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("reference", "torch", "triton")
-# what the kernels were checked and timed with on a GPU
-TRITON_WIDTHS = (128,)
-TRITON_DTYPES = (torch.bfloat16,)
+# what the kernels were held to float64 with on a GPU
+TRITON_WIDTHS = (64, 80, 96, 128, 192, 256)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 

@@ -2,7 +2,9 @@
 
 One program per tile of rows (dq) and one per block of keys (dk, dv): no atomics, the same result every time.
 
-`delta` is ``sum(out * d_out) - d_lse`` per row, so that the log-sum-exp has a gradient too.
+Two numbers per query pass from the dq kernel to the other, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
+where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, so that the
+log-sum-exp has a gradient too.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ def _dq_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_dq_kernel(
-    q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, delta_ptr,
-    dq_ptr, s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, chunk, window, entries, max_chunks,
-    scale, softmax_scale,
+    q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr,
+    delta_ptr, dq_ptr, s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads,
+    chunk, window, entries, max_chunks, scale, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, delta ``[B, H, L]``.
+    """dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per row.
 
     out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out.
     """
@@ -66,8 +68,10 @@ def attend_dq_kernel(
     d_out = tl.load(d_out_ptr + out_at[:, None] + e[None, :], mask=v_width, other=0.0)
     out = tl.load(out_ptr + at[:, None] * DV + e[None, :], mask=v_width, other=0.0)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1) - tl.load(d_lse_ptr + at, mask=real, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=real, other=float("-inf")) * 1.4426950408889634
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    tl.store(row_lse_ptr + at, lse, mask=real)
     tl.store(delta_ptr + at, delta, mask=real)
-    lse = row_lse(lse_ptr + at, real)
     dq = tl.zeros([BM, BD], tl.float32)
     zero = tl.zeros_like(rep_end)
 
@@ -101,50 +105,40 @@ def attend_dq_kernel(
 
 
 @triton.jit
-def row_lse(at, real):
-    """Base-2 log-sum-exp of rows; infinite where a row sees nothing or does not count, so that its weights are 0."""
-    lse = tl.load(at, mask=real, other=float("-inf")) * 1.4426950408889634
-    return tl.where(lse == float("-inf"), float("inf"), lse)
-
-
-@triton.jit
-def _dkv_rows(
-    dk, dv, k, v, bias, q_ptr, d_out_ptr, lse_ptr, delta_ptr, s_ql, s_ol, q_rows, out_rows, stat_rows, rows, real,
-    first, last, lo, hi, L, R, scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+def _dkv_queries(
+    dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, b, kvh, first, last, lo, hi, L, R, scale,
+    BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds queries ``[lo, hi)`` to dk (up to the softmax scale) and dv; key n is seen by queries ``[first, last)``."""
-    d, e = tl.arange(0, BD), tl.arange(0, BV)
-    for start in range(lo, hi, BM // R):
-        inside = real & (start + rows < L)
-        wide = start + tl.zeros([], tl.int64)
-        q = tl.load(
-            q_ptr + wide * s_ql + q_rows[:, None] + d[None, :], mask=inside[:, None] & (d[None, :] < D), other=0.0
-        )
-        lse = row_lse(lse_ptr + wide + stat_rows, inside)
+    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv; queries ``[first, last)`` see a key.
+
+    One loop over heads and tiles of queries: loads of the next head overlap with the last head's work.
+    """
+    tiles = tl.cdiv(hi - lo, BM)
+    for x in range(R * tiles):
+        head, start = kvh * R + x // tiles, lo + x % tiles * BM
+        q = load_keys(q_source, b, head, start, BM, BD)
+        d_out = load_keys(d_out_source, b, head, start, BM, BV)
+        i = start + tl.arange(0, BM)
+        inside = (i < L) if MASKED else (i >= 0)
+        row = head.to(tl.int64) * L + i
+        lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))
+        delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
         p = tl.exp2(s * scale + (bias[:, None] - lse[None, :]))
         if MASKED:
-            i = start + rows
             p = tl.where((i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]), p, 0.0)
-        d_out = tl.load(
-            d_out_ptr + wide * s_ol + out_rows[:, None] + e[None, :],
-            mask=inside[:, None] & (e[None, :] < DV), other=0.0,
-        )  # fmt: skip
-        dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
-        delta = tl.load(delta_ptr + wide + stat_rows, mask=inside, other=0.0)
         ds = p * (dp - delta[None, :])
+        dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=(*VARYING, "N", "prefix_blocks"))
 def attend_dkv_kernel(
-    q_ptr, prefix_k_ptr, prefix_v_ptr, band_k_ptr, band_v_ptr, bias_ptr, bounds, prefix_seen, band_seen,
-    d_out_ptr, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
-    s_q, s_out, s_prefix_k, s_prefix_v, s_band_k, s_band_v, s_bias, s_prefix_seen, s_band_seen,
+    q_source, prefix_k_ptr, prefix_v_ptr, band_k_ptr, band_v_ptr, bias_ptr, bounds, prefix_seen, band_seen,
+    d_out_source, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
+    s_prefix_k, s_prefix_v, s_band_k, s_band_v, s_bias, s_prefix_seen, s_band_seen,
     K, R, L, M, N, prefix_blocks, query_start, band_start, pads, chunk, window, entries, max_chunks,
     scale, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -183,31 +177,25 @@ def attend_dkv_kernel(
         first, last = seen_by(n, size, False, L, b, kvh, band_seen, s_band_seen, bounds, start, rule, RULE)
     k, v = tl.load(k_at, mask=k_width, other=0.0), tl.load(v_at, mask=v_width, other=0.0)
 
-    # a row's place relative to the tile's first query
-    j = tl.arange(0, BM)
-    real, rows = j < BM // R * R, j // R
-    head = kvh * R + j % R
-    q_ptr += b * s_q[0]
-    q_rows = head * s_q[1] + rows.to(tl.int64) * s_q[2]
-    d_out_ptr += b * s_out[0]
-    out_rows = head * s_out[1] + rows.to(tl.int64) * s_out[2]
-    stat_rows = (b * K * R + head) * L + rows
+    lse_ptr += b * K * R * L
+    delta_ptr += b * K * R * L
     seen = first < last
     lo, hi = tl.min(tl.where(seen, first, L)), tl.max(last)
-    left, right = split(lo, tl.max(first), tl.min(tl.where(inside, last, L)), hi, BM // R)
+    left, right = split(lo, tl.max(first), tl.min(tl.where(inside, last, L)), hi, BM)
     dk, dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
-    dk, dv = _dkv_rows(
-        dk, dv, k, v, bias, q_ptr, d_out_ptr, lse_ptr, delta_ptr, s_q[2], s_out[2], q_rows, out_rows, stat_rows, rows,
-        real, first, last, lo, left, L, R, scale, D, DV, BD, BV, BM, True, PRECISION,
+    row, head = tl.program_id(0) // K, tl.program_id(0) % K
+    dk, dv = _dkv_queries(
+        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, lo, left, L, R,
+        scale, BD, BV, BM, True, PRECISION,
     )  # fmt: skip
-    dk, dv = _dkv_rows(
-        dk, dv, k, v, bias, q_ptr, d_out_ptr, lse_ptr, delta_ptr, s_q[2], s_out[2], q_rows, out_rows, stat_rows, rows,
-        real, first, last, left, right, L, R, scale, D, DV, BD, BV, BM, False, PRECISION,
+    dk, dv = _dkv_queries(
+        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, left, right, L, R,
+        scale, BD, BV, BM, False, PRECISION,
     )  # fmt: skip
-    dk, dv = _dkv_rows(
-        dk, dv, k, v, bias, q_ptr, d_out_ptr, lse_ptr, delta_ptr, s_q[2], s_out[2], q_rows, out_rows, stat_rows, rows,
-        real, first, last, right, hi, L, R, scale, D, DV, BD, BV, BM, True, PRECISION,
+    dk, dv = _dkv_queries(
+        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, right, hi, L, R,
+        scale, BD, BV, BM, True, PRECISION,
     )  # fmt: skip
-    row = (b * K + kvh) * size + wide_n
-    tl.store(dk_at + row * D + d[None, :], (dk * softmax_scale).to(k.dtype), mask=k_width)
-    tl.store(dv_at + row * DV + e[None, :], dv.to(v.dtype), mask=v_width)
+    at = (b * K + kvh) * size + wide_n
+    tl.store(dk_at + at * D + d[None, :], (dk * softmax_scale).to(k.dtype), mask=k_width)
+    tl.store(dv_at + at * DV + e[None, :], dv.to(v.dtype), mask=v_width)

@@ -78,8 +78,8 @@ def seen_by(n, size, is_prefix, L, b, kvh, seen, s_seen, bounds, start, rule, RU
 
 @triton.jit
 def split(lo, inner_lo, inner_hi, hi, step):
-    """Cuts ``[lo, hi)`` into steps: ``[lo, left)`` touches the left edge, ``[left, right)`` lies within the inner range,
-    ``[right, hi)`` touches the right edge.
+    """Cuts ``[lo, hi)`` into steps: ``[lo, left)`` touches the left edge, ``[left, right)`` lies within the inner
+    range, ``[right, hi)`` touches the right edge.
     """
     left = tl.minimum(lo + tl.cdiv(tl.maximum(inner_lo - lo, 0), step) * step, tl.maximum(hi, lo))
     right = left + tl.maximum(tl.minimum(inner_hi, hi) - left, 0) // step * step
