@@ -9,19 +9,13 @@ import condense
 from condense.ops import ArrayBounds, attend
 from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = TRITON_DTYPES if DEVICE == "cuda" else [torch.float32]
-WIDTHS = [(192, 128), (96, 64), *((D, D) for D in TRITON_WIDTHS)] if DEVICE == "cuda" else [(16, 24), (64, 16)]
-LONG = 3 if DEVICE == "cuda" else 1
-# B, H, K, L, D, Dv
-SHAPES = {
-    f"{name}-{D}-{Dv}": (*shape, D, Dv)
-    for name, shape in {
-        "ratio1": (1, 2, 2, 70 * LONG), "ratio3": (1, 3, 1, 149 * LONG), "ratio7-padded": (2, 7, 1, 41 * LONG)
-    }.items()
-    for D, Dv in WIDTHS
-}  # fmt: skip
-WIDTH = 128 if DEVICE == "cuda" else 16
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = TRITON_DTYPES if CUDA else [torch.float32]
+WIDTH = 128 if CUDA else 16
+# B, H, K, L
+SHAPES = {"ratio1": (1, 2, 2, 70), "ratio3": (1, 3, 1, 149), "ratio7-padded": (2, 7, 1, 41)}
+LONGER = 3 if CUDA else 1
 SMALL = {"group_size": 4, "window": 9}
 CASES = {
     "dense": condense.Dense(),
@@ -30,8 +24,16 @@ CASES = {
     "cca-no-window": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
     "streaming-log_size": condense.CCA(**SMALL, summary="streaming", rep_bias="log_size"),
 }
-if DEVICE == "cuda":
+if CUDA:
     CASES |= METHODS
+# every case and shape at one width, every width and dtype in one case
+WIDTHS = [(D, D) for D in TRITON_WIDTHS if D != WIDTH] + [(192, 128), (96, 64)] if CUDA else [(64, 16)]
+MATRIX = [(name, shape, DTYPES[0], WIDTH, 24 if not CUDA else WIDTH) for name in CASES for shape in SHAPES] + [
+    ("streaming-log_size", shape, dtype, *widths)
+    for widths, shape in zip(WIDTHS, list(SHAPES) * len(WIDTHS), strict=False)
+    for dtype in DTYPES
+]
+MATRIX += [("cca", "ratio3", dtype, WIDTH, WIDTH) for dtype in DTYPES[1:]]
 
 
 def run(method, q, k, v, pads, **kwargs):
@@ -39,11 +41,10 @@ def run(method, q, k, v, pads, **kwargs):
     return condense.attention(q, k, v, method=method, padding=padding, **kwargs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", CASES)
-def test_output_lse_and_gradients_within_budget(name, shape, dtype):
-    B, H, K, L, D, Dv = shape
+@pytest.mark.parametrize(("name", "shape", "dtype", "D", "Dv"), MATRIX, ids=lambda x: str(x))
+def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
+    B, H, K, L = SHAPES[shape]
+    L *= LONGER
     method, pads = CASES[name], None if B == 1 else [0, 13]
     if name == "lca-log_size":  # anchors are discontinuous, see budget
         K = H
@@ -143,7 +144,7 @@ def test_repeats_are_bit_equal():
         return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
 
     first = once()
-    for _ in range(50 if DEVICE == "cuda" else 2):
+    for _ in range(50 if CUDA else 2):
         assert all(torch.equal(x, y) for x, y in zip(first, once(), strict=True))
 
 

@@ -133,9 +133,9 @@ def _filled(sources: list[Tensor]) -> list[Tensor]:
 
 
 def _descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> dict[str, TensorDescriptor]:
-    """Tensor descriptors of ``[B, K, n, D]``, a tile being ``rows`` whole rows, by name."""
+    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]`` by name: tiles of ``rows`` and all heads."""
     return {
-        name: TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, _width(x.shape[3])])
+        name: TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *x.shape[2:-2], rows, _width(x.shape[-1])])
         for name, x in zip(names, tensors, strict=True)
     }
 
@@ -184,9 +184,12 @@ class _Attend(torch.autograd.Function):
 
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
         tiles = _tiles(q, out.shape[3], plan.R, "dkv")
+        # as many heads in a tile as are a power of two and leave none over
+        heads = min(plan.R & -plan.R, tiles["BM"])
+        grouped = [x.unflatten(1, (-1, heads)) for x in (q, d_out)]
         prefix_blocks = triton.cdiv(M, tiles["BN"])
         attend_dkv_kernel[B * plan.K, prefix_blocks + triton.cdiv(N, tiles["BN"])](
-            **_descriptors(("q_source", "d_out_source"), [q, d_out], tiles["BM"]), lse_ptr=row_lse,
+            **_descriptors(("q_source", "d_out_source"), grouped, tiles["BM"] // heads), lse_ptr=row_lse, HEADS=heads,
             **{f"{name}_ptr": x for name, x in zip(_NAMES, sources, strict=True)},
             **{f"d_{name}_ptr": x for name, x in zip(_NAMES, grads, strict=True)},
             **{f"s_{name}": x.stride()[:3] for name, x in zip(_NAMES, sources, strict=True)},

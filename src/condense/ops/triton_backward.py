@@ -107,30 +107,30 @@ def attend_dq_kernel(
 @triton.jit
 def _dkv_queries(
     dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, b, kvh, first, last, lo, hi, L, R, scale,
-    BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv; queries ``[first, last)`` see a key.
-
-    One loop over heads and tiles of queries: loads of the next head overlap with the last head's work.
-    """
-    tiles = tl.cdiv(hi - lo, BM)
-    for x in range(R * tiles):
-        head, start = kvh * R + x // tiles, lo + x % tiles * BM
-        q = load_keys(q_source, b, head, start, BM, BD)
-        d_out = load_keys(d_out_source, b, head, start, BM, BV)
-        i = start + tl.arange(0, BM)
-        inside = (i < L) if MASKED else (i >= 0)
-        row = head.to(tl.int64) * L + i
-        lse = tl.load(lse_ptr + row, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
-        p = tl.exp2(s * scale + (bias[:, None] - lse[None, :]))
-        if MASKED:
-            p = tl.where((i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]), p, 0.0)
-        ds = p * (dp - delta[None, :])
-        dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv; ``[first, last)`` see a key."""
+    QUERIES: tl.constexpr = BM // HEADS
+    row = tl.arange(0, BM)
+    for group in range(R // HEADS):
+        head = kvh * (R // HEADS) + group
+        stat_rows = (head * HEADS + row // QUERIES).to(tl.int64) * L + row % QUERIES
+        for start in range(lo, hi, QUERIES):
+            i = start + row % QUERIES
+            inside = i < L if MASKED else i >= 0
+            q = q_source.load([b, head, 0, start, 0]).reshape(BM, BD)
+            d_out = d_out_source.load([b, head, 0, start, 0]).reshape(BM, BV)
+            lse = tl.load(lse_ptr + stat_rows + start, mask=inside, other=float("inf"))
+            delta = tl.load(delta_ptr + stat_rows + start, mask=inside, other=0.0)
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+            p = tl.exp2(s * scale + (bias[:, None] - lse[None, :]))
+            if MASKED:
+                p = tl.where((i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]), p, 0.0)
+            ds = p * (dp - delta[None, :])
+            dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -142,9 +142,11 @@ def attend_dkv_kernel(
     K, R, L, M, N, prefix_blocks, query_start, band_start, pads, chunk, window, entries, max_chunks,
     scale, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, n, D]`` and dv ``[B, K, n, Dv]`` of both sources, contiguous.
+
+    A tile of rows is ``BM // HEADS`` queries of HEADS heads, q and d_out ``[B, H / HEADS, HEADS, L, D]``.
 
     One launch for both: the first prefix blocks, which nearly all queries see, start first, and the band's many
     short programs fill the rest of the device.
@@ -181,20 +183,20 @@ def attend_dkv_kernel(
     delta_ptr += b * K * R * L
     seen = first < last
     lo, hi = tl.min(tl.where(seen, first, L)), tl.max(last)
-    left, right = split(lo, tl.max(first), tl.min(tl.where(inside, last, L)), hi, BM)
+    left, right = split(lo, tl.max(first), tl.min(tl.where(inside, last, L)), hi, BM // HEADS)
     dk, dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
     row, head = tl.program_id(0) // K, tl.program_id(0) % K
     dk, dv = _dkv_queries(
         dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, lo, left, L, R,
-        scale, BD, BV, BM, True, PRECISION,
+        scale, BD, BV, BM, HEADS, True, PRECISION,
     )  # fmt: skip
     dk, dv = _dkv_queries(
         dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, left, right, L, R,
-        scale, BD, BV, BM, False, PRECISION,
+        scale, BD, BV, BM, HEADS, False, PRECISION,
     )  # fmt: skip
     dk, dv = _dkv_queries(
         dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, right, hi, L, R,
-        scale, BD, BV, BM, True, PRECISION,
+        scale, BD, BV, BM, HEADS, True, PRECISION,
     )  # fmt: skip
     at = (b * K + kvh) * size + wide_n
     tl.store(dk_at + at * D + d[None, :], (dk * softmax_scale).to(k.dtype), mask=k_width)
