@@ -18,10 +18,11 @@ _STAMP = "%Y%m%dT%H%M%SZ"
 
 
 def result_path(folder: Path, kind: str, what: str, device: torch.device) -> Path:
-    """``bench-<kind>-<what>-<device>-<UTC time>.json``. Raises ValueError if it cannot be written."""
+    """``bench-<kind>-<what>-<device>-<UTC time>.json``, in a folder that is made. Raises ValueError if it cannot be."""
     stamp = datetime.datetime.now(datetime.UTC).strftime(_STAMP)
     path = folder / f"{_stem(kind, what, device)}-{stamp}.json"
     refuse_existing(path, "results")
+    folder.mkdir(parents=True, exist_ok=True)  # now, not after minutes of work
     return path
 
 

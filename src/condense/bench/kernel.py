@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from condense.bench import tasks
+from condense.bench import steps, tasks
 from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
 from condense.bench.gate import WHOLE, Verdict
 from condense.bench.problems import Setting
@@ -18,7 +18,7 @@ from condense.bench.rows import OPS, REFERENCE_OP, Row, condensed_runners, cross
 from condense.bench.tasks import Task, Work
 from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method
-from condense.ops import resolve_backend
+from condense.ops import UniformRule, resolve_backend
 from condense.results import plain
 
 
@@ -37,9 +37,9 @@ class KernelPlan:
     def num_rows(self) -> int:
         """How many rows there will be."""
         per_method = sum(1 for method in self.methods.values() for op in self.ops if op != "pooling" or pools(method))
-        flex = len(self.methods) - 1
+        masks = len(_with_own_mask(self.methods))
         per_baseline = sum(
-            (1 + flex * (name == "flex_mask")) * (op in BASELINES[name].ops)
+            (masks if name == "flex_mask" else 1) * (op in BASELINES[name].ops)
             for name in self.baselines
             for op in self.ops
         )
@@ -88,11 +88,12 @@ def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
     """Per operation and method the length from which it is faster than the fastest dense baseline."""
     return {
         op: {
-            runner: crossover(medians(rows, [runner], op=op), medians(rows, DENSE_BASELINES, op=reference))
+            runner: crossover(medians(rows, [runner], op=op), dense)
             for runner in condensed_runners(rows)
+            if medians(rows, [runner], op=op).keys() & dense.keys()
         }
         for op, reference in REFERENCE_OP.items()
-        if medians(rows, condensed_runners(rows), op=op)
+        if (dense := medians(rows, DENSE_BASELINES, op=reference))
     }
 
 
@@ -105,9 +106,9 @@ def _tasks(plan: KernelPlan) -> Iterator[Task]:
         if "decode" in plan.ops:
             for name in plan.baselines:
                 if "decode" in BASELINES[name].ops:
-                    yield tasks.baseline_step_task(setting, length, name)
+                    yield steps.baseline_step_task(setting, length, name)
             for label, method in plan.methods.items():
-                yield tasks.step_task(setting, length, label, method, backend)
+                yield steps.step_task(setting, length, label, method, backend)
 
 
 def _whole_sequences(plan: KernelPlan, length: int, ops: Sequence[str]) -> Iterator[Task]:
@@ -117,11 +118,20 @@ def _whole_sequences(plan: KernelPlan, length: int, ops: Sequence[str]) -> Itera
         for name in plan.baselines:
             if op in BASELINES[name].ops and name in DENSE_BASELINES:
                 yield tasks.baseline_task(setting, inputs, op, name)
-        for label, method in plan.methods.items():
-            if "flex_mask" in plan.baselines and op in BASELINES["flex_mask"].ops:
+        if "flex_mask" in plan.baselines and op in BASELINES["flex_mask"].ops:
+            for method in _with_own_mask(plan.methods):
                 yield tasks.flex_mask_task(setting, inputs, op, method)
+        for label, method in plan.methods.items():
             if op != "pooling" or pools(method):
                 yield tasks.method_task(setting, inputs, op, label, method, plan.backend)
+
+
+def _with_own_mask(methods: Mapping[str, Method]) -> list[Method]:
+    """One method per rule of who sees what: others with the same rule have the same mask."""
+    first: dict[UniformRule, Method] = {}
+    for method in methods.values():
+        first.setdefault(method.rule, method)
+    return list(first.values())
 
 
 def _short_verdicts(plan: KernelPlan) -> dict[tuple[str, str], Verdict | str]:
@@ -150,6 +160,7 @@ def _row(
         "runner": task.runner,
         "condensed": task.condensed,
         "method": task.method,
+        "mask": None if task.method is None else str(task.method.rule),
         "length": task.length,
     }
     reason = None if task.condensed else obstacle(task.runner, clock.device)

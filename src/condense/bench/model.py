@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from condense.bench.gate import Verdict
 from condense.bench.model_gate import ModelGate, random_tokens
-from condense.bench.rows import Row, crossover, first_line, medians
+from condense.bench.rows import Row, condensed_runners, crossover, first_line, medians
 from condense.bench.runners import RUNNERS, Reading, read_by_graph
 from condense.bench.timing import Times
 from condense.methods import Method
@@ -94,11 +94,12 @@ def bench_model(
 def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
     """Per figure and condensed row the length from which it is faster than the fastest dense runner."""
     dense = [row["runner"] for row in rows if not row["condensed"]]
-    ours = dict.fromkeys(row["runner"] for row in rows if row["condensed"])
-    return {
-        time: {name: crossover(medians(rows, [name], time=time), medians(rows, dense, time=time)) for name in ours}
-        for time in ("first", "step")
-    }
+    result: dict[str, dict[str, float | None]] = {}
+    for time in ("first", "step"):
+        baseline = medians(rows, dense, time=time)
+        ours = {name: medians(rows, [name], time=time) for name in condensed_runners(rows)}
+        result[time] = {name: crossover(mine, baseline) for name, mine in ours.items() if mine.keys() & baseline.keys()}
+    return result
 
 
 def _verdict(model: PreTrainedModel, runner: str, method: Method | None, plan: ModelPlan) -> Verdict | str | None:

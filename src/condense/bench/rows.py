@@ -53,8 +53,8 @@ def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
         and other["op"] == reference
         and other["length"] == row["length"]
         and other.get("times") is not None
-        # our mask is one method's, and its keys are representatives already made
-        and (other.get("method") is None or (other["method"] == row["method"] and row["op"] != "layer"))
+        # FlexAttention with our mask has its representatives made already
+        and (other["mask"] is None or (other["mask"] == row["mask"] and row["op"] != "layer"))
     }
 
 

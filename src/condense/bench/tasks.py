@@ -5,7 +5,6 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from condense.bench import gate
-from condense.bench.baselines import dense_attention, dense_step
+from condense.bench.baselines import dense_attention
 from condense.bench.flex import flex_attention, joined_keys
 from condense.bench.gate import Verdict
 from condense.bench.problems import (
@@ -23,13 +22,10 @@ from condense.bench.problems import (
     attention_flops,
     pooled,
     pooling_bytes,
-    step_bytes,
     visible_pairs,
 )
 from condense.functional import Sources, attend_to, attention
 from condense.methods import Dense, Method
-
-MIN_CACHES = 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Task:
-    """A row to be. ``method``: None for dense baselines; ``runner``: the method's label or the baseline's name."""
+    """A row to be. ``method``: whose mask it has (None: dense); ``runner``: the method's label or the baseline."""
 
     op: str
     runner: str
@@ -125,50 +121,6 @@ def flex_mask_task(setting: Setting, inputs: Inputs, op: str, method: Method) ->
         return Work([_call(op, attend, tensors, setting)], check, flops=_flops(setting, sources, L, op))
 
     return Task(op, "flex_mask", method, False, L, prepare)
-
-
-def step_task(setting: Setting, length: int, label: str, method: Method, backend: str) -> Task:
-    """One decode step over a condensed cache."""
-
-    def prepare() -> Work:
-        steps = _steps(setting, method, length)
-        scale = float(setting.shape.width**-0.5)
-
-        def call(q: Tensor, sources: Sources) -> Tensor:
-            return attend_to(sources, q, scale=scale, backend=backend)[0]
-
-        return Work(
-            [lambda step=step: call(*step) for step in steps],  # type: ignore[misc]
-            lambda: gate.check_output(call(*steps[0]), *steps[0], scale=scale),
-            nbytes=step_bytes(*steps[0]),
-        )
-
-    return Task("decode", label, method, True, length, prepare)
-
-
-def baseline_step_task(setting: Setting, length: int, name: str) -> Task:
-    """One decode step of a dense baseline over the full cache."""
-
-    def prepare() -> Work:
-        steps = _steps(setting, Dense(), length)
-        shape = setting.shape
-        attend = dense_step(name, shape.num_q, shape.num_kv, float(shape.width**-0.5))
-        return Work(
-            [lambda q=q, s=s: attend(q, s.band_k, s.band_v) for q, s in steps],  # type: ignore[misc]
-            nbytes=step_bytes(*steps[0]),
-        )
-
-    return Task("decode", name, None, False, length, prepare)
-
-
-def _steps(setting: Setting, method: Method, length: int) -> list[tuple[Tensor, Sources]]:
-    """As many queries with caches as it takes to be larger than the second-level cache three times over."""
-    steps = [setting.step(method, length, draw) for draw in range(MIN_CACHES)]
-    if setting.device.type == "cuda":
-        cache = torch.cuda.get_device_properties(setting.device).L2_cache_size
-        wanted = math.ceil(3 * cache / step_bytes(*steps[0]))
-        steps += [setting.step(method, length, draw) for draw in range(MIN_CACHES, wanted)]
-    return steps
 
 
 def _flops(setting: Setting, sources: Sources, length: int, op: str) -> int:
