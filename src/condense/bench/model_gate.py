@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from condense.bench.gate import Verdict
-from condense.bench.runners import graph_decoder, last_logits
+from condense.bench.runners import graph_decoder
 from condense.methods import Method
 from condense.models import use
 
@@ -54,7 +54,7 @@ class ModelGate:
             signs = torch.randn(embeddings.shape, generator=generator, device=embeddings.device).sign()
             embeddings = embeddings + embeddings * signs.to(embeddings.dtype) * torch.finfo(embeddings.dtype).eps
         out = self.model(inputs_embeds=embeddings, use_cache=True, logits_to_keep=1)
-        return last_logits(out.logits).double()
+        return out.logits[:, -1].double()
 
     def _in_pieces(self) -> Tensor:
         """Two pieces of the text, then one token at a time."""
@@ -62,15 +62,15 @@ class ModelGate:
         prompt = self.ids.shape[1] - self.steps
         for piece in self.ids.split([prompt // 2 + 1, prompt - prompt // 2 - 1, *[1] * self.steps], dim=1):
             logits = self.model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return last_logits(logits).double()
+        return logits[:, -1].double()
 
     def _by_graph(self) -> Tensor:
         prompt = self.ids.shape[1] - self.steps
         decoder = graph_decoder(self.model, 1, self.ids.shape[1] + 1)
         logits = decoder.prefill(self.ids[:, :prompt], chunk=prompt // 2 + 1)
         for step in range(prompt, self.ids.shape[1]):
-            logits = decoder.step(self.ids[:, step : step + 1])
-        return last_logits(logits).double()
+            logits = decoder.step(self.ids[:, step])
+        return logits.double()
 
 
 def random_tokens(model: PreTrainedModel, length: int, seed: int) -> Tensor:

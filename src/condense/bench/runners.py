@@ -50,19 +50,18 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
 
 
 def read_by_graph(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
-    """A static cache and a replayed CUDA graph; the step that records it is not counted. ids ``[B, L]``."""
+    """A static cache and a replayed CUDA graph, ids ``[B, L]``; making and recording them is not on the first token."""
     start = now(ids.device)
-    decoder = graph_decoder(model, ids.shape[0], ids.shape[1] + steps + 2)
+    decoder = graph_decoder(model, ids.shape[0], ids.shape[1] + steps)
+    decoder.prefill(ids[:, :1])
     marks = [now(ids.device)]
     setup_s = marks[0] - start
-    tokens = next_tokens(decoder.prefill(ids, chunk=chunk))
-    first_s = now(ids.device) - marks[0]
-    tokens = next_tokens(decoder.step(tokens))
-    marks = [now(ids.device)]
+    tokens = decoder.prefill(ids, chunk=chunk).argmax(-1)
+    marks.append(now(ids.device))
     for _ in range(steps):
-        tokens = next_tokens(decoder.step(tokens))
+        tokens = decoder.step(tokens).argmax(-1)
         marks.append(now(ids.device))
-    further = [b - a for a, b in itertools.pairwise(marks)]
+    first_s, *further = (b - a for a, b in itertools.pairwise(marks))
     return Reading(first_s, further, cache_nbytes(decoder.cache), setup_s)
 
 
@@ -72,16 +71,6 @@ def graph_decoder(model: PreTrainedModel, batch_size: int, max_length: int) -> A
     if decoder is None:
         raise ValueError("this version of condense has no GraphDecoder")
     return decoder(model, batch_size=batch_size, max_length=max_length)
-
-
-def next_tokens(logits: Tensor) -> Tensor:
-    """Greedy choice ``[B, 1]`` from the last of the logits ``[B, V]`` or ``[B, n, V]``."""
-    return last_logits(logits).argmax(-1, keepdim=True)
-
-
-def last_logits(logits: Tensor) -> Tensor:
-    """``[B, V]``."""
-    return logits if logits.ndim == 2 else logits[:, -1]
 
 
 def now(device: torch.device) -> float:
