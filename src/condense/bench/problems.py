@@ -86,7 +86,7 @@ class Setting:
         """
         seen, heads = torch.tensor([length + 1]), self.shape
         M = int(num_entries(method, seen))
-        N = length + 1 if method.rule.window is None else int(seen - first_needed(method, seen - SLACK))
+        N = int(seen - first_needed(method, seen - 1 - SLACK))
         q = self.normal(heads.num_q, 1, heads.width, draw=4 * draw)
         prefix_k, prefix_v, band_k, band_v = (
             self.normal(heads.num_kv, size, width, draw=4 * draw + i)
