@@ -87,9 +87,9 @@ class Setting:
         seen, heads = torch.tensor([length + 1]), self.shape
         M = int(num_entries(method, seen))
         N = int(seen - first_needed(method, seen - 1 - SLACK))
-        q = self.normal(heads.num_q, 1, heads.width, draw=4 * draw)
+        q = self.normal(heads.num_q, 1, heads.width, draw=5 * draw)
         prefix_k, prefix_v, band_k, band_v = (
-            self.normal(heads.num_kv, size, width, draw=4 * draw + i)
+            self.normal(heads.num_kv, size, width, draw=5 * draw + 1 + i)
             for i, (size, width) in enumerate(
                 ((M, heads.width), (M, heads.value_width), (N, heads.width), (N, heads.value_width))
             )

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from condense import bench
 from condense.cli.bench_tables import print_kernel, print_model
@@ -127,6 +127,8 @@ def model_command(
         prefill_chunk,
         seed,
     )
+    if model is not None:
+        read_saved(model, AutoConfig.from_pretrained)
     name = chosen if model is None else Path(model).name
     what = "-".join(
         [
