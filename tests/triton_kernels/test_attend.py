@@ -6,7 +6,7 @@ import torch
 from budget import METHODS, band, errors
 
 import condense
-from condense.ops import ArrayBounds, attend
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend, triton_attend
 from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
 
 CUDA = torch.cuda.is_available()
@@ -158,3 +158,17 @@ def test_a_later_token_leaves_earlier_outputs_bit_equal():
             x[:, :, t:] += 1
         after = condense.attention(*changed, method=CASES["streaming-log_size"], backend="triton")
         assert torch.equal(before[:, :, :t], after[:, :, :t])
+
+
+@pytest.mark.parametrize("kind", ["row", "rows", "arrays"])
+def test_is_one_well_formed_operation(kind):
+    """Schema, fake and autograd registrations, and what torch.compile makes of them."""
+    dtype = DTYPES[0]
+    q, k, v = (x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(2, 4, 2, 20, WIDTH, WIDTH, dtype=dtype))
+    starts = torch.tensor([[0], [-3]]) if kind == "rows" else torch.zeros(1, 1, dtype=torch.int64)
+    bounds = UniformBounds(UniformRule(4, 5), starts[:, 0], starts[:, 0])
+    if kind == "arrays":
+        bounds = ArrayBounds(*bounds.arrays(0, 20, q.device))
+    prefix_k, prefix_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
+    arguments = (q, prefix_k, prefix_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3)
+    torch.library.opcheck(triton_attend._attend, arguments)

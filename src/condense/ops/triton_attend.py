@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from condense.ops.bounds import Bounds, UniformBounds
@@ -54,33 +53,27 @@ def _tiles(q: Tensor, Dv: int, R: int, kernel: str) -> dict[str, int]:
 class _Plan:
     """What the kernels of one call share: the rule or bounds on the device, strides, scales."""
 
-    def __init__(self, q: Tensor, band_k: Tensor, bounds: Bounds, bias: Tensor | None, scale: float) -> None:
-        self.K, self.R, self.L = band_k.shape[1], q.shape[1] // band_k.shape[1], q.shape[2]
+    def __init__(
+        self,
+        q: Tensor,
+        K: int,
+        bias: Tensor | None,
+        bounds: list[Tensor],
+        rule: list[int],
+        start: list[int],
+        scale: float,
+    ) -> None:
+        self.K, self.R, self.L = K, q.shape[1] // K, q.shape[2]
         self.scale = scale
-        self.bias = q.new_empty(1, dtype=torch.float32) if bias is None else (bias.float() * _LOG2E).contiguous()
         self.biased = bias is not None
+        self.bias = q.new_empty(1, dtype=torch.float32) if bias is None else (bias.float() * _LOG2E).contiguous()
         self.s_bias = (0, 0) if bias is None else _row_strides(self.bias)
         # three products of the matrix units in place of one exact: within the error of PyTorch's float32 attention
         self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
-        self.rule: tuple[int, int, int, int] = (1, 1, 1, 1)
-        self.start = (0, 0, 0)
-        self.s_bounds = (0, 0)
-        self.bounds: tuple[Tensor, ...]
-        if isinstance(bounds, UniformBounds):
-            rule = bounds.rule
-            limits = [_UNLIMITED if x is None else x for x in (rule.window, rule.max_chunks)]
-            self.rule = (rule.chunk, limits[0], rule.entries, limits[1])
-            starts = bounds.starts()
-            self.kind = "row" if starts.shape[0] == 1 else "rows"
-            if self.kind == "row":
-                self.start = tuple(starts[0].tolist())
-            on_device = starts.to(q.device, torch.int32, non_blocking=True) if self.kind == "rows" else self.bias
-            self.bounds = (on_device,) * 3
-        else:
-            self.kind = "arrays"
-            arrays = torch.broadcast_tensors(*bounds.arrays(0, self.L, q.device))
-            self.bounds = tuple(x.to(torch.int32).contiguous() for x in arrays)
-            self.s_bounds = _row_strides(self.bounds[0])
+        self.rule, self.start = rule, start
+        self.kind = ("row", "rows", "", "arrays")[len(bounds)]
+        self.bounds = (*bounds, self.bias, self.bias, self.bias)[:3]
+        self.s_bounds = _row_strides(bounds[0]) if self.kind == "arrays" else (0, 0)
 
     def shared(self) -> dict[str, Any]:
         """Keyword arguments of every kernel."""
@@ -94,7 +87,7 @@ class _Plan:
     def seen(self, sizes: tuple[int, int]) -> dict[str, Any]:
         """Which queries see each key of the two sources, for bounds given as arrays: keyword arguments."""
         if self.kind != "arrays":
-            nothing = (self.bounds[0],) * 2
+            nothing = (self.bias,) * 2
             return {"prefix_seen": nothing, "band_seen": nothing, "s_prefix_seen": (0, 0), "s_band_seen": (0, 0)}
         rep_end, raw_start, raw_end = self.bounds
         prefix = _seen_by(torch.zeros_like(rep_end), rep_end, sizes[0])
@@ -141,50 +134,58 @@ def _descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> di
     }
 
 
-class _Attend(torch.autograd.Function):
-    """Forward and backward of prefix-band attention; see `attend`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor]:
-        q, *sources = (_whole_rows(x) for x in (q, prefix_k, prefix_v, band_k, band_v))
-        B, H, L, D = q.shape
-        Dv = band_v.shape[3]
-        out = q.new_empty(B, H, L, Dv)
-        lse = q.new_empty(B, H, L, dtype=torch.float32)
-        tiles = _tiles(q, Dv, plan.R, "fwd")
-        attend_fwd_kernel[triton.cdiv(L, tiles["BM"] // plan.R), B * plan.K](
+@torch.library.custom_op("condense::attend", mutates_args=())
+def _attend(
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
+    bounds: list[Tensor], rule: list[int], start: list[int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp; bounds, rule and start from `_describe`. One operation for torch.compile."""
+    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale)
+    q, *sources = (_whole_rows(x) for x in (q, prefix_k, prefix_v, band_k, band_v))
+    out, lse = _results(q, band_v)
+    tiles = _tiles(q, out.shape[3], plan.R, "fwd")
+    # kernels start on the current device, which need not be the tensors' in a model spread over several
+    with torch.cuda.device_of(q):
+        attend_fwd_kernel[triton.cdiv(plan.L, tiles["BM"] // plan.R), q.shape[0] * plan.K](
             q_ptr=q, **_descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, lse_ptr=lse,
-            s_q=q.stride()[:3], s_bounds=plan.s_bounds, M=prefix_k.shape[2], **plan.shared(), **_widths(D, Dv), **tiles,
+            s_q=q.stride()[:3], s_bounds=plan.s_bounds, M=prefix_k.shape[2], **plan.shared(),
+            **_widths(q.shape[3], out.shape[3]), **tiles,
         )  # fmt: skip
-        ctx.save_for_backward(q, *sources, out, lse)
-        ctx.plan = plan
-        return out, lse
+    return out, lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, *sources, out, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        B, _, L, D = q.shape
-        M, N = sources[0].shape[2], sources[2].shape[2]
-        d_out = _whole_rows(d_out)
-        row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
-        shared = {
-            "delta_ptr": delta, "M": M, "softmax_scale": plan.scale, **plan.shared(), **_widths(D, out.shape[3])
-        }  # fmt: skip
 
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        tiles = _tiles(q, out.shape[3], plan.R, "dq")
+def _results(q: Tensor, band_v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for output and log-sum-exp."""
+    return q.new_empty(*q.shape[:3], band_v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_attend.register_fake
+def _(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _results(q, band_v)
+
+
+@torch.library.custom_op("condense::attend_backward", mutates_args=())
+def _attend_backward(
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor,
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
+    bounds: list[Tensor], rule: list[int], start: list[int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q and the four sources."""
+    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale)
+    d_out, q, *sources = (_whole_rows(x) for x in (d_out, q, prefix_k, prefix_v, band_k, band_v))
+    B, _, L, D = q.shape
+    M, N, Dv = prefix_k.shape[2], band_k.shape[2], out.shape[3]
+    row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+    shared = {"delta_ptr": delta, "M": M, "softmax_scale": scale, **plan.shared(), **_widths(D, Dv)}
+    dq, *grads = _gradients(q, *sources)
+    with torch.cuda.device_of(q):
+        tiles = _tiles(q, Dv, plan.R, "dq")
         attend_dq_kernel[triton.cdiv(L, tiles["BM"] // plan.R), B * plan.K](
             q_ptr=q, **_descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, d_out_ptr=d_out, lse_ptr=lse,
             d_lse_ptr=d_lse.contiguous(), row_lse_ptr=row_lse, dq_ptr=dq, s_q=q.stride()[:3], s_out=d_out.stride()[:3],
             s_bounds=plan.s_bounds, **shared, **tiles,
         )  # fmt: skip
-
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in sources]
-        tiles = _tiles(q, out.shape[3], plan.R, "dkv")
+        tiles = _tiles(q, Dv, plan.R, "dkv")
         # as many heads in a tile as are a power of two and leave none over
         heads = min(plan.R & -plan.R, tiles["BM"])
         grouped = [x.unflatten(1, (-1, heads)) for x in (q, d_out)]
@@ -196,7 +197,51 @@ class _Attend(torch.autograd.Function):
             **{f"s_{name}": x.stride()[:3] for name, x in zip(_NAMES, sources, strict=True)},
             **plan.seen((M, N)), N=N, prefix_blocks=prefix_blocks, **shared, **tiles,
         )  # fmt: skip
-        return dq, *grads, None
+    return dq, grads[0], grads[1], grads[2], grads[3]
+
+
+def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Room for gradients, contiguous."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+
+
+@_attend_backward.register_fake
+def _(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return _gradients(*inputs[:5])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, bounds, ctx.rule, ctx.start, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors, *bounds)
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    out, lse, q, prefix_k, prefix_v, band_k, band_v, bias, *bounds = ctx.saved_tensors
+    grads = _attend_backward(
+        d_out, d_lse, out, lse, q, prefix_k, prefix_v, band_k, band_v, bias, bounds, ctx.rule, ctx.start, ctx.scale
+    )
+    return *grads, None, [None] * len(bounds), None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _describe(bounds: Bounds, L: int, device: torch.device) -> tuple[list[Tensor], list[int], list[int]]:
+    """Bounds as kernels take them: tensors on the device, the uniform rule, and where the only row starts.
+
+    No tensor: the rule, alike in all rows. One, int32 ``[B, 3]``: the rule, rows starting apart. Three, int32
+    ``[B|1, K|1, L]``: bounds as they are.
+    """
+    if not isinstance(bounds, UniformBounds):
+        arrays = torch.broadcast_tensors(*bounds.arrays(0, L, device))
+        return [x.to(torch.int32).contiguous() for x in arrays], [1, 1, 1, 1], [0, 0, 0]
+    rule = bounds.rule
+    window, max_chunks = (_UNLIMITED if x is None else x for x in (rule.window, rule.max_chunks))
+    numbers = [rule.chunk, window, rule.entries, max_chunks]
+    starts = bounds.starts()
+    if starts.shape[0] == 1:
+        return [], numbers, starts[0].tolist()
+    return [starts.to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0]
 
 
 def attend(
@@ -213,8 +258,7 @@ def attend(
     """See `condense.ops.attend`."""
     if scale <= 0:  # the kernels count on a positive scale
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-    plan = _Plan(q, band_k, bounds, prefix_bias, scale)
-    # kernels start on the current device, which need not be the tensors' in a model spread over several
-    with torch.cuda.device_of(q):
-        out: tuple[Tensor, Tensor] = _Attend.apply(q, prefix_k, prefix_v, band_k, band_v, plan)
+    out: tuple[Tensor, Tensor] = _attend(
+        q, prefix_k, prefix_v, band_k, band_v, prefix_bias, *_describe(bounds, q.shape[2], q.device), scale
+    )
     return out
