@@ -43,7 +43,7 @@ class Windows(NamedTuple):
     start: Tensor
     before: Tensor
     after: Tensor
-    count: int
+    num: int
     size: int
     stride: int
 

@@ -67,11 +67,11 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
         # column 0 is position `origin`, the last column position `after - 1`
         known = torch.cat([tail[b], means[b, :, L - (after - before) :]], dim=1).to(wide)
         origin = before - Q
-        for j in range(windows.count):
+        for j in range(windows.num):
             begin = start + windows.stride * j
             positions = [p for p in range(max(0, begin, origin), begin + windows.size) if p < after]
             total = sum((known[:, p - origin] for p in positions), torch.zeros_like(known[:, :1].sum(1)))
-            rows.append(total / max(1, len(positions)))
+            rows.append(total / max(1, min(windows.size, begin + windows.size)))
     return torch.stack(rows).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 

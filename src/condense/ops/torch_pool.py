@@ -16,7 +16,7 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     """See `condense.ops.summarize`."""
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
-    G, S, stride = windows.count, windows.size, windows.stride
+    G, S, stride = windows.num, windows.size, windows.stride
     agreed = windows.agreed()
     if agreed is None or agreed[0] < max(0, agreed[1] - Q):
         return _ragged(q, tail, windows)
@@ -42,8 +42,8 @@ def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     first = L - (after - before)
     lo = min(L, max(0, int((first + start - before).min())))
     known = torch.cat([tail, _head_mean(q[:, :, lo:], K)], dim=2)
-    total = known.new_zeros(B, K, windows.count, D, dtype=wide)
-    begin = start + windows.stride * torch.arange(windows.count)
+    total = known.new_zeros(B, K, windows.num, D, dtype=wide)
+    begin = start + windows.stride * torch.arange(windows.num)
     for s in range(windows.size):
         position = begin + s
         inside = (position >= 0) & (position >= before - Q) & (position < after)
