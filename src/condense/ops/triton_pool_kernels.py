@@ -230,15 +230,15 @@ def pool_bwd_kernel(
         for i in tl.range(0, c, loop_unroll_factor=UNROLL):
             n = start + j * c + i
             seen = (real & (n < N))[:, None]
-            at = n[:, None].to(tl.int64)
-            k = tl.load(k_row + at * s_kn, mask=seen & k_width, other=0.0).to(tl.float32)
+            token = n[:, None].to(tl.int64)
+            k = tl.load(k_row + token * s_kn, mask=seen & k_width, other=0.0).to(tl.float32)
             gain = tl.zeros([BG], tl.float32)
             if KEYS == "weighted":
                 gain += tl.sum(k * d_key, 1)
             if KEYS == "max":
                 k_max, k_ties = _largest(k_max, k_ties, k)
             if DV > 0 and (VALUES == "weighted" or VALUES == "max"):
-                v = tl.load(v_row + at * s_vn, mask=seen & v_width, other=0.0).to(tl.float32)
+                v = tl.load(v_row + token * s_vn, mask=seen & v_width, other=0.0).to(tl.float32)
                 if VALUES == "weighted":
                     gain += tl.sum(v * d_value, 1)
                 else:
@@ -260,11 +260,11 @@ def pool_bwd_kernel(
         n = start + j * c + i
         inside = ((n >= 0) & (n < N))[:, None]
         seen = real[:, None] & inside
-        at = n[:, None].to(tl.int64)
-        k = tl.load(k_row + at * s_kn, mask=seen & k_width, other=0.0).to(tl.float32)
+        token = n[:, None].to(tl.int64)
+        k = tl.load(k_row + token * s_kn, mask=seen & k_width, other=0.0).to(tl.float32)
         v = tl.zeros([BG, BV], tl.float32)
         if DV > 0 and (VALUES == "weighted" or VALUES == "max"):
-            v += tl.load(v_row + at * s_vn, mask=seen & v_width, other=0.0)
+            v += tl.load(v_row + token * s_vn, mask=seen & v_width, other=0.0)
         weight = tl.zeros([BG], tl.float32)
         gain = tl.zeros([BG], tl.float32)
         if SCORED:
@@ -276,13 +276,13 @@ def pool_bwd_kernel(
             dv = _shares(d_value, v, v_max, v_ties, weight, anchor == i, c, VALUES)
             if VALUES == "weighted":
                 gain += tl.sum(v * d_value, 1)
-            out = dv_ptr + ((b * K + kvh) * N + at) * DV + e[None, :]
+            out = dv_ptr + ((b * K + kvh) * N + token) * DV + e[None, :]
             tl.store(out, dv.to(dv_ptr.dtype.element_ty), mask=inside & v_width)
         if KEYS == "weighted" or (VALUES == "weighted" and DV > 0):
             d_score = (weight * (gain - slope) * scale)[:, None]
             dk += d_score * summary
             d_summary += d_score * k
-        out = dk_ptr + ((b * K + kvh) * N + at) * D + d[None, :]
+        out = dk_ptr + ((b * K + kvh) * N + token) * D + d[None, :]
         tl.store(out, dk.to(dk_ptr.dtype.element_ty), mask=inside & k_width)
     if SCORED:
         tl.store(d_summary_ptr + group * D + d[None, :], d_summary, mask=real[:, None] & k_width)
