@@ -25,21 +25,22 @@ from condense.ops.triton_pool_kernels import (
 _LOG2E = math.log2(math.e)
 
 
-def _tile(x: Tensor, width: int) -> dict[str, int]:
-    """Rows of a tile and warps: a warp holds whole vectors, so that no sum over a vector leaves it.
+class _Tile(NamedTuple):
+    """Groups and warps per program, the width of its vectors, and how many a thread may have on their way."""
 
-    A thread reads 16 bytes at a time; one such read per row and thread is the aim.
-    """
-    if not x.is_cuda:  # the interpreter
-        return {"BG": 4}
-    threads = triton.next_power_of_2(width) * x.element_size() // 16
-    if threads > 32:
-        return {"BG": 1, "num_warps": 1}
-    return {"BG": 4 * 32 // max(threads, 1), "num_warps": 4}
+    groups: int
+    warps: int
+    width: int
+    vectors: int
 
 
-def _power_of_2(width: int) -> int:
-    return int(triton.next_power_of_2(max(width, 16)))
+def _tile(x: Tensor, *widths: int) -> _Tile:
+    """A thread reads 16 bytes at a time, a warp holds whole vectors, and eight reads are on their way."""
+    width = int(triton.next_power_of_2(max(16, *widths)))
+    threads = max(1, width * x.element_size() // 16)
+    warps = 4 if threads <= 32 else 1
+    reads = max(1, threads // 32) * sum(width > 0 for width in widths)
+    return _Tile(max(1, warps * 32 // threads), warps, width, max(1, 8 // reads))
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -76,11 +77,13 @@ class _Summarize(torch.autograd.Function):
         place = _place(windows, q)
         out = q.new_empty(B, K, G, D, dtype=torch.float32)
         tile = _tile(q, D)
-        summarize_fwd_kernel[triton.cdiv(G, tile["BG"]), B * K](
+        heads = min(tile.vectors, triton.next_power_of_2(R))
+        tokens = min(tile.vectors // heads, triton.next_power_of_2(windows.size))
+        summarize_fwd_kernel[triton.cdiv(G, tile.groups), B * K](
             q, tail, place.rows, out, *q.stride()[:3], *tail.stride()[:3],
             place.start, place.before, place.after, B, K, L, Q, G, windows.size, windows.stride,
-            R=R, RB=max(n for n in range(1, 9) if R % n == 0), D=D, BD=_power_of_2(D),
-            TAIL=Q > 0, PER_ROW=place.per_row, **tile,
+            R=R, D=D, BT=tokens, BR=heads, BD=tile.width, TAIL=Q > 0, PER_ROW=place.per_row,
+            BG=tile.groups, num_warps=tile.warps,
         )  # fmt: skip
         ctx.place, ctx.windows, ctx.shape, ctx.num_kv_heads, ctx.dtype = place, windows, q.shape, K, q.dtype
         return out
@@ -94,10 +97,10 @@ class _Summarize(torch.autograd.Function):
         d_out = _dense_rows(d_out)
         dq = d_out.new_empty(ctx.shape, dtype=ctx.dtype)
         tile = _tile(dq, D)
-        summarize_bwd_kernel[triton.cdiv(L, tile["BG"]), B * K](
+        summarize_bwd_kernel[triton.cdiv(L, tile.groups), B * K](
             d_out, place.rows, dq, *d_out.stride()[:3], place.start, place.before, place.after, B, K, L,
-            windows.num, windows.size, windows.stride, R=H // K, D=D, BD=_power_of_2(D), PER_ROW=place.per_row,
-            **tile,
+            windows.num, windows.size, windows.stride, R=H // K, D=D, BD=tile.width, PER_ROW=place.per_row,
+            BG=tile.groups, num_warps=tile.warps,
         )  # fmt: skip
         return dq, None, None
 
@@ -113,11 +116,11 @@ class _Pool(torch.autograd.Function):
         summary = None if summary is None else _dense_rows(summary.float())
         (B, K, N, D), Dv, G = k.shape, v.shape[3], settings.num_groups
         key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)
-        tile = _tile(k, max(D, Dv))
-        pool_fwd_kernel[triton.cdiv(G, tile["BG"]), B * K](
+        tile = _tile(k, D, Dv)
+        pool_fwd_kernel[triton.cdiv(G, tile.groups), B * K](
             k, v, k if summary is None else summary, start, key, value,
             *_strides(k, v, summary), K, N, G, settings.group_size, settings.scale * _LOG2E,
-            **settings.constants(D, Dv, summary, start), **tile,
+            **settings.constants(D, Dv, summary, start, tile),
         )  # fmt: skip
         ctx.save_for_backward(k, v, summary)
         ctx.start, ctx.settings = start, settings
@@ -131,15 +134,15 @@ class _Pool(torch.autograd.Function):
         (B, K, N, D), Dv, G, c = k.shape, v.shape[3], settings.num_groups, settings.group_size
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         d_summary = None if summary is None else summary.new_empty(B, K, G, D)
-        tile = _tile(k, max(D, Dv))
+        tile = _tile(k, D, Dv)
         # the groups in front of the first and behind the last: every token of the band is in one of them
         lead = -(-settings.latest // c)
         num_all = lead + max(G, -(-(N - settings.earliest) // c))
-        pool_bwd_kernel[triton.cdiv(num_all, tile["BG"]), B * K](
+        pool_bwd_kernel[triton.cdiv(num_all, tile.groups), B * K](
             k, v, k if summary is None else summary, ctx.start, d_key.contiguous(), d_value.contiguous(),
             dk, dv, dk if d_summary is None else d_summary,
             *_strides(k, v, summary), K, N, G, c, lead, settings.scale, settings.scale * _LOG2E,
-            **settings.constants(D, Dv, summary, ctx.start), **tile,
+            **settings.constants(D, Dv, summary, ctx.start, tile),
         )  # fmt: skip
         return dk, dv, d_summary, None, None
 
@@ -155,10 +158,12 @@ class _Settings(NamedTuple):
     key_pooling: str
     value_pooling: str
 
-    def constants(self, D: int, Dv: int, summary: Tensor | None, start: Tensor | int) -> dict[str, Any]:
+    def constants(
+        self, D: int, Dv: int, summary: Tensor | None, start: Tensor | int, tile: _Tile
+    ) -> dict[str, int | str | bool]:
         """What a kernel is compiled for."""
         return {
-            "D": D, "DV": Dv, "BD": _power_of_2(D), "BV": _power_of_2(Dv),
+            "D": D, "DV": Dv, "BT": tile.vectors, "BG": tile.groups, "BD": tile.width, "num_warps": tile.warps,
             "KEYS": self.key_pooling, "VALUES": self.value_pooling,
             "SCORED": summary is not None, "PER_ROW": isinstance(start, Tensor),
         }  # fmt: skip
