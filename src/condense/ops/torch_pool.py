@@ -18,9 +18,11 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     G, S, stride = windows.num, windows.size, windows.stride
     agreed = windows.agreed()
-    if agreed is None or agreed[0] < max(0, agreed[1] - Q):
+    if agreed is None:
         return _ragged(q, tail, windows)
     start, before, after = agreed
+    if start < max(0, before - Q) or start + stride * (G - 1) + S > after:
+        return _ragged(q, tail, windows)
     # from the first query of the first window to the last of the last, counted from the first new one
     lo, hi = start - before, start - before + stride * (G - 1) + S
     first = L - (after - before)
@@ -35,7 +37,7 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
 
 
 def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
-    """Windows that begin at a place of their own in each row, or before a row's start."""
+    """Windows that stand apart in each row, or reach beyond what is there."""
     (B, K, Q, D), L = tail.shape, q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     start, before, after = (x[:, None] for x in windows[:3])

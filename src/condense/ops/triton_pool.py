@@ -49,21 +49,18 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 class _Place(NamedTuple):
-    """Where windows stand: numbers if the rows agree, else ``rows`` int32 ``[3, B]`` on the device."""
+    """start, before and after of windows: numbers if the rows agree, else int32 ``[3, B]`` on the device."""
 
-    rows: Tensor
-    start: int
-    before: int
-    after: int
-    per_row: bool
+    numbers: tuple[int, int, int]
+    rows: Tensor | None
 
 
-def _place(windows: Windows, q: Tensor) -> _Place:
+def _place(windows: Windows, device: torch.device) -> _Place:
     agreed = windows.agreed()
     if agreed is not None:
-        return _Place(q, *agreed, per_row=False)
+        return _Place(agreed, None)
     rows = torch.stack([x.to(torch.int32) for x in windows[:3]])
-    return _Place(rows.to(q.device, non_blocking=True), 0, 0, 0, per_row=True)
+    return _Place((0, 0, 0), rows.to(device, non_blocking=True))
 
 
 class _Summarize(torch.autograd.Function):
@@ -74,15 +71,15 @@ class _Summarize(torch.autograd.Function):
         q, tail = _dense_rows(q), _dense_rows(tail)
         B, H, L, D = q.shape
         K, Q, G, R = tail.shape[1], tail.shape[2], windows.num, H // tail.shape[1]
-        place = _place(windows, q)
+        place = _place(windows, q.device)
         out = q.new_empty(B, K, G, D, dtype=torch.float32)
         tile = _tile(q, D)
         heads = min(tile.vectors, triton.next_power_of_2(R))
         tokens = min(tile.vectors // heads, triton.next_power_of_2(windows.size))
         summarize_fwd_kernel[triton.cdiv(G, tile.groups), B * K](
-            q, tail, place.rows, out, *q.stride()[:3], *tail.stride()[:3],
-            place.start, place.before, place.after, B, K, L, Q, G, windows.size, windows.stride,
-            R=R, D=D, BT=tokens, BR=heads, BD=tile.width, TAIL=Q > 0, PER_ROW=place.per_row,
+            q, tail, q if place.rows is None else place.rows, out, *q.stride()[:3], *tail.stride()[:3],
+            *place.numbers, B, K, L, Q, G, windows.size, windows.stride,
+            R=R, D=D, BT=tokens, BR=heads, BD=tile.width, TAIL=Q > 0, PER_ROW=place.rows is not None,
             BG=tile.groups, num_warps=tile.warps,
         )  # fmt: skip
         ctx.place, ctx.windows, ctx.shape, ctx.num_kv_heads, ctx.dtype = place, windows, q.shape, K, q.dtype
@@ -98,8 +95,8 @@ class _Summarize(torch.autograd.Function):
         dq = d_out.new_empty(ctx.shape, dtype=ctx.dtype)
         tile = _tile(dq, D)
         summarize_bwd_kernel[triton.cdiv(L, tile.groups), B * K](
-            d_out, place.rows, dq, *d_out.stride()[:3], place.start, place.before, place.after, B, K, L,
-            windows.num, windows.size, windows.stride, R=H // K, D=D, BD=tile.width, PER_ROW=place.per_row,
+            d_out, d_out if place.rows is None else place.rows, dq, *d_out.stride()[:3], *place.numbers, B, K, L,
+            windows.num, windows.size, windows.stride, R=H // K, D=D, BD=tile.width, PER_ROW=place.rows is not None,
             BG=tile.groups, num_warps=tile.warps,
         )  # fmt: skip
         return dq, None, None

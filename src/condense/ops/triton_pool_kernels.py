@@ -55,12 +55,13 @@ def summarize_fwd_kernel(
         for r0 in range(0, R, BR):
             r = r0 + tl.arange(0, BR)[None, :, None, None]
             mean += tl.sum(tl.load(at + r * s_qh, mask=new & (r < R), other=0.0).to(tl.float32), 1)
-        # rounded like the mean queries that a cache keeps
-        total += tl.sum((mean * (1.0 / R)).to(q_ptr.dtype.element_ty).to(tl.float32), 0)
+        # rounded like the mean queries that a cache keeps, which take the place of new ones before they are added up
+        mean = (mean * (1.0 / R)).to(q_ptr.dtype.element_ty).to(tl.float32)
         if TAIL:
             old = (wanted & (p < before) & (p >= 0) & (p >= before - Q))[:, :, None] & width[None, None, :]
             at_old = t_row[None, None, :] + (Q + p - before)[:, :, None].to(tl.int64) * s_tn
-            total += tl.sum(tl.load(at_old, mask=old, other=0.0).to(tl.float32), 0)
+            mean += tl.load(at_old, mask=old, other=0.0).to(tl.float32)
+        total += tl.sum(mean, 0)
     count = tl.maximum(tl.minimum(begin + S, S), 1).to(tl.float32)
     out = out_ptr + ((b * K + kvh) * G + j)[:, None] * D + d[None, :]
     tl.store(out, total / count[:, None], mask=real[:, None] & width[None, :])
