@@ -50,8 +50,8 @@ def check(run, low, weights):
             assert bool((errors(got, want) <= 2 * errors(yardstick, want) + band(want, dtype)).all())
 
 
-def check_pooling(dtype, *, g=5, G=4, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted"):
-    B, K, N = len(start), 2, max(start) + g * G + 2
+def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted"):
+    B, N = len(start), max(start) + g * G + 2
     scored = bool({"weighted", "select"} & {keys, values})
     low = tensors((B, K, N, D), (B, K, N, Dv), dtype=dtype)
     # the summary is float32 whatever the dtype of keys: see to it that all backends choose by the same numbers
@@ -74,10 +74,17 @@ def test_every_pair_of_poolings(keys, values, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("g", [1, 3, 7, 16, 20, 256, 1000])
+@pytest.mark.parametrize("g", [1, 3, 7, 16, 20])
 @pytest.mark.parametrize("start", [(2, 2), (0, 5)], ids=["rows alike", "rows apart"])
 def test_every_group_size(g, start, dtype):
-    check_pooling(dtype, g=g, G=9 if g < 100 else 2, start=start, keys="select")
+    check_pooling(dtype, g=g, G=9, start=start, keys="select")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("g", [256, 1000] if DEVICE == "cuda" else [256])
+def test_long_groups(g, dtype):
+    """Sums over many tokens must not lose more than PyTorch's."""
+    check_pooling(dtype, g=g, G=2, K=1, start=(3,), keys="select")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -185,6 +185,14 @@ def pool_fwd_kernel(
 
 
 @triton.jit
+def _add(total, lost, x):
+    """total + x, and what the rounding of this and earlier sums has lost (Kahan): groups may be long."""
+    x -= lost
+    new = total + x
+    return new, (new - total) - x
+
+
+@triton.jit
 def _largest(largest, ties, x, valid):
     """Largest number per channel so far, and how many tokens share it."""
     x = tl.where(valid[:, None, None], x, float("-inf"))
@@ -239,7 +247,8 @@ def pool_bwd_kernel(
 
     # first walk: softmax and mean gradient of the weights, anchor, largest numbers
     best = tl.full([BG], float("-inf"), tl.float32)
-    total, slope = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
+    total, total_lost = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
+    slope, slope_lost = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     anchor = tl.zeros([BG], tl.int32)
     k_max, k_ties = tl.full([BG, BD], float("-inf"), tl.float32), tl.zeros([BG, BD], tl.float32)
     v_max, v_ties = tl.full([BG, BD], float("-inf"), tl.float32), tl.zeros([BG, BD], tl.float32)
@@ -266,8 +275,8 @@ def pool_bwd_kernel(
                 anchor = tl.where(highest > best, i + tl.argmax(score, 0), anchor)
                 new_best = tl.maximum(best, highest)
                 alpha, p = tl.exp2(best - new_best), tl.exp2(score - new_best[None, :])
-                total = total * alpha + tl.sum(p, 0)
-                slope = slope * alpha + tl.sum(p * gain, 0)
+                total, total_lost = _add(total * alpha, total_lost * alpha, tl.sum(p, 0))
+                slope, slope_lost = _add(slope * alpha, slope_lost * alpha, tl.sum(p * gain, 0))
                 best = new_best
 
     # second walk: the tokens are still in a cache near by
