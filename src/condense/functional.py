@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import Method
-from condense.ops import UniformBounds, attend
-from condense.ops.aligned import append_band, append_prefix, chunks, copied, merge, newest, own, window_mean
+from condense.ops import UniformBounds, Windows, attend, summarize
+from condense.ops.aligned import append_band, append_prefix, copied, merge, newest, own
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 
 # raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
@@ -59,14 +59,6 @@ def empty_past(k: Tensor, v: Tensor) -> Past:
     return Past(none_k, none_v, none_k, none_v, none_k, torch.zeros(k.shape[0], dtype=torch.int64))
 
 
-def _head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
-    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q."""
-    if q.shape[1] == num_kv_heads:
-        return q
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
-
-
 def extend(
     method: Method,
     past: Past | None,
@@ -94,17 +86,14 @@ def extend(
         )
     L = k.shape[2]
     fresh = past is None
-    summary_q = None if method.num_summary == 0 else _head_mean(q, k.shape[1])
     past = empty_past(k, v) if past is None else past
     if counts is not None and bool((counts == L).all()):
         counts = None
     if counts is not None:
         pad = (torch.arange(L) < (L - counts)[:, None]).to(k.device)[:, None, :, None]
         k, v = k.masked_fill(pad, 0), v.masked_fill(pad, 0)
-        summary_q = None if summary_q is None else summary_q.masked_fill(pad, 0)
     band_k, band_v = append_band(past.band_k, k, counts), append_band(past.band_v, v, counts)
     seen = past.seen + (L if counts is None else counts)
-    queries = band_k[:, :, :0] if summary_q is None else append_band(past.summary_q, summary_q, counts)
 
     before, after = _ready(method, past.seen), _ready(method, seen)
     num_new = int((after - before).max())
@@ -113,17 +102,13 @@ def extend(
         c, p, S = method.rule.chunk, method.rule.entries, method.num_summary
         tokens = before * c - (seen - band_k.shape[2])
         summary = None
-        if S > 0 and method.looks_ahead and fresh:
-            summary = window_mean(queries, seen - S, S, c, 1, seen).expand(-1, -1, num_new, -1)
-        elif S > 0:
-            summary = window_mean(queries, (before + 1) * c + method.lag - S, S, c, num_new, seen)
-        new_k, new_v = method.represent(
-            chunks(band_k, tokens, num_new, c),
-            chunks(band_v, tokens, num_new, c),
-            summary,
-            scale=scale,
-            backend=backend,
-        )
+        if S > 0:
+            # the end of a prompt sums up all of it, else every chunk has a window of its own
+            whole = method.looks_ahead and fresh
+            begin, num = (seen - S, 1) if whole else ((before + 1) * c + method.lag - S, num_new)
+            summary = summarize(q, past.summary_q, Windows(begin, past.seen, seen, num, S, c), backend=backend)
+            summary = summary.expand(-1, -1, num_new, -1)
+        new_k, new_v = method.represent_band(band_k, band_v, tokens, num_new, summary, scale=scale, backend=backend)
         prefix_k = append_prefix(prefix_k, new_k, before * p, after * p)
         prefix_v = append_prefix(prefix_v, new_v, before * p, after * p)
 
@@ -134,7 +119,7 @@ def extend(
     if not keep:
         return sources, None
     num_band = int((seen - first_needed(method, seen - SLACK)).clamp(max=band_k.shape[2]).max())
-    num_queries = min(queries.shape[2], method.num_summary - 1 + SLACK if method.num_summary > 1 else 0)
+    queries = _newest_queries(method, past, q, seen, backend)
     # without a past to append to, these may still be the caller's own tensors
     keep_only = copied if past.band_k.shape[2] == 0 else own
     return sources, Past(
@@ -142,9 +127,18 @@ def extend(
         keep_only(prefix_v),
         keep_only(newest(band_k, num_band)),
         keep_only(newest(band_v, num_band)),
-        keep_only(newest(queries, num_queries)),
+        queries,
         seen,
     )
+
+
+def _newest_queries(method: Method, past: Past, q: Tensor, seen: Tensor, backend: str) -> Tensor:
+    """The mean queries that later summaries and `SLACK` need, ``[B, K, Q, D]`` in the dtype of q."""
+    if method.num_summary <= 1:
+        return own(past.summary_q)
+    count = min(past.summary_q.shape[2] + q.shape[2], method.num_summary - 1 + SLACK)
+    each = Windows(seen - count, past.seen, seen, count, 1, 1)
+    return summarize(q.detach(), past.summary_q, each, backend=backend).to(q.dtype)
 
 
 def first_needed(method: Method, seen: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 A new method is one file in this folder: a frozen dataclass derived from `Method` with a ``name``.
 Training, prefill, chunked prefill, decode, caches and Hugging Face models work with it unchanged.
 
-Shapes: B rows, K KV heads, G chunks of c tokens, p entries per chunk, D and Dv widths.
+Shapes: B rows, K KV heads, N band tokens, G chunks of c tokens, p entries per chunk, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict
 from condense.ops import UniformRule
+from condense.ops.aligned import chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,26 @@ class Method(MethodConfig):
         `num_summary` is 0. By default each token stands for itself.
         """
         return k.flatten(2, 3), v.flatten(2, 3)
+
+    def represent_band(
+        self,
+        band_k: Tensor,
+        band_v: Tensor,
+        start: Tensor,
+        num_chunks: int,
+        summary: Tensor | None,
+        *,
+        scale: float,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        """`represent` of the chunks that stand one after another in the band from column ``start[b]`` on.
+
+        band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, start int64 CPU ``[B]``. This is what `condense.functional`
+        calls; a method whose kernels find the chunks themselves overrides it and saves the copy that rows of
+        different lengths need.
+        """
+        k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (band_k, band_v))
+        return self.represent(k, v, summary, scale=scale, backend=backend)
 
     def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
         """Additive bias ``[1, 1, num_entries]`` float64 on the scaled scores of prefix entries, or None."""

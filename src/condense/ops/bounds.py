@@ -33,6 +33,29 @@ class Arrays(NamedTuple):
     raw_end: Tensor
 
 
+class Windows(NamedTuple):
+    """Windows of queries of each row: window j holds positions ``[start + stride * j, start + stride * j + size)``.
+
+    Positions below 0 do not count. start, before and after are int64 CPU ``[B]``: where window 0 begins, and the
+    real tokens of the row before and after the new queries were read.
+    """
+
+    start: Tensor
+    before: Tensor
+    after: Tensor
+    num: int
+    size: int
+    stride: int
+
+    def agreed(self) -> tuple[int, int, int] | None:
+        """start, before and after if they are the same in all rows."""
+        rows = self[:3]
+        if any(x.numel() > 1 and bool((x != x[0]).any()) for x in rows):
+            return None
+        start, before, after = (int(x[0]) for x in rows)
+        return start, before, after
+
+
 class Bounds(Protocol):
     """What an attention backend asks of bounds."""
 
