@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import Method
-from condense.ops import UniformBounds, attend
-from condense.ops.aligned import append_band, append_prefix, chunks, copied, merge, newest, own, window_mean
+from condense.ops import StepPlan, UniformBounds, attend
+from condense.ops.aligned import append_band, append_prefix, chunks, copied, head_mean, merge, newest, own, window_mean
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 
 # raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
@@ -59,14 +59,6 @@ def empty_past(k: Tensor, v: Tensor) -> Past:
     return Past(none_k, none_v, none_k, none_v, none_k, torch.zeros(k.shape[0], dtype=torch.int64))
 
 
-def _head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
-    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q."""
-    if q.shape[1] == num_kv_heads:
-        return q
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
-
-
 def extend(
     method: Method,
     past: Past | None,
@@ -94,7 +86,7 @@ def extend(
         )
     L = k.shape[2]
     fresh = past is None
-    summary_q = None if method.num_summary == 0 else _head_mean(q, k.shape[1])
+    summary_q = None if method.num_summary == 0 else head_mean(q, k.shape[1])
     past = empty_past(k, v) if past is None else past
     if counts is not None and bool((counts == L).all()):
         counts = None
@@ -155,6 +147,20 @@ def first_needed(method: Method, seen: Tensor) -> Tensor:
 def num_entries(method: Method, seen: Tensor) -> Tensor:
     """Prefix entries made once ``seen`` tokens (int64 ``[B]``) have been read."""
     return _ready(method, seen) * method.rule.entries
+
+
+def step_plan(method: Method) -> StepPlan:
+    """The method as `condense.ops.decode_step` wants it."""
+    key_pooling, value_pooling = method.pooling or (None, None)
+    bias = None if method.pooling is None else method.prefix_bias(1, torch.device("cpu"))
+    return StepPlan(
+        method.rule,
+        method.lag,
+        method.num_summary,
+        key_pooling,
+        value_pooling,
+        0.0 if bias is None else float(bias),
+    )
 
 
 def attention(
@@ -270,8 +276,4 @@ def attend_to(
 
 def _ready(method: Method, seen: Tensor) -> Tensor:
     """Chunks whose entries can be made from the first ``seen`` tokens."""
-    rule = method.rule
-    if rule.max_chunks == 0:
-        return torch.zeros_like(seen)
-    ready = torch.div((seen - method.lag).clamp(min=0), rule.chunk, rounding_mode="floor")
-    return ready if rule.max_chunks is None else ready.clamp(max=rule.max_chunks)
+    return method.rule.ready(seen, method.lag)

@@ -12,6 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
+    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q ``[B, H, L, D]``."""
+    if q.shape[1] == num_kv_heads:
+        return q
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
+
+
 def merge(per_row: Tensor) -> Tensor:
     """``[B]`` to ``[1]`` if all rows agree, so that one mask serves the batch."""
     return per_row[:1] if bool((per_row == per_row[0]).all()) else per_row
@@ -58,9 +66,9 @@ def window_mean(queries: Tensor, start: Tensor, S: int, stride: int, G: int, see
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     origin = seen - queries.shape[2]
-    first = int(start[0] - origin[0])
-    if stride == S and bool((start >= 0).all()) and bool((start - origin == first).all()):
-        return queries[:, :, first : first + G * S].unflatten(2, (G, S)).mean(3, dtype=wide)
+    if stride == S and bool((start >= 0).all()):
+        # the order of summation depends on the settings alone, so that every path makes the same entries
+        return chunks(queries, start - origin, G, S).mean(3, dtype=wide)
     position = start[:, None, None] + stride * torch.arange(G)[:, None] + torch.arange(S)
     column = (position - origin[:, None, None]).clamp(0, queries.shape[2] - 1).to(queries.device, non_blocking=True)
     inside = (position >= 0).to(queries.device, non_blocking=True)

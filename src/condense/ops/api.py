@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from condense.ops import reference, torch_blocks
+from condense.ops import reference, torch_blocks, torch_step
 from condense.ops.bounds import Bounds
 from condense.ops.checks import check_backend, resolve_backend
+from condense.ops.step import Represent, StepPlan, StepState
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
@@ -83,6 +84,35 @@ def attend(
                 dropout_p=dropout_p,
                 return_lse=return_lse,
             )
+
+
+def decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: StepState,
+    plan: StepPlan,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+    represent: Represent,
+    prefix_bias: Tensor | None = None,
+    backend: str,
+) -> Tensor:
+    """One token per row over a static cache, which changes in place; `condense.ops.step` says how.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
+    ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias
+    ``[1, 1, M]``: for entries whose bias differs, instead of the plan's. ``backend``: what `resolve_step_backend` said.
+    Returns ``[B, H, 1, Dv]``.
+    """
+    if backend == "triton":
+        from condense.ops import triton_step
+
+        return triton_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent)
+    return torch_step.step(
+        q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias
+    )
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:
