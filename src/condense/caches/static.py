@@ -44,9 +44,9 @@ class StaticCondensedLayer(CacheLayerMixin):
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
         M = int(num_entries(self.method, torch.tensor(N)))
         sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (self.plan.num_summary, D))
-        buffers = [key_states.new_zeros(B, K, *size, requires_grad=False) for size in sizes]
         device = key_states.device
-        self.state = StepState(*buffers, seen=torch.zeros(B, dtype=torch.int64, device=device))
+        buffers = [torch.zeros(B, K, *size, dtype=key_states.dtype, device=device) for size in sizes]
+        self.state = StepState(*buffers, torch.zeros(B, dtype=torch.int64, device=device))
         self.num_slots = self.num_slots.to(device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.backend = resolve_step_backend("auto", device, self.dtype, (D, Dv), self.plan)
@@ -111,10 +111,10 @@ class StaticCondensedLayer(CacheLayerMixin):
         """The state, if these new tokens fit in."""
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
-            if L > self.max_cache_len:
+            if self.max_cache_len < L:
                 self._refuse_length(0, L)
             self.lazy_initialization(k, v)
-        elif B != self.batch_size:
+        elif self.batch_size != B:
             raise ValueError(
                 f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache for "
                 "another batch"
@@ -128,7 +128,7 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
         raise ValueError(
-            f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {L} more after {num_slots}; "
+            f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {num_slots} and {L} more; "
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 

@@ -21,7 +21,7 @@ from condense.functional import attend_to, extend, outside_autocast
 from condense.methods import Method
 from condense.models.families import FAMILIES, sliding_window, stock_class
 from condense.models.layers import ensure_layers
-from condense.models.rows import Padding, documents_of, is_real, padding_of
+from condense.models.rows import ALL_REAL, Padding, documents_of, is_real, padding_of
 from condense.ops import UniformBounds, UniformRule, attend
 
 IMPLEMENTATION = "condense"
@@ -95,7 +95,7 @@ class Captured:
         if q.shape[2] > 1 or with_gradients or dropout > 0:
             return self._read_eagerly(module, method, q, k, v, mask, scale, dropout, kwargs)
         layer: StaticCondensedLayer = self.cache.layers[self.layer_idx]
-        real = is_real(mask, layer.num_slots, layer.max_cache_len, q.shape[0])
+        real = None if ALL_REAL in kwargs else is_real(mask, layer.num_slots, layer.max_cache_len, q.shape[0])
         return layer.step(q, k, v, scale=scale, real=real)
 
     @torch.compiler.disable
@@ -204,7 +204,8 @@ class DenseState:
         real = is_real(mask, slot, S, q.shape[0])
         pad = None if real is None else ~real[:, None, None, None]
         sees = (torch.arange(S, device=q.device) <= slot)[None, None, None]
-        sees = sees if mask is None else sees & mask | pad
+        if mask is not None and pad is not None:
+            sees = sees & mask | pad
         # heads that share a KV head become rows of one call
         rows = q[:, :, 0].unflatten(1, (k.shape[1], -1))
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=sees, dropout_p=dropout, scale=scale)

@@ -101,8 +101,8 @@ def _check_generation(
     kind = generation_config.cache_implementation
     if kind not in _CACHES:
         raise ValueError(
-            f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays small while it "
-            "grows, or choose 'static'"
+            f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays small "
+            "while it grows, or choose 'static'"
         )
     ahead = next((method for method in methods.values() if method.looks_ahead), None)
     if ahead is not None:

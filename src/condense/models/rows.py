@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# keyword through a model's forward: its new tokens are all real, nobody needs to look
+ALL_REAL = "condense_all_real"
+
 
 class Padding(NamedTuple):
     """counts: real tokens per row, int64 CPU ``[B]``. trailing: slots at the end that are real in every row.

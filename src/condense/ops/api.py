@@ -107,12 +107,10 @@ def decode_step(
     Returns ``[B, H, 1, Dv]``.
     """
     if backend == "triton":
-        from condense.ops import triton_step
+        from condense.ops import triton_step  # type: ignore[attr-defined]
 
         return triton_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent)
-    return torch_step.step(
-        q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias
-    )
+    return torch_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

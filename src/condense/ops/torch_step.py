@@ -86,7 +86,7 @@ def _summary(ring_q: Tensor, seen: Tensor, chunk: int) -> Tensor:
     """
     S, wide = ring_q.shape[2], torch.promote_types(ring_q.dtype, torch.float32)
     queries = _read(ring_q, seen - S, S)
-    if S == chunk:
+    if chunk == S:
         return queries.mean(2, keepdim=True, dtype=wide)
     inside = (seen[:, None] - S + torch.arange(S, device=seen.device) >= 0)[:, None, :, None]
     total = torch.zeros_like(queries[:, :, :1], dtype=wide)
