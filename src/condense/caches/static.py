@@ -46,7 +46,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (self.plan.num_summary, D))
         device = key_states.device
         buffers = [torch.zeros(B, K, *size, dtype=key_states.dtype, device=device) for size in sizes]
-        self.state = StepState(*buffers, torch.zeros(B, dtype=torch.int64, device=device))
+        self.state = StepState._make([*buffers, torch.zeros(B, dtype=torch.int64, device=device)])
         self.num_slots = self.num_slots.to(device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.backend = resolve_step_backend("auto", device, self.dtype, (D, Dv), self.plan)
