@@ -55,9 +55,7 @@ def _unchanged(layer, snapshot):
 def test_300_steps_and_chunks_equal_the_growing_layer(method, ragged):
     static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
     generator = torch.Generator().manual_seed(3)
-    seed = 0
-    for L in (9, *[1] * 60, 30, 1, 2, *[1] * 180, 17, *[1] * 60):
-        seed += 1
+    for seed, L in enumerate((9, *[1] * 60, 30, 1, 2, *[1] * 180, 17, *[1] * 60)):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
         qkv = _qkv(L, seed)
         addresses = None if static.state is None else [x.data_ptr() for x in static.state]

@@ -73,8 +73,10 @@ def _wrap_prepare_cache(stock: Any) -> Any:
 
 def _check_room(cache: Cache, max_cache_length: int) -> None:
     """Compiled steps cannot look how full a static cache is, so it is done before the first."""
-    room = cache.get_max_length()
-    if isinstance(cache, StaticCache) and max_cache_length > room:
+    if not isinstance(cache, StaticCache):
+        return
+    room = min((layer.get_max_length() for layer in cache.layers if not layer.is_sliding), default=max_cache_length)
+    if max_cache_length > room:
         raise ValueError(
             f"the static cache has room for {room} tokens (max_cache_len), prompt and new tokens need "
             f"{max_cache_length}: make it longer, or leave past_key_values and cache_implementation unset"
