@@ -154,6 +154,10 @@ REFUSED = {
     "more-rows": (lambda layer: _read(layer, _qkv(2, rows=4)), "wanted 3 rows, for which it was made, got 4"),
     "more-rows-step": (lambda layer: _read(layer, _qkv(1, rows=4)), "wanted 3 rows, for which it was made, got 4"),
     "fewer-rows": (lambda layer: _read(layer, _qkv(2, rows=1)), "got 1; make a new cache for another batch"),
+    "dtype": (
+        lambda layer: _read(layer, [x.float() for x in _qkv(1)]),
+        "wanted torch.float64, for which it was made, got torch.float32; .* autocast in all calls or in none",
+    ),
     "too-many": (
         lambda layer: _read(layer, _qkv(7)),
         r"wanted at most 40 tokens \(max_cache_len\), got 34 and 7 more; make it longer, or use a cache that grows",

@@ -1,4 +1,4 @@
-"""On a CUDA device (collected only there): replayed graphs and compiled static decode give the growing cache's tokens."""
+"""On a CUDA device (collected only there): replayed graphs and compiled decode give the growing cache's tokens."""
 
 import pytest
 import torch

@@ -206,5 +206,5 @@ def test_a_mask_of_the_new_tokens_alone(whole, L):
 
 def test_assistants_and_prompt_lookup_are_refused(few):
     ids = torch.cat([ROWS[0][:13]] * 3)[None]
-    with pytest.raises(ValueError, match="assisted generation|not supported|static"):
+    with pytest.raises(ValueError, match=r"assisted generation|not supported|static"):
         _generate(few, ids, cache_implementation="static", prompt_lookup_num_tokens=3)

@@ -189,9 +189,9 @@ def test_backends_of_a_step():
     cpu = torch.device("cpu")
     assert resolve_step_backend("auto", cpu, torch.bfloat16, (128, 128), plan) == "torch"
     assert resolve_step_backend("torch", cpu, torch.float64, (3, 5), plan) == "torch"
-    with pytest.raises(ValueError, match="'reference' has no decode step .* use backend='torch'"):
+    with pytest.raises(ValueError, match=r"'reference' has no decode step .* use backend='torch'"):
         resolve_step_backend("reference", cpu, torch.float64, (3, 5), plan)
-    with pytest.raises(ValueError, match="^backend must be"):
+    with pytest.raises(ValueError, match=r"^backend must be"):
         resolve_step_backend("numpy", cpu, torch.float64, (3, 5), plan)
-    with pytest.raises(ValueError, match="^backend 'triton' .*; use backend='torch'"):
+    with pytest.raises(ValueError, match=r"^backend 'triton' .*; use backend='torch'"):
         resolve_step_backend("triton", cpu, torch.bfloat16, (128, 128), plan)

@@ -22,6 +22,7 @@ class StaticCondensedLayer(CacheLayerMixin):
     """One attention layer's condensed past for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on.
+    A batch of another size, or more tokens than fit, raise ValueError and change nothing.
     ``num_slots`` int64 ``[]`` on that device counts the slots seen: replays of a CUDA graph count themselves.
     """
 
@@ -61,7 +62,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         """Read one token per row and return its attention ``[B, H, 1, Dv]``: no gradients, one graph, no waiting.
 
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool ``[B]``: rows whose token counts.
-        Raises ValueError, state unchanged, for another number of rows and for a full cache. While being compiled or
+        Raises ValueError, state unchanged, for other rows or another dtype and for a full cache. While being compiled or
         captured it cannot look how full it is; then a step too many stays inside the buffers.
         """
         state = self._for(k, v)
@@ -83,8 +84,8 @@ class StaticCondensedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Sources, None]:
         """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.update`.
 
-        Waits for the device. Raises ValueError, state unchanged, for another number of rows, for more tokens than
-        there is room for, and if called by anything but a condensed model.
+        Waits for the device. Raises ValueError, state unchanged, for other rows or another dtype, for more tokens
+        than there is room for, and if called by anything but a condensed model.
         """
         if "query_states" not in kwargs:
             raise ValueError(
@@ -118,6 +119,11 @@ class StaticCondensedLayer(CacheLayerMixin):
             raise ValueError(
                 f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache for "
                 "another batch"
+            )
+        elif k.dtype != self.dtype:
+            raise ValueError(
+                f"static cache: wanted {self.dtype}, for which it was made, got {k.dtype}; make a new cache, and use "
+                "autocast in all calls or in none"
             )
         elif not (torch.compiler.is_compiling() or _is_capturing(self.device)):
             num_slots = int(self.num_slots)

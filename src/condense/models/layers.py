@@ -17,6 +17,8 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     """
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
+    if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
+        return  # as in every step but the first
     if isinstance(cache, StaticCache):
         _check_static(cache)
     if cache.layer_class_to_replicate is not None:
@@ -47,11 +49,15 @@ def _check_static(cache: StaticCache) -> None:
         )
 
 
+def _holds(layer: CacheLayerMixin, method: Method) -> bool:
+    return isinstance(layer, CondensedLayer | StaticCondensedLayer) and layer.method == method
+
+
 def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     """True if the layer can stay, False if it is to be replaced. Raises ValueError if neither will do."""
-    condensed = isinstance(layer, CondensedLayer | StaticCondensedLayer)
-    if condensed and layer.method == method:
+    if _holds(layer, method):
         return True
+    condensed = isinstance(layer, CondensedLayer | StaticCondensedLayer)
     if not condensed and type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
             f"a {type(layer).__name__} cannot be condensed: use a plain DynamicCache (cache_implementation unset), or "
