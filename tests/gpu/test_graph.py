@@ -61,6 +61,8 @@ def test_graph_of_the_stock_model():
     _agree(got, _greedy(model, ids, torch.ones_like(ids), 100), 130, model, torch.ones_like(ids))
 
 
+# inductor has advice to give, on TensorFloat32 for one
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled-and-captured"])
 def test_logits_in_bfloat16(compiled):
     """300 given tokens: a graph's logits are as far from float32's as the growing cache's are."""
@@ -76,6 +78,7 @@ def test_logits_in_bfloat16(compiled):
     assert (got - want).abs().max() <= 2 * (eager - want).abs().max()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_generate_with_a_static_cache_compiled_by_transformers(model):
     ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (90, 61)]))
     settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}

@@ -62,8 +62,8 @@ class StaticCondensedLayer(CacheLayerMixin):
         """Read one token per row and return its attention ``[B, H, 1, Dv]``: no gradients, one graph, no waiting.
 
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool ``[B]``: rows whose token counts.
-        Raises ValueError, state unchanged, for other rows or another dtype and for a full cache. While being compiled or
-        captured it cannot look how full it is; then a step too many stays inside the buffers.
+        Raises ValueError, state unchanged, for other rows or another dtype and for a full cache. While being compiled
+        or captured it cannot look how full it is; then a step too many stays inside the buffers.
         """
         state = self._for(k, v)
         out = decode_step(
