@@ -9,7 +9,7 @@ from condense.caches import cache_nbytes
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.methods import CCA, LCA, Dense, LMInfinite, Method, StreamingLLM
-from condense.models import apply, install, restore, use
+from condense.models import GraphDecoder, apply, install, restore, use
 from condense.version import __version__
 
 install()
@@ -18,6 +18,7 @@ __all__ = [
     "CCA",
     "LCA",
     "Dense",
+    "GraphDecoder",
     "LMInfinite",
     "Method",
     "StreamingLLM",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import Method
-from condense.ops import UniformBounds, Windows, attend, summarize
+from condense.ops import StepPlan, UniformBounds, Windows, attend, summarize
 from condense.ops.aligned import append_band, append_prefix, copied, merge, newest, own
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 
@@ -151,6 +151,20 @@ def num_entries(method: Method, seen: Tensor) -> Tensor:
     return _ready(method, seen) * method.rule.entries
 
 
+def step_plan(method: Method) -> StepPlan:
+    """The method as `condense.ops.decode_step` wants it."""
+    key_pooling, value_pooling = method.pooling or (None, None)
+    bias = None if method.pooling is None else method.prefix_bias(1, torch.device("cpu"))
+    return StepPlan(
+        method.rule,
+        method.lag,
+        method.num_summary,
+        key_pooling,
+        value_pooling,
+        0.0 if bias is None else float(bias),
+    )
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -264,8 +278,4 @@ def attend_to(
 
 def _ready(method: Method, seen: Tensor) -> Tensor:
     """Chunks whose entries can be made from the first ``seen`` tokens."""
-    rule = method.rule
-    if rule.max_chunks == 0:
-        return torch.zeros_like(seen)
-    ready = torch.div((seen - method.lag).clamp(min=0), rule.chunk, rounding_mode="floor")
-    return ready if rule.max_chunks is None else ready.clamp(max=rule.max_chunks)
+    return method.rule.ready(seen, method.lag)

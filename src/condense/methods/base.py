@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict
-from condense.ops import UniformRule
+from condense.ops import Pooling, UniformRule
 from condense.ops.aligned import chunks
 
 
@@ -47,6 +47,12 @@ class Method(MethodConfig):
     def permits_future(self) -> bool:
         """True if the user consents to gradients through a method that looks ahead."""
         return False
+
+    @property
+    def pooling(self) -> tuple[Pooling, Pooling] | None:
+        """How keys and values of a chunk become its one entry, if two poolings say all of `represent`, else None."""
+        stands_for_itself = self.rule.chunk == self.rule.entries == 1 and type(self).represent is Method.represent
+        return ("mean", "mean") if stands_for_itself else None
 
     def represent(
         self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str

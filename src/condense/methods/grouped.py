@@ -81,6 +81,11 @@ class GroupPooling(Method):
         return self.allow_future
 
     @property
+    def pooling(self) -> tuple[Pooling, Pooling] | None:
+        """``key_pooling`` and ``value_pooling``, unless a subclass has a `represent` of its own."""
+        return (self.key_pooling, self.value_pooling) if type(self).represent is GroupPooling.represent else None
+
+    @property
     def _needs_scores(self) -> bool:
         return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
 

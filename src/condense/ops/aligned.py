@@ -12,6 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
+    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q ``[B, H, L, D]``."""
+    if q.shape[1] == num_kv_heads:
+        return q
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
+
+
 def merge(per_row: Tensor) -> Tensor:
     """``[B]`` to ``[1]`` if all rows agree, so that one mask serves the batch."""
     return per_row[:1] if bool((per_row == per_row[0]).all()) else per_row

@@ -11,10 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from condense.ops import reference, torch_blocks, torch_pool
+from condense.ops import reference, torch_blocks, torch_pool, torch_step
 from condense.ops.aligned import chunks
 from condense.ops.bounds import Bounds, Windows
 from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
+from condense.ops.step import Represent, StepPlan, StepState
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
@@ -141,6 +142,33 @@ def pool_groups(
         pool(groups_k, scores, how=key_pooling, backend=chosen),
         pool(groups_v, scores, how=value_pooling, backend=chosen),
     )
+
+
+def decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: StepState,
+    plan: StepPlan,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+    represent: Represent,
+    prefix_bias: Tensor | None = None,
+    backend: str,
+) -> Tensor:
+    """One token per row over a static cache, which changes in place; `condense.ops.step` says how.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
+    ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias
+    ``[1, 1, M]``: for entries whose bias differs, instead of the plan's. ``backend``: what `resolve_step_backend` said.
+    Returns ``[B, H, 1, Dv]``.
+    """
+    if backend == "triton":
+        from condense.ops import triton_step  # type: ignore[attr-defined]
+
+        return triton_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent)
+    return torch_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

@@ -96,6 +96,12 @@ class UniformRule:
         behind = seen - self.window
         return behind * (behind > 0) // self.chunk
 
+    def ready(self, seen: IntT, lag: int) -> IntT:
+        """Chunks whose entries are made once ``seen`` tokens have been read, each ``lag`` tokens after its last."""
+        behind = seen - lag
+        ready = behind * (behind > 0) // self.chunk
+        return ready if self.max_chunks is None else ready - (ready - self.max_chunks) * (ready > self.max_chunks)
+
     def visible_entries(self, closed: IntT) -> IntT:
         """Prefix entries that stand for ``closed`` chunks."""
         if self.max_chunks is not None:

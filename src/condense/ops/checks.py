@@ -10,6 +10,8 @@ import os
 import torch
 from torch import Tensor
 
+from condense.ops.step import StepPlan
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("reference", "torch", "triton")
 # what the kernels were held to float64 with on a GPU
@@ -119,6 +121,30 @@ def resolve_backend(
     obstacle = _triton_obstacle(device, dtype, widths, dropout_p)
     if backend == "auto":
         return "triton" if obstacle is None and device.type == "cuda" and num_queries > 1 else "torch"
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return backend
+
+
+def resolve_step_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...], plan: StepPlan
+) -> str:
+    """The backend of decode steps over a static cache; "auto" decides, "triton" is taken where it can run, on CUDA.
+
+    widths: of keys and values. Raises ValueError if an explicit backend cannot run.
+    """
+    if check_backend(backend) == "torch":
+        return backend
+    if backend == "reference":
+        raise ValueError("backend 'reference' has no decode step over a static cache; use backend='torch'")
+    if importlib.util.find_spec("condense.ops.triton_step") is None:
+        obstacle: str | None = "has no decode step in this version"
+    elif plan.key_pooling is None:
+        obstacle = "knows no method that makes its entries itself"
+    else:
+        obstacle = _triton_obstacle(device, dtype, widths, 0.0)
+    if backend == "auto":
+        return "triton" if obstacle is None and device.type == "cuda" else "torch"
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     return backend

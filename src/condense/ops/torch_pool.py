@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from condense.ops.aligned import head_mean
 from condense.ops.bounds import Windows
 
 
@@ -29,8 +30,8 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
     if lo >= 0 and stride > S:
         # queries between the windows are never read
-        return _head_mean(new.unfold(2, S, stride), K).mean(-1, dtype=wide)
-    means = _head_mean(new, K)
+        return head_mean(new.unfold(2, S, stride), K).mean(-1, dtype=wide)
+    means = head_mean(new, K)
     if lo < 0:
         means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
     return means.unfold(2, S, stride).mean(-1, dtype=wide)
@@ -43,7 +44,7 @@ def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     start, before, after = (x[:, None] for x in windows[:3])
     first = L - (after - before)
     lo = min(L, max(0, int((first + start - before).min())))
-    known = torch.cat([tail, _head_mean(q[:, :, lo:], K)], dim=2)
+    known = torch.cat([tail, head_mean(q[:, :, lo:], K)], dim=2)
     total = known.new_zeros(B, K, windows.num, D, dtype=wide)
     begin = start + windows.stride * torch.arange(windows.num)
     for s in range(windows.size):
@@ -55,14 +56,6 @@ def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
         total = total + known.gather(2, index.expand(B, K, -1, D)).to(wide).masked_fill(~counts, 0.0)
     count = (begin + windows.size).clamp(1, windows.size)
     return total / count.to(q.device, non_blocking=True)[:, None, :, None]
-
-
-def _head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
-    """Mean over the query heads of each KV head, in the dtype of q."""
-    if q.shape[1] == num_kv_heads:
-        return q
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:
