@@ -6,11 +6,11 @@ import oracle
 import pytest
 import torch
 from budget import band, errors
-from condense.functional import attend_to, extend
-from condense.ops import triton_step
-from condense.ops.step import StepPlan, StepState
 
 import condense
+from condense.functional import attend_to, extend
+from condense.ops import UniformRule, triton_step
+from condense.ops.step import StepPlan, StepState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -43,9 +43,7 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None):
         now = [x[rows, :, at][:, :, None].clone() for x in (q, k, v)]
         for x in now:
             x[~real] = torch.nan
-        result = triton_step.step(
-            *now, state, plan_of(method), scale=scale, real=None if arrivals is None else real
-        )
+        result = triton_step.step(*now, state, plan_of(method), scale=scale, real=None if arrivals is None else real)
         assert bool((result[~real] == 0).all())
         out[rows[real], :, at[real]] = result[real][:, :, 0]
     return out
@@ -78,13 +76,243 @@ CASES = {
 }
 
 
+# on a GPU every width and dtype, interpreted a whole tile, one with a rest and one split in two
+WIDTHS = (64, 80, 96, 128, 256, (192, 128), (96, 64)) if DEVICE == "cuda" else ((16, 40), (96, 24))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
+PADDED_LCA = condense.LCA(group_size=4, window=5, rep_bias="log_size")
+
+
+def exact_to_rounding(out, want, largest):
+    """Weights, sums and rounded entries in float32: a few units in the last place of the largest value."""
+    return float((out.cpu().double() - want).abs().max()) <= 16 * torch.finfo(torch.float32).eps * float(largest)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_sixty_steps_against_the_definition(name):
-    method, (B, H, K, L, D, Dv) = CASES[name], (1, 3, 1, 64, 16, 24)
+def test_sixty_four_steps_against_the_definition(name):
+    method, (B, H, K, L, D, Dv) = CASES[name], (1, 1, 1, 64, 16, 24)
     q, k, v = oracle.random_qkv(B, H, K, L, D, Dv, dtype=torch.float32)
     state = empty_state(method, B, K, D, Dv, L, dtype=torch.float32)
     out = decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
-    want = oracle.attention(q, k, v, method=method)[0]
-    # rounded entries, weights and sums: a few units in the last place of the largest value
-    assert float((out.cpu().double() - want).abs().max()) <= 16 * torch.finfo(torch.float32).eps * float(v.abs().max())
+    assert exact_to_rounding(out, oracle.attention(q, k, v, method=method)[0], v.abs().max())
     assert state.seen.tolist() == [L]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (7, 1)], ids=str)
+def test_rows_that_come_and_go(heads):
+    """Each row at its own position, some without a token in a step: they stay as they are."""
+    (H, K), B, L, D, steps = heads, 2, 21, 16, 26
+    q, k, v = oracle.random_qkv(B, H, K, L, D, D, dtype=torch.float32)
+    state = empty_state(PADDED_LCA, B, K, D, D, L, dtype=torch.float32, spare=3)
+    arrivals = torch.ones(steps, B, dtype=torch.bool)
+    arrivals[[0, 1, 2, 9, 17], 0] = False
+    arrivals[[3, 14, 15, 16, 25], 1] = False
+    before = [x.clone() for x in state]
+    out = decode(PADDED_LCA, *(x.to(DEVICE) for x in (q, k, v)), state, arrivals=arrivals[:3])
+    assert all(torch.equal(x[0].nan_to_num(7.0), y[0].nan_to_num(7.0)) for x, y in zip(before, state, strict=True))
+    assert state.seen.tolist() == [0, 3]
+    rest = decode(PADDED_LCA, *(x.to(DEVICE) for x in (q, k, v)), state, arrivals=arrivals[3:])
+    assert state.seen.tolist() == [L, L]
+    want = oracle.attention(q, k, v, method=PADDED_LCA)[0]
+    assert exact_to_rounding(torch.where(rest.isnan(), out, rest), want, v.abs().max())
+
+
+def filled_state(method, past, tokens):
+    """`condense.functional.Past` at fixed addresses."""
+    B, K, _, D = past.prefix_k.shape
+    state = empty_state(method, B, K, D, past.prefix_v.shape[3], tokens, dtype=past.prefix_k.dtype)
+    seen, M = int(past.seen[0]), past.prefix_k.shape[2]
+    state.prefix_k[:, :, :M], state.prefix_v[:, :, :M] = past.prefix_k, past.prefix_v
+    for ring, new in ((state.ring_k, past.band_k), (state.ring_v, past.band_v), (state.ring_q, past.summary_q)):
+        for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):
+            ring[:, :, (seen - back) % ring.shape[2]] = new[:, :, -back]
+    state.seen.fill_(seen)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "heads"),
+    [
+        ("streaming_llm", 2, (4, 2)),
+        ("cca", 2, (4, 2)),
+        ("lca-log_size", 1, (70, 1)),  # more query heads than one tile holds
+        ("lca-9-queries", 2, (4, 2)),
+    ],
+)
+def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
+    method, (B, H, K, D, start, steps) = CASES[name], (rows, *heads, 16, 45, 5)
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, start + steps, D, D, dtype=torch.float32))
+    _, past = extend(method, None, *(x[:, :, :start] for x in (k, v, q)), scale=0.3, backend="reference")
+    state = filled_state(method, past, start + steps)
+    for t in range(start, start + steps):
+        q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
+        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
+        want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
+        out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
+        assert exact_to_rounding(out, want.cpu(), v.abs().max())
+        M = past.prefix_k.shape[2]
+        for made, entries in ((state.prefix_k, past.prefix_k), (state.prefix_v, past.prefix_v)):
+            assert exact_to_rounding(made[:, :, :M], entries.cpu(), entries.abs().max())
+            assert bool(made[:, :, M:].isnan().all())
+        slot = t % state.ring_k.shape[2]
+        assert torch.equal(state.ring_k[:, :, slot], k_now[:, :, 0])
+        assert torch.equal(state.ring_v[:, :, slot], v_now[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+@pytest.mark.parametrize("name", ["cca", "lca-log_size"])
+def test_output_within_budget(name, width, dtype):
+    D, Dv = width if isinstance(width, tuple) else (width, width)
+    method, (B, H, K, L) = CASES[name], (1, 3, 1, 150) if DEVICE == "cuda" else (1, 2, 1, 18)
+    if name == "lca-log_size":  # anchors are discontinuous, see budget
+        H = K
+    low = oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype)
+    want = condense.attention(*(x.double() for x in low), method=method, backend="reference")
+    on_device = [x.to(DEVICE) for x in low]
+    yardstick = condense.attention(*on_device, method=method, backend="torch")
+    out = decode(method, *on_device, empty_state(method, B, K, D, Dv, L, dtype=dtype))
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+
+
+def some_step(dtype=torch.float32, seen=23):
+    """Inputs, state and keywords of a step that closes a chunk and sees its entry."""
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 60, 16, 16, dtype=dtype))
+    _, past = extend(PADDED_LCA, None, k[:, :, :seen], v[:, :, :seen], q[:, :, :seen], scale=0.25)
+    now = [x[:, :, seen : seen + 1] for x in (q, k, v)]
+    plan = plan_of(PADDED_LCA)
+    assert (seen + 1 - plan.lag) % plan.rule.chunk == 0
+    return now, filled_state(PADDED_LCA, past, 60), plan
+
+
+def copy_of(state):
+    return StepState(*(x.clone() for x in state))
+
+
+def same(one, other):
+    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(one, other, strict=True))
+
+
+def test_repeats_are_bit_equal():
+    now, state, plan = some_step(seen=24)
+    first = copy_of(state)
+    out = triton_step.step(*now, first, plan, scale=0.25)
+    for _ in range(50 if DEVICE == "cuda" else 2):
+        again = copy_of(state)
+        assert torch.equal(triton_step.step(*now, again, plan, scale=0.25), out)
+        assert same(first, again)
+
+
+def test_any_layout():
+    now, state, plan = some_step(seen=24)
+    strided = StepState(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in state[:-1]), state.seen.clone())
+    wide = [torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]] for x in now]
+    columns = [x.mT.contiguous().mT for x in now]
+    out = triton_step.step(*now, copy := copy_of(state), plan, scale=0.25)
+    assert torch.equal(triton_step.step(*wide, strided, plan, scale=0.25), out)
+    assert same(copy, strided)
+    assert torch.equal(triton_step.step(*columns, copy_of(state), plan, scale=0.25), out)
+
+
+def test_a_tie_goes_to_the_lowest_position():
+    """Twenty equal keys with different values: the anchor of each group is its first token."""
+    method, L = condense.CCA(group_size=20, window=0, value_pooling="select"), 40
+    q, k, v = oracle.random_qkv(1, 1, 1, L, 16, 16, dtype=torch.float32)
+    k = k[:, :, :1].expand_as(k)
+    state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
+    decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
+    assert torch.equal(state.prefix_v.cpu(), v[:, :, ::20])
+
+
+def test_compiles_as_one_operation():
+    now, state, plan = some_step(seen=24)
+    real = torch.tensor([True, False], device=DEVICE)
+
+    def one(q, k, v, *state):
+        return triton_step.step(2 * q, k, v, StepState(*state), plan, scale=0.25, real=real) + 1
+
+    eager, compiled = copy_of(state), copy_of(state)
+    want = one(*now, *eager)
+    torch._dynamo.reset()
+    out = torch.compile(one, fullgraph=True, backend="aot_eager")(*now, *compiled)
+    assert torch.equal(out, want)
+    assert same(eager, compiled)
+
+
+@pytest.mark.parametrize("real", [None, torch.tensor([True, False], device=DEVICE)], ids=["all", "some"])
+def test_is_a_well_behaved_operation(real):
+    now, state, plan = some_step(seen=24)
+    state = [x.nan_to_num(0.0) for x in state]  # opcheck compares with ==
+    rule = plan.rule
+    torch.library.opcheck(
+        torch.ops.condense.step.default,
+        (*now, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary, plan.key_pooling,
+         plan.value_pooling, plan.group_bias, 0.25),
+    )  # fmt: skip
+
+
+def test_refuses_what_it_has_no_kernel_for():
+    (q, k, v), state, plan = some_step(seen=24)
+    before = copy_of(state)
+    wide = StepState(*(x.double() for x in state[:-1]), state.seen)
+    two = StepPlan(UniformRule(chunk=4, window=5, entries=2), *(getattr(plan, name) for name in (
+        "lag", "num_summary", "key_pooling", "value_pooling", "group_bias")))  # fmt: skip
+    short = state._replace(ring_v=state.ring_v[:, :, 1:])
+    few = state._replace(ring_k=state.ring_k[:, :, 1:], ring_v=state.ring_v[:, :, 1:])
+    columns = state._replace(prefix_k=state.prefix_k.mT.contiguous().mT)
+    for match, args in {
+        "bfloat16, float16 or float32": (q.double(), k.double(), v.double(), wide, plan),
+        "one entry per chunk": (q, k, v, state, two),
+        "ring_v must be": (q, k, v, short, plan),
+        "v must be": (q, k[:, :1], v, state, plan),
+        "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
+        "9 slots": (q, k, v, few, plan),
+        "contiguous": (q, k, v, columns, plan),
+        "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            triton_step.step(*args, scale=0.25)
+    assert same(before, state)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_replayed_graph_decodes_as_eager_steps_do(dtype):
+    """Across group boundaries, without a wait for the device."""
+    method, L, D = condense.LCA(group_size=16, window=64), 300, 128
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 8, 2, L, D, D, dtype=dtype))
+    eager, replayed = (empty_state(method, 2, 2, D, D, L, dtype=dtype) for _ in range(2))
+    want = decode(method, q, k, v, eager)
+    now = [x[:, :, :1].clone() for x in (q, k, v)]
+    scratch = copy_of(replayed)
+    triton_step.step(*now, scratch, plan_of(method), scale=D**-0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = triton_step.step(*now, replayed, plan_of(method), scale=D**-0.5)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outs = []
+        for t in range(L):
+            for x, whole in zip(now, (q, k, v), strict=True):
+                x.copy_(whole[:, :, t : t + 1])
+            graph.replay()
+            outs.append(out.clone())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(torch.cat(outs, 2), want)
+    assert same(eager, replayed)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs 9 GB")
+def test_addresses_beyond_32_bits():
+    """The second row starts more than 2^31 elements behind the first."""
+    now, state, plan = some_step(torch.bfloat16, seen=24)
+    far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device=DEVICE)
+    B, K, M, D = state.prefix_k.shape
+    moved = []
+    for i, x in enumerate((state.prefix_k, state.prefix_v)):
+        place = far[i * 2**18 :].as_strided((B, K, M, D), (2**31, M * D, D, 1), i * 2**18)
+        moved.append(place.copy_(x))
+    other = StepState(*moved, *(x.clone() for x in state[2:]))
+    assert torch.equal(triton_step.step(*now, other, plan, scale=0.25), triton_step.step(*now, state, plan, scale=0.25))
+    assert same(state, other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _LOG2E = math.log2(math.e)
 _NEVER = 2**31 - 1
-_MIN_WIDTH, _MAX_WIDTH = 1, 256
+_MAX_WIDTH = 256
+# fewer columns cannot be shared out to four warps, which would all compute the whole tile
+_MIN_TILE = 32
 
 
 def step(
@@ -60,7 +62,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan) ->
         raise ValueError(f"the Triton step takes bfloat16, float16 or float32, got {q.dtype}; use the torch step")
     if plan.rule.entries != 1:
         raise ValueError(f"the Triton step makes one entry per chunk, got {plan.rule.entries}; use the torch step")
-    if not all(_MIN_WIDTH <= width <= _MAX_WIDTH for width in (k.shape[3], v.shape[3])):
+    if not all(1 <= width <= _MAX_WIDTH for width in (k.shape[3], v.shape[3])):
         raise ValueError(
             f"the Triton step takes widths up to {_MAX_WIDTH}, got {k.shape[3]} and {v.shape[3]}; use the torch step"
         )
@@ -81,20 +83,25 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan) ->
             raise ValueError(
                 f"{name} must be {shape} in {q.dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
             )
+    if state.seen.shape != (B,) or state.seen.dtype != torch.int64 or state.seen.device != q.device:
+        raise ValueError(f"seen must be int64 of shape ({B},) on {q.device}, got {state.seen}")
+    for name, x in zip(state._fields, state[:-1], strict=False):
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
     needed = plan.rule.chunk + (plan.rule.window or 0)
-    if plan.rule.window is not None and W < needed:
+    if plan.rule.window is not None and needed > W:
         raise ValueError(f"ring_k must have at least window + chunk = {needed} slots, got {W}")
 
 
 def _split_width(width: int) -> tuple[int, int]:
     """A power of two and what is left: 80 is 64 + 16, 192 is 128 + 64."""
-    first = min(width, max(16, 1 << (width.bit_length() - 1)))
+    first = min(width, max(_MIN_TILE, 1 << (width.bit_length() - 1)))
     return first, width - first
 
 
 def _padded(width: int) -> int:
-    """The tile that holds a width; 16 is the least a tensor core takes."""
-    return max(16, int(triton.next_power_of_2(width)))
+    """Columns of the tile that holds a width."""
+    return max(_MIN_TILE, int(triton.next_power_of_2(width)))
 
 
 def _widths(D: int, Dv: int) -> dict[str, int]:
@@ -110,20 +117,29 @@ def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _tiles(q: Tensor, R: int, D: int) -> dict[str, Any]:
-    """Keys and rows per tile, warps and stages; programs wanted per multiprocessor; the length is no part of it."""
-    BR = min(64, max(16, int(triton.next_power_of_2(R))))
+class _Tiles(NamedTuple):
+    """Keys per tile, warps, stages; programs wanted per multiprocessor; whether the reduce starts up early."""
+
+    BN: int
+    num_warps: int
+    num_stages: int
+    waves: int
+    early: bool
+
+
+def _tiles(q: Tensor, width: int) -> _Tiles:
+    """The shipped table, by the wider of keys and values; neither length nor capacity is part of the choice."""
     if not q.is_cuda:  # the interpreter
-        return {"BR": BR, "BN": 16, "num_warps": 4, "num_stages": 1, "waves": 2}
-    if q.dtype == torch.float32:
-        return {"BR": BR, "BN": 32, "num_warps": 4, "num_stages": 2, "waves": 2}
-    return {"BR": BR, "BN": 64 if D <= 128 else 32, "num_warps": 4, "num_stages": 3, "waves": 2}
+        return _Tiles(16, 4, 1, 1, False)
+    if q.dtype == torch.float32:  # multiplied without tensor cores, whole rows in registers: more warps, small tiles
+        return _Tiles(32 if width <= 128 else 16, 8, 2, 2, False)
+    return _Tiles(64 if width <= 128 else 32, 4, 3, 2, False)
 
 
-def _num_splits(q: Tensor, programs: int, capacity: int, tiles: dict[str, Any]) -> int:
+def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
     """Splits that share the keys, by capacity, plus the one with the new token."""
-    wanted = tiles["waves"] * _num_sms(q.device) // programs if q.is_cuda else 3
-    return 1 + max(1, min(wanted, triton.cdiv(capacity, tiles["BN"])))
+    wanted = tiles.waves * _num_sms(q.device) // programs if q.is_cuda else 2
+    return 1 + max(1, min(wanted, triton.cdiv(capacity, tiles.BN)))
 
 
 def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
@@ -138,9 +154,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-@torch.library.custom_op(
-    "condense::step", mutates_args=("prefix_k", "prefix_v", "ring_k", "ring_v", "ring_q", "seen")
-)
+@torch.library.custom_op("condense::step", mutates_args=("prefix_k", "prefix_v", "ring_k", "ring_v", "ring_q", "seen"))
 def _step(
     q: Tensor,
     k: Tensor,
@@ -165,8 +179,9 @@ def _step(
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     (B, H, _, D), K, Dv = q.shape, k.shape[1], v.shape[3]
     R = H // K
-    tiles = _tiles(q, R, D)
-    row_tiles = triton.cdiv(R, tiles["BR"])
+    tiles = _tiles(q, max(D, Dv))
+    BR = min(64, max(16, int(triton.next_power_of_2(R))))
+    row_tiles = triton.cdiv(R, BR)
     S = _num_splits(q, row_tiles * B * K, prefix_k.shape[2] + ring_k.shape[2], tiles)
     part, lse = _scratch(q, S, Dv)
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=q.device)
@@ -178,15 +193,16 @@ def _step(
             *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
             *ring_q.stride()[:3], K, R, ring_k.shape[2], num_summary, chunk,
             _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
-            scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv), BR=tiles["BR"], BN=tiles["BN"],
+            scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv), BR=BR, BN=tiles.BN,
             LATENT=False, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=False,
-            num_warps=tiles["num_warps"], num_stages=tiles["num_stages"],
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         BC = min(64, _padded(Dv))
         step_reduce_kernel[triton.cdiv(Dv, BC), B * H](
             part, lse, out, seen, seen if real is None else real, H, S,
-            DV=Dv, BC=BC, BS=64, HAS_REAL=real is not None, EARLY=False,
+            DV=Dv, BC=BC, BS=64, HAS_REAL=real is not None, EARLY=tiles.early,
+            **({"launch_pdl": True} if tiles.early else {}),
         )  # fmt: skip
     return out
 

@@ -24,7 +24,7 @@ def _rows(ptr, at, stride, mask, lo: tl.constexpr, width: tl.constexpr, P: tl.co
     """Columns ``[lo, lo + width)`` of the rows ``at``, ``[n, P]``; zeros where masked."""
     d = tl.arange(0, P)
     inside = mask[:, None]
-    if P != width:
+    if width != P:
         inside = inside & (d < width)[None, :]
     return tl.load(ptr + at.to(tl.int64)[:, None] * stride + lo + d[None, :], mask=inside, other=0.0)
 
@@ -200,10 +200,7 @@ def _represent(
                 y1 = _members(rv_ptr, at, s_rvn, older, newest, v1, V0, V1, U1)
                 f1 = _pool(f1, y1, inside, weight, alpha, chosen, better, VALUE)
     e0, e1 = _pooled(e0, total, chunk, HEAD, k0.dtype), _pooled(e1, total, chunk, KEY, k0.dtype)
-    if LATENT:
-        f0 = e0
-    else:
-        f0 = _pooled(f0, total, chunk, VALUE, k0.dtype)
+    f0 = e0 if LATENT else _pooled(f0, total, chunk, VALUE, k0.dtype)
     return e0, e1, f0, _pooled(f1, total, chunk, VALUE, k0.dtype)
 
 
