@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _LOG2E = math.log2(math.e)
 _NEVER = 2**31 - 1
-_MAX_WIDTH = 256
+_MAX_WIDTH, _MAX_LATENT = 256, 512
 # fewer columns cannot be shared out to four warps, which would all compute the whole tile
 _MIN_TILE = 32
 
@@ -36,38 +36,44 @@ def step(
     *,
     scale: float,
     real: Tensor | None = None,
+    latent: int = 0,
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.step.StepState`; bfloat16,
     float16 or float32, one dtype; K divides H; any strides, the state's last dimensions contiguous. ``real`` bool
     ``[B]``: rows without a token are not touched and give 0 (None: all have one).
+    latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
+    the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
     The caller keeps ``seen`` within the capacity: it is on the device, where nobody can raise.
     Raises ValueError for a device without kernels, another dtype, more than one entry per chunk, a width above 256
-    and a state that does not fit.
+    (512 of a latent) and a state that does not fit.
     """
-    _check(q, k, v, state, plan)
+    _check(q, k, v, state, plan, latent)
     rule = plan.rule
     out: Tensor = _step(
         q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary,
-        plan.key_pooling, plan.value_pooling, plan.group_bias, scale,
+        plan.key_pooling, plan.value_pooling, plan.group_bias, scale, latent,
     )  # fmt: skip
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, latent: int) -> None:
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"the Triton step needs a CUDA device, got {q.device.type}; use the torch step")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"the Triton step takes bfloat16, float16 or float32, got {q.dtype}; use the torch step")
     if plan.rule.entries != 1:
         raise ValueError(f"the Triton step makes one entry per chunk, got {plan.rule.entries}; use the torch step")
-    if not all(1 <= width <= _MAX_WIDTH for width in (k.shape[3], v.shape[3])):
-        raise ValueError(
-            f"the Triton step takes widths up to {_MAX_WIDTH}, got {k.shape[3]} and {v.shape[3]}; use the torch step"
-        )
-    B, K, M, W = k.shape[0], k.shape[1], state.prefix_k.shape[2], state.ring_k.shape[2]
     D, Dv = k.shape[3], v.shape[3]
+    if latent and not (0 < latent < D and latent <= _MAX_LATENT and D - latent <= _MAX_WIDTH and Dv == 0):
+        raise ValueError(
+            f"latent must be up to {_MAX_LATENT} columns of the keys, with up to {_MAX_WIDTH} others and values of "
+            f"width 0, got {latent} of {D} and values of width {Dv}; use the torch step"
+        )
+    if not latent and not all(1 <= width <= _MAX_WIDTH for width in (D, Dv)):
+        raise ValueError(f"the Triton step takes widths up to {_MAX_WIDTH}, got {D} and {Dv}; use the torch step")
+    B, K, M, W = k.shape[0], k.shape[1], state.prefix_k.shape[2], state.ring_k.shape[2]
     wanted = {
         "k": (k, (B, K, 1, D)),
         "v": (v, (B, K, 1, Dv)),
@@ -104,8 +110,8 @@ def _padded(width: int) -> int:
     return max(_MIN_TILE, int(triton.next_power_of_2(width)))
 
 
-def _widths(D: int, Dv: int) -> dict[str, int]:
-    (D0, D1), (V0, V1) = _split_width(D), _split_width(Dv)
+def _widths(D: int, Dv: int, latent: int) -> dict[str, int]:
+    (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (_split_width(D), _split_width(Dv))
     return {
         "D0": D0, "D1": D1, "P0": _padded(D0), "P1": _padded(D1),
         "V0": V0, "V1": V1, "U0": _padded(V0), "U1": _padded(V1),
@@ -118,8 +124,9 @@ def _num_sms(device: torch.device) -> int:
 
 
 class _Tiles(NamedTuple):
-    """Keys per tile, warps, stages; programs wanted per multiprocessor; whether the reduce starts up early."""
+    """Most rows, and keys per tile; warps, stages; programs wanted per multiprocessor; reduce started up early."""
 
+    rows: int
     BN: int
     num_warps: int
     num_stages: int
@@ -127,13 +134,15 @@ class _Tiles(NamedTuple):
     early: bool
 
 
-def _tiles(q: Tensor, width: int) -> _Tiles:
+def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
     """The shipped table, by the wider of keys and values; neither length nor capacity is part of the choice."""
     if not q.is_cuda:  # the interpreter
-        return _Tiles(16, 4, 1, 1, False)
+        return _Tiles(64, 16, 4, 1, 1, False)
     if q.dtype == torch.float32:  # multiplied without tensor cores, whole rows in registers: more warps, small tiles
-        return _Tiles(32 if width <= 128 else 16, 8, 2, 2, False)
-    return _Tiles(64 if width <= 128 else 32, 4, 3, 2, False)
+        return _Tiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2, False)
+    if latent:  # a program's output is up to 512 columns wide, so few splits
+        return _Tiles(32 if latent > 256 else 64, 32, 8, 3, 1, False)
+    return _Tiles(64, 64 if width <= 128 else 32, 4, 3, 2, False)
 
 
 def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
@@ -175,12 +184,13 @@ def _step(
     value_pooling: str,
     group_bias: float,
     scale: float,
+    latent: int,
 ) -> Tensor:
     q, k, v = (_dense_rows(x) for x in (q, k, v))
-    (B, H, _, D), K, Dv = q.shape, k.shape[1], v.shape[3]
+    (B, H, _, D), K, Dv = q.shape, k.shape[1], latent or v.shape[3]
     R = H // K
-    tiles = _tiles(q, max(D, Dv))
-    BR = min(64, max(16, int(triton.next_power_of_2(R))))
+    tiles = _tiles(q, max(D, Dv), latent)
+    BR = min(tiles.rows, max(16, int(triton.next_power_of_2(R))))
     row_tiles = triton.cdiv(R, BR)
     S = _num_splits(q, row_tiles * B * K, prefix_k.shape[2] + ring_k.shape[2], tiles)
     part, lse = _scratch(q, S, Dv)
@@ -193,8 +203,8 @@ def _step(
             *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
             *ring_q.stride()[:3], K, R, ring_k.shape[2], num_summary, chunk,
             _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
-            scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv), BR=BR, BN=tiles.BN,
-            LATENT=False, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
+            scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
+            LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -209,4 +219,5 @@ def _step(
 
 @_step.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
+    latent = args[-1]
+    return q.new_empty(*q.shape[:3], latent or v.shape[3])
