@@ -49,7 +49,7 @@ def step(
     Raises ValueError for a device without kernels, another dtype, more than one entry per chunk, a width above 256
     (512 of a latent) and a state that does not fit.
     """
-    _check(q, k, v, state, plan, latent)
+    _check(q, k, v, state, plan, real, latent)
     rule = plan.rule
     out: Tensor = _step(
         q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary,
@@ -58,7 +58,7 @@ def step(
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, latent: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, real: Tensor | None, latent: int) -> None:
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"the Triton step needs a CUDA device, got {q.device.type}; use the torch step")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -91,6 +91,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, la
             )
     if state.seen.shape != (B,) or state.seen.dtype != torch.int64 or state.seen.device != q.device:
         raise ValueError(f"seen must be int64 of shape ({B},) on {q.device}, got {state.seen}")
+    if real is not None and (real.shape != (B,) or real.dtype != torch.bool or real.device != q.device):
+        raise ValueError(f"real must be bool of shape ({B},) on {q.device}, got {real}")
     for name, x in zip(state._fields, state[:-1], strict=False):
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
