@@ -1,5 +1,6 @@
 """The decode step against the oracle: interpreted in float32 on a CPU, compiled for every dtype on a GPU."""
 
+import dataclasses
 import math
 
 import oracle
@@ -25,7 +26,7 @@ def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
     """Room for ``tokens`` per row, NaN in every slot."""
     rule = method.rule
     M = rule.visible_entries(tokens // rule.chunk) + spare
-    W = tokens if rule.window is None else rule.window + rule.chunk + spare
+    W = tokens if rule.window is None else min(tokens, rule.window + rule.chunk + spare)
     sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.num_summary, D))
     slots = (torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes)
     return StepState(*slots, torch.zeros(B, dtype=torch.int64, device=DEVICE))
@@ -176,6 +177,23 @@ def test_output_within_budget(name, width, dtype):
     assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
 
 
+def test_entries_beyond_the_capacity_are_dropped():
+    method, L = CASES["cca-window0"], 12
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, L, 16, 16, dtype=torch.float32))
+    whole = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
+    small = copy_of(whole)
+    small = small._replace(prefix_k=small.prefix_k[:, :, :2], prefix_v=small.prefix_v[:, :, :2])
+    want, out = decode(method, q, k, v, whole), decode(method, q, k, v, small)
+    assert torch.equal(out[:, :, :8], want[:, :, :8])
+    assert bool(out.isfinite().all())
+    assert torch.equal(small.prefix_k, whole.prefix_k[:, :, :2])
+    assert bool(small.prefix_k._base[:, :, 2:].isnan().all())
+    # the third group closes and is not seen: two entries are left
+    entries = small.prefix_k[0, 0] @ q[0, :, 8, :, None] * 0.25 + math.log(3)
+    seen = entries.softmax(1).mT @ small.prefix_v[0, 0]
+    assert exact_to_rounding(out[0, :, 8], seen[:, 0].cpu(), v.abs().max())
+
+
 def latent_attention(method, q, k, latent, scale):
     """By definition, one row and one KV head: q ``[H, L, D]``, k ``[L, D]``; values are the first columns of k.
 
@@ -311,10 +329,9 @@ def test_refuses_what_it_has_no_kernel_for():
     (q, k, v), state, plan = some_step(seen=24)
     before = copy_of(state)
     wide = StepState(*(x.double() for x in state[:-1]), state.seen)
-    two = StepPlan(UniformRule(chunk=4, window=5, entries=2), *(getattr(plan, name) for name in (
-        "lag", "num_summary", "key_pooling", "value_pooling", "group_bias")))  # fmt: skip
+    two = dataclasses.replace(plan, rule=UniformRule(chunk=4, window=5, entries=2))
     short = state._replace(ring_v=state.ring_v[:, :, 1:])
-    few = state._replace(ring_k=state.ring_k[:, :, 1:], ring_v=state.ring_v[:, :, 1:])
+    unknown = dataclasses.replace(plan, key_pooling=None)
     columns = state._replace(prefix_k=state.prefix_k.mT.contiguous().mT)
     for match, args in {
         "bfloat16, float16 or float32": (q.double(), k.double(), v.double(), wide, plan),
@@ -322,7 +339,7 @@ def test_refuses_what_it_has_no_kernel_for():
         "ring_v must be": (q, k, v, short, plan),
         "v must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
-        "9 slots": (q, k, v, few, plan),
+        "got None": (q, k, v, state, unknown),
         "contiguous": (q, k, v, columns, plan),
         "values of width 0": (q, k, v, state, plan, 8),
         "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),

@@ -37,6 +37,6 @@ class StepPlan:
     rule: UniformRule
     lag: int
     num_summary: int
-    key_pooling: Pooling
-    value_pooling: Pooling
+    key_pooling: Pooling | None
+    value_pooling: Pooling | None
     group_bias: float

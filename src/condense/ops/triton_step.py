@@ -42,10 +42,10 @@ def step(
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.step.StepState`; bfloat16,
     float16 or float32, one dtype; K divides H; any strides, the state's last dimensions contiguous. ``real`` bool
-    ``[B]``: rows without a token are not touched and give 0 (None: all have one).
+    or integer ``[B]``: rows without a token are not touched and give 0 (None: all have one).
     latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
     the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
-    The caller keeps ``seen`` within the capacity: it is on the device, where nobody can raise.
+    Entries beyond the capacity are dropped and never seen: ``seen`` is on the device, where nobody can raise.
     Raises ValueError for a device without kernels, another dtype, more than one entry per chunk, a width above 256
     (512 of a latent) and a state that does not fit.
     """
@@ -65,6 +65,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
         raise ValueError(f"the Triton step takes bfloat16, float16 or float32, got {q.dtype}; use the torch step")
     if plan.rule.entries != 1:
         raise ValueError(f"the Triton step makes one entry per chunk, got {plan.rule.entries}; use the torch step")
+    if None in (plan.key_pooling, plan.value_pooling) and plan.rule.max_chunks != 0:
+        raise ValueError("the Triton step makes entries by key_pooling and value_pooling, got None; use the torch step")
     D, Dv = k.shape[3], v.shape[3]
     if latent and not (0 < latent < D and latent <= _MAX_LATENT and D - latent <= _MAX_WIDTH and Dv == 0):
         raise ValueError(
@@ -91,14 +93,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
             )
     if state.seen.shape != (B,) or state.seen.dtype != torch.int64 or state.seen.device != q.device:
         raise ValueError(f"seen must be int64 of shape ({B},) on {q.device}, got {state.seen}")
-    if real is not None and (real.shape != (B,) or real.dtype != torch.bool or real.device != q.device):
-        raise ValueError(f"real must be bool of shape ({B},) on {q.device}, got {real}")
+    if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
+        raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
     for name, x in zip(state._fields, state[:-1], strict=False):
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
-    needed = plan.rule.chunk + (plan.rule.window or 0)
-    if plan.rule.window is not None and needed > W:
-        raise ValueError(f"ring_k must have at least window + chunk = {needed} slots, got {W}")
 
 
 def _split_width(width: int) -> tuple[int, int]:
@@ -182,19 +181,19 @@ def _step(
     max_chunks: int | None,
     lag: int,
     num_summary: int,
-    key_pooling: str,
-    value_pooling: str,
+    key_pooling: str | None,
+    value_pooling: str | None,
     group_bias: float,
     scale: float,
     latent: int,
 ) -> Tensor:
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     (B, H, _, D), K, Dv = q.shape, k.shape[1], latent or v.shape[3]
-    R = H // K
+    R, M, W = H // K, prefix_k.shape[2], ring_k.shape[2]
     tiles = _tiles(q, max(D, Dv), latent)
     BR = min(tiles.rows, max(16, int(triton.next_power_of_2(R))))
     row_tiles = triton.cdiv(R, BR)
-    S = _num_splits(q, row_tiles * B * K, prefix_k.shape[2] + ring_k.shape[2], tiles)
+    S = _num_splits(q, row_tiles * B * K, M + W, tiles)
     part, lse = _scratch(q, S, Dv)
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=q.device)
     # kernels start on the current device, which need not be the tensors' in a model spread over several
@@ -203,8 +202,8 @@ def _step(
             q, k, v, prefix_k, prefix_v, ring_k, ring_v, ring_q, seen, seen if real is None else real, part, lse,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
-            *ring_q.stride()[:3], K, R, ring_k.shape[2], num_summary, chunk,
-            _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
+            *ring_q.stride()[:3], K, R, W, num_summary, chunk,
+            _NEVER if window is None else window, min(_NEVER if max_chunks is None else max_chunks, M), lag,
             scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
             LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,

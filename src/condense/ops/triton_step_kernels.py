@@ -384,5 +384,5 @@ def step_reduce_kernel(
     if (tl.program_id(0) == 0) & (row % H == 0):
         live = 1
         if HAS_REAL:
-            live = tl.load(real_ptr + row // H).to(tl.int32)
+            live = (tl.load(real_ptr + row // H) != 0).to(tl.int32)
         tl.store(seen_ptr + row // H, tl.load(seen_ptr + row // H) + live)
