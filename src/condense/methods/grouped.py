@@ -93,16 +93,15 @@ class GroupPooling(Method):
         self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
-        start = torch.zeros(k.shape[0], dtype=torch.int64)
         return self.represent_band(
-            k.flatten(2, 3), v.flatten(2, 3), start, k.shape[2], summary, scale=scale, backend=backend
+            k.flatten(2, 3), v.flatten(2, 3), 0, k.shape[2], summary, scale=scale, backend=backend
         )
 
     def represent_band(
         self,
         band_k: Tensor,
         band_v: Tensor,
-        start: Tensor,
+        start: Tensor | int,
         num_chunks: int,
         summary: Tensor | None,
         *,
