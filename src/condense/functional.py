@@ -202,7 +202,8 @@ def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     As in PyTorch's own operations, float64 stays what it is.
     """
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type):
+    # torch.compile cannot look into the question, and is not asked for devices without autocast
+    if not (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)):
         yield tensors
         return
     if torch.is_autocast_enabled(device_type):

@@ -316,7 +316,6 @@ def test_a_tie_goes_to_the_lowest_position():
     assert torch.equal(state.prefix_v.cpu(), v[:, :, ::20])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_compiles_as_one_operation():
     now, state, plan = some_step(seen=24)
     real = torch.tensor([True, False], device=DEVICE)
