@@ -15,8 +15,8 @@ ARROWS["results"] = {"version"}
 ARROWS["ops"] = {"config"}
 ARROWS["methods"] = {"ops"} | ARROWS["ops"]
 ARROWS["functional"] = {"methods"} | ARROWS["methods"]
-ARROWS["caches"] = {"functional"} | ARROWS["functional"]
-ARROWS["models"] = {"caches"} | ARROWS["caches"]
+ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
+ARROWS["models"] = {"caches", "latent"} | ARROWS["caches"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "bench", "analysis")
 for use in USES:

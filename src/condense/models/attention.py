@@ -9,16 +9,18 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys at hand, D and D
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from condense.functional import attend_to, extend, outside_autocast
+from condense.functional import attend_to, outside_autocast
 from condense.methods import Method
-from condense.models.families import FAMILIES, sliding_window, stock_class
-from condense.models.layers import ensure_layers
+from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
+from condense.models.latent import condensed_latents
+from condense.models.layers import read_tokens
 from condense.models.rows import Padding, documents_of, padding_of
 from condense.ops import UniformBounds, UniformRule, attend
 
@@ -62,12 +64,17 @@ class Captured:
     def __init__(self, cache: Cache | None, layer_idx: int) -> None:
         self.cache = cache
         self.layer_idx = layer_idx
+        self.entries: tuple[Tensor, Tensor] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache.update as the stock forward calls it: nothing is stored, the new tokens go on as they are."""
+        """Cache.update as the stock forward calls it: nothing is stored, the new tokens go on as they are.
+
+        What MLA caches, latents and rope keys, is not what the attention function gets, so it is noted here.
+        """
         self.layer_idx = layer_idx
+        self.entries = key_states, value_states
         return key_states, value_states
 
     def __getattr__(self, name: str) -> Any:
@@ -85,19 +92,24 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
-        method: Method = module.condense_method  # type: ignore[assignment]
         B, _, L, _ = q.shape
+        # per token and row: the queries first, then what the layer kind's function takes
+        tensors = (q, k, v)
+        condensed = partial(_condensed, module.condense_method, scale=scale, dropout=dropout)
+        if is_latent(module):
+            assert self.entries is not None
+            tensors = (q, k, v, torch.cat(self.entries, dim=-1).to(q.dtype))
+            condensed = partial(condensed_latents, module, scale=scale, dropout=dropout)
         seen = 0 if self.cache is None else self.cache.get_seq_length(self.layer_idx)
         padding = padding_of(mask, seen, B, L)
         documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None)
         if documents is not None:
             _refuse_cached_documents(module, self.cache, seen)
-            parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
-            return torch.cat([_condensed(method, None, 0, a, b, c, None, scale, dropout) for a, b, c in parts], dim=2)
+            parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
+            return torch.cat([condensed(None, 0, None, *part) for part in parts], dim=2)
         if padding is None:
-            return _condensed(method, self.cache, self.layer_idx, q, k, v, None, scale, dropout)
-        q, k, v = padding.align(q), padding.align(k), padding.align(v)
-        return padding.restore(_condensed(method, self.cache, self.layer_idx, q, k, v, padding, scale, dropout))
+            return condensed(self.cache, self.layer_idx, None, *tensors)
+        return padding.restore(condensed(self.cache, self.layer_idx, padding, *map(padding.align, tensors)))
 
 
 def _refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
@@ -110,20 +122,15 @@ def _condensed(
     method: Method,
     cache: Cache | None,
     layer_idx: int,
+    padding: Padding | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    padding: Padding | None,
+    *,
     scale: float,
     dropout: float,
 ) -> Tensor:
-    counts = None if padding is None else padding.counts
-    if cache is None:
-        sources, _ = extend(method, None, k, v, q, scale=scale, counts=counts, keep=False)
-    else:
-        ensure_layers(cache, {layer_idx: method})
-        trailing = q.shape[2] if padding is None else padding.trailing
-        sources, _ = cache.update(k, v, layer_idx, query_states=q, scale=scale, counts=counts, trailing=trailing)
+    sources = read_tokens(cache, layer_idx, method, padding, k, v, q, scale=scale)
     return attend_to(sources, q, scale=scale, dropout_p=dropout)[0]
 
 

@@ -9,14 +9,19 @@ from torch import nn
 
 # stock attention class -> transformers.models.<family>; every family here runs the whole model test suite
 FAMILIES = {
+    "DeepseekV2Attention": "deepseek_v2",
+    "DeepseekV3Attention": "deepseek_v3",
     "GPT2Attention": "gpt2",
     "GemmaAttention": "gemma",
+    "Glm4MoeLiteAttention": "glm4_moe_lite",
     "LlamaAttention": "llama",
+    "MiniCPM3Attention": "minicpm3",
     "MistralAttention": "mistral",
     "OPTAttention": "opt",
     "Phi3Attention": "phi3",
     "Qwen2Attention": "qwen2",
     "Qwen3Attention": "qwen3",
+    "YoutuAttention": "youtu",
 }
 _LEARNED_POSITIONS = ("gpt2", "opt")
 
@@ -32,6 +37,11 @@ def is_supported(module: nn.Module) -> bool:
     cls = type(module)
     family = FAMILIES.get(cls.__name__)
     return family is not None and cls.__module__ == f"transformers.models.{family}.modeling_{family}"
+
+
+def is_latent(module: nn.Module) -> bool:
+    """True for multi-head latent attention (MLA) among the supported classes, condensed or stock."""
+    return hasattr(module, "kv_lora_rank")
 
 
 def sliding_window(module: nn.Module) -> int | None:

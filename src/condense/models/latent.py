@@ -1,0 +1,75 @@
+"""Multi-head latent attention (MLA) in transformers: the cache gets latents, attention the module's up-projections.
+
+Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from condense.latent import UpProjection, attend_to_latents, summary_queries
+from condense.models.layers import read_tokens
+from condense.models.rows import Padding
+
+
+def condensed_latents(
+    module: nn.Module,
+    cache: Cache | None,
+    layer_idx: int,
+    padding: Padding | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries: Tensor,
+    *,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Condensed attention ``[B, H, L, d_v]`` of new tokens, aligned by ``padding``, over the past in the cache.
+
+    q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
+    entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys, which is all that is cached.
+    """
+    up = up_projection(module, q)
+    method: Any = module.condense_method
+    sources = read_tokens(
+        cache,
+        layer_idx,
+        method,
+        padding,
+        entries,
+        entries[..., :0],
+        summary_queries(method, q, up),
+        scale=scale,
+        latent_width=up.w_uk.shape[1],
+    )
+    # with padding between old tokens and new ones, the new ones are not the last columns of every row
+    joined = padding is None or sources.band_k.shape[2] == q.shape[2]
+    return attend_to_latents(sources, q, up, scale=scale, new=(k, v) if joined else None, dropout_p=dropout)[0]
+
+
+def up_projection(module: Any, q: Tensor) -> UpProjection:
+    """W_UK and W_UV of the module's ``kv_b_proj``, for the heads of q and in its dtype."""
+    d_n, d_v = module.qk_nope_head_dim, module.v_head_dim
+    weight = _matrix(module.kv_b_proj, q.shape[1] * (d_n + d_v), module.kv_lora_rank, q).to(q.dtype)
+    heads = weight.unflatten(0, (q.shape[1], d_n + d_v))
+    return UpProjection(heads[:, :d_n].mT, heads[:, d_n:].mT)
+
+
+def _matrix(projection: nn.Module, rows: int, columns: int, q: Tensor) -> Tensor:
+    """The matrix ``[rows, columns]`` that a projection without bias multiplies by.
+
+    A plain layer's weight is that. Of any other (quantised, with an adapter, sharded, kept elsewhere until it runs)
+    it is what the layer makes of the unit vectors, which costs a part of what it makes of the tokens, and gives
+    adapters their gradients.
+    """
+    weight = getattr(projection, "weight", None)
+    plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point()
+    if plain and weight.shape == (rows, columns) and weight.device == q.device:
+        return weight
+    dtype = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else q.dtype
+    return projection(torch.eye(columns, device=q.device, dtype=dtype)).mT
