@@ -40,6 +40,9 @@ NUM_LAYERS = 3
 NEW = 12
 CHUNKS = (17, 1, 3, 20, 20)
 EXACT = {"rtol": 0, "atol": 1e-12}
+# deepseek_v2 rotates in float32 whatever the model's dtype: the stock model's logits, some 10 in size, differ by 4e-6
+# between one forward and several
+ROUNDED = {"rtol": 0, "atol": 1e-4}
 
 G, W = 4, 8
 CCA = condense.CCA(group_size=G, window=W)
@@ -142,6 +145,11 @@ def model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """A model with weights so large that attention is sharp: what it sees or not shows in the logits."""
     stock = AutoModelForCausalLM.from_config(config(name, **changes))
     return sharpen(stock).to(dtype).eval()
+
+
+def exact(model: Any) -> dict[str, float]:
+    """Tolerances of logits that are the same but for the order of sums."""
+    return ROUNDED if model.config.model_type == "deepseek_v2" else EXACT
 
 
 def sharpen(stock: PreTrainedModel) -> PreTrainedModel:

@@ -44,6 +44,26 @@ def is_latent(module: nn.Module) -> bool:
     return hasattr(module, "kv_lora_rank")
 
 
+# families with attention of the same kind and something more that condensing does not honour
+_NOT_HANDLED = {
+    "bailing_hybrid": "most of its layers are linear attention",
+    "kimi_linear": "its latent attention has no rotated keys and most of its layers are linear attention",
+    "longcat_flash": "it scales latents and queries before they reach the cache",
+    "mistral4": "it scales queries by their position",
+}
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Why a model of a kind that looks like a supported one is not, None if nothing is known."""
+    for module in model.modules():
+        if type(module).__name__.endswith("Indexer"):
+            return "its queries choose their keys by an indexer (sparse attention, DSA)"
+        family = type(module).__module__.split(".")[-2:-1]
+        if family and family[0] in _NOT_HANDLED:
+            return _NOT_HANDLED[family[0]]
+    return None
+
+
 def sliding_window(module: nn.Module) -> int | None:
     """Window of a layer that the model itself limits, None for full attention.
 
