@@ -154,7 +154,7 @@ def _expanded_band(band: Tensor, up: UpProjection, new: tuple[Tensor, Tensor] | 
     if new is None:
         return up.expand(band)
     L = new[0].shape[2]
-    if L == band.shape[2]:
+    if band.shape[2] == L:
         return new
     k, v = up.expand(band[:, :, :-L])
     return torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)

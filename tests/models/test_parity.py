@@ -75,7 +75,9 @@ def test_restore_brings_the_stock_model_back(pair):
     assert model.config._attn_implementation == "sdpa"
     assert {type(layer) for layer in tiny.filled(model, ids).layers} == {DynamicLayer}
     assert condense.restore(model) is model
-    torch.testing.assert_close(tiny.in_chunks(condense.apply(model, method), ids, (40, 21)), chunked, **tiny.exact(model))
+    torch.testing.assert_close(
+        tiny.in_chunks(condense.apply(model, method), ids, (40, 21)), chunked, **tiny.exact(model)
+    )
 
 
 def test_prompt_summary_prefills_with_and_without_a_cache_and_decodes_as_streaming():

@@ -61,20 +61,21 @@ def condense_attention(
 class Captured:
     """Stands in for the cache during a condensed layer's forward: remembers the new keys and values."""
 
-    def __init__(self, cache: Cache | None, layer_idx: int) -> None:
+    def __init__(self, cache: Cache | None, layer_idx: int, *, is_latent: bool) -> None:
         self.cache = cache
         self.layer_idx = layer_idx
-        self.entries: tuple[Tensor, Tensor] | None = None
+        self.is_latent = is_latent
+        self.latents: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Cache.update as the stock forward calls it: nothing is stored, the new tokens go on as they are.
 
-        What MLA caches, latents and rope keys, is not what the attention function gets, so it is noted here.
+        What MLA caches is not what the attention function gets: ``[B, 1, L, d_c + d_r]``, noted here.
         """
         self.layer_idx = layer_idx
-        self.entries = key_states, value_states
+        self.latents = torch.cat([key_states, value_states], dim=-1) if self.is_latent else None
         return key_states, value_states
 
     def __getattr__(self, name: str) -> Any:
@@ -93,13 +94,11 @@ class Captured:
     ) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
         B, _, L, _ = q.shape
-        # per token and row: the queries first, then what the layer kind's function takes
-        tensors = (q, k, v)
-        condensed = partial(_condensed, module.condense_method, scale=scale, dropout=dropout)
-        if is_latent(module):
-            assert self.entries is not None
-            tensors = (q, k, v, torch.cat(self.entries, dim=-1).to(q.dtype))
-            condensed = partial(condensed_latents, module, scale=scale, dropout=dropout)
+        tensors: tuple[Tensor, ...] = (q, k, v)
+        if self.latents is not None:
+            tensors += (self.latents.to(q.dtype),)
+        kind = _condensed if self.latents is None else condensed_latents
+        condensed = partial(kind, module, scale=scale, dropout=dropout)
         seen = 0 if self.cache is None else self.cache.get_seq_length(self.layer_idx)
         padding = padding_of(mask, seen, B, L)
         documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None)
@@ -119,7 +118,7 @@ def _refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) 
 
 
 def _condensed(
-    method: Method,
+    module: nn.Module,
     cache: Cache | None,
     layer_idx: int,
     padding: Padding | None,
@@ -130,6 +129,7 @@ def _condensed(
     scale: float,
     dropout: float,
 ) -> Tensor:
+    method: Method = module.condense_method  # type: ignore[assignment]
     sources = read_tokens(cache, layer_idx, method, padding, k, v, q, scale=scale)
     return attend_to(sources, q, scale=scale, dropout_p=dropout)[0]
 
@@ -207,7 +207,7 @@ class CondensedAttention(nn.Module):
         if self.condense_method is None:
             state: Captured | DenseState = DenseState(sliding_window(self), past_key_values, layer_idx)
             return super().forward(*args, past_key_values=past_key_values, condense_state=state, **kwargs)
-        state = Captured(past_key_values, layer_idx)
+        state = Captured(past_key_values, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, past_key_values=state, condense_state=state, **kwargs)
 
 

@@ -67,9 +67,10 @@ def _matrix(projection: nn.Module, rows: int, columns: int, q: Tensor) -> Tensor
     it is what the layer makes of the unit vectors, which costs a part of what it makes of the tokens, and gives
     adapters their gradients.
     """
-    weight = getattr(projection, "weight", None)
-    plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point()
-    if plain and weight.shape == (rows, columns) and weight.device == q.device:
+    weight: Any = getattr(projection, "weight", None)
+    is_float = isinstance(weight, Tensor) and weight.is_floating_point()
+    is_plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and is_float
+    if is_plain and weight.shape == (rows, columns) and weight.device == q.device:
         return weight
-    dtype = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else q.dtype
-    return projection(torch.eye(columns, device=q.device, dtype=dtype)).mT
+    units = torch.eye(columns, device=q.device, dtype=weight.dtype if is_float else q.dtype)
+    return projection(units).mT
