@@ -21,7 +21,8 @@ ARROWS["models"] = {"caches", "latent"} | ARROWS["caches"]
 USES = ("train", "evaluate", "bench", "analysis")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results", "version"} | ARROWS["models"]
-ARROWS["demo"] = ARROWS["plots"] = {"evaluate"} | ARROWS["evaluate"]
+ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
+ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside
 ARROWS["condense"] = {"demo"} | ARROWS["demo"]
 ARROWS["cli"] = {*USES, "plots", "condense"} | ARROWS["condense"]

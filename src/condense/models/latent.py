@@ -34,7 +34,7 @@ def condensed_latents(
     q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
     entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys, which is all that is cached.
     """
-    up = up_projection(module, q)
+    up = up_projection(module, q.shape[1], q)
     method: Any = module.condense_method
     sources = read_tokens(
         cache,
@@ -52,15 +52,15 @@ def condensed_latents(
     return attend_to_latents(sources, q, up, scale=scale, new=(k, v) if joined else None, dropout_p=dropout)[0]
 
 
-def up_projection(module: Any, q: Tensor) -> UpProjection:
-    """W_UK and W_UV of the module's ``kv_b_proj``, for the heads of q and in its dtype."""
+def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:
+    """W_UK and W_UV of the module's ``kv_b_proj`` for that many heads, in the dtype and on the device of ``like``."""
     d_n, d_v = module.qk_nope_head_dim, module.v_head_dim
-    weight = _matrix(module.kv_b_proj, q.shape[1] * (d_n + d_v), module.kv_lora_rank, q).to(q.dtype)
-    heads = weight.unflatten(0, (q.shape[1], d_n + d_v))
-    return UpProjection(heads[:, :d_n].mT, heads[:, d_n:].mT)
+    weight = _matrix(module.kv_b_proj, heads * (d_n + d_v), module.kv_lora_rank, like).to(like.dtype)
+    per_head = weight.unflatten(0, (heads, d_n + d_v))
+    return UpProjection(per_head[:, :d_n].mT, per_head[:, d_n:].mT)
 
 
-def _matrix(projection: nn.Module, rows: int, columns: int, q: Tensor) -> Tensor:
+def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Tensor:
     """The matrix ``[rows, columns]`` that a projection without bias multiplies by.
 
     A plain layer's weight is that. Of any other (quantised, with an adapter, sharded, kept elsewhere until it runs)
@@ -70,7 +70,7 @@ def _matrix(projection: nn.Module, rows: int, columns: int, q: Tensor) -> Tensor
     weight: Any = getattr(projection, "weight", None)
     is_float = isinstance(weight, Tensor) and weight.is_floating_point()
     is_plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and is_float
-    if is_plain and weight.shape == (rows, columns) and weight.device == q.device:
+    if is_plain and weight.shape == (rows, columns) and weight.device == like.device:
         return weight
-    units = torch.eye(columns, device=q.device, dtype=weight.dtype if is_float else q.dtype)
+    units = torch.eye(columns, device=like.device, dtype=weight.dtype if is_float else like.dtype)
     return projection(units).mT
