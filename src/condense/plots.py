@@ -70,6 +70,7 @@ def plot_deviation(results: Sequence[Deviation], path: Path) -> None:
     by_layer.set_title(f"at {max(result.length for result in results)} tokens", fontsize=10)
     for axis, label in ((by_length, "tokens"), (by_layer, "layer")):
         axis.set_xlabel(label, fontsize=8)
+        axis.margins(y=0.1)
         axis.set_ylim(bottom=0)
         axis.tick_params(labelsize=8)
     by_length.legend(fontsize=8)
