@@ -10,6 +10,7 @@ query without position, with position, value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -93,11 +94,15 @@ def latent_attention(
     return out if lse is None else (out, lse)
 
 
-def summary_queries(method: Method, q: Tensor, up: UpProjection) -> Tensor:
+def summary_queries(
+    method: Method, q: Tensor, up: UpProjection, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
+) -> Tensor:
     """What scores entries: the mean over heads of ``[q_nope W_UK^T ; q_rope]``, ``[B, 1, L, d_c + d_r]``.
 
     q ``[B, H, L, d_n + d_r]``. Against an entry it gives the mean over heads of the query's scores on the head's
     key, without any key expanded. In the dtype of q; for a method that makes no summaries it is empty.
+    over_ranks: where heads are spread over processes, adds up what each has, in float32 or wider, so that all get
+    the same scores and anchors; it also says how many heads there are.
     """
     H, d_c, d_n = up.w_uk.shape
     if method.num_summary == 0:
@@ -105,8 +110,10 @@ def summary_queries(method: Method, q: Tensor, up: UpProjection) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     # summed over heads and channels inside one product, so in float32 or wider
     total = q[..., :d_n].transpose(1, 2).flatten(2) @ up.w_uk.mT.flatten(0, 1)
-    positional = q[..., d_n:].mean(1, dtype=wide)
-    return torch.cat([total.to(wide) / H, positional], dim=-1).to(q.dtype)[:, None]
+    total = torch.cat([total.to(wide), q[..., d_n:].sum(1, dtype=wide)], dim=-1)
+    if over_ranks is not None:
+        total, H = over_ranks(total)
+    return (total / H).to(q.dtype)[:, None]
 
 
 def attend_to_latents(

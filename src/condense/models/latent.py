@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v wid
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import Cache
 from condense.latent import UpProjection, attend_to_latents, summary_queries
 from condense.models.layers import read_tokens
 from condense.models.rows import Padding
+from condense.models.sharding import head_group, sum_gradients, sum_over
 
 
 def condensed_latents(
@@ -36,6 +38,14 @@ def condensed_latents(
     """
     up = up_projection(module, q.shape[1], q)
     method: Any = module.condense_method
+    num_heads: Any = module.num_heads
+    group = head_group(module, q.shape[1])
+    over_ranks: Any = None
+    if group is not None:
+        over_ranks = partial(_over_ranks, group, num_heads)
+        # the stock projection sums the gradients of the rope keys itself
+        c, k_rope = entries.split([up.w_uk.shape[1], entries.shape[-1] - up.w_uk.shape[1]], dim=-1)
+        entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
     sources = read_tokens(
         cache,
         layer_idx,
@@ -43,13 +53,17 @@ def condensed_latents(
         padding,
         entries,
         entries[..., :0],
-        summary_queries(method, q, up),
+        summary_queries(method, q, up, over_ranks),
         scale=scale,
         latent_width=up.w_uk.shape[1],
     )
     # with padding between old tokens and new ones, the new ones are not the last columns of every row
     joined = padding is None or sources.band_k.shape[2] == q.shape[2]
     return attend_to_latents(sources, q, up, scale=scale, new=(k, v) if joined else None, dropout_p=dropout)[0]
+
+
+def _over_ranks(group: Any, heads: int, x: Tensor) -> tuple[Tensor, int]:
+    return sum_over(group, x), heads
 
 
 def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:
