@@ -15,13 +15,14 @@ ARROWS["results"] = {"version"}
 ARROWS["ops"] = {"config"}
 ARROWS["methods"] = {"ops"} | ARROWS["ops"]
 ARROWS["functional"] = {"methods"} | ARROWS["methods"]
-ARROWS["caches"] = {"functional"} | ARROWS["functional"]
-ARROWS["models"] = {"caches"} | ARROWS["caches"]
+ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
+ARROWS["models"] = {"caches", "latent"} | ARROWS["caches"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "bench", "analysis")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results", "version"} | ARROWS["models"]
-ARROWS["demo"] = ARROWS["plots"] = {"evaluate"} | ARROWS["evaluate"]
+ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
+ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside
 ARROWS["condense"] = {"demo"} | ARROWS["demo"]
 ARROWS["cli"] = {*USES, "plots", "condense"} | ARROWS["condense"]

@@ -8,6 +8,7 @@ model.generate(**inputs)
 from condense.caches import cache_nbytes
 from condense.demo import demo_model
 from condense.functional import attention
+from condense.latent import latent_attention
 from condense.methods import CCA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.models import GraphDecoder, apply, install, restore, use
 from condense.version import __version__
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "cache_nbytes",
     "demo_model",
+    "latent_attention",
     "restore",
     "use",
 ]

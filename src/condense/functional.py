@@ -9,7 +9,7 @@ Rows are right-aligned: new tokens end at column L - 1, padding stands to their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -192,7 +192,13 @@ def attention(
     with outside_autocast(q, k, v) as (q, k, v):
         check_qkv(q, k, v)
         scale = check_scale(scale, q)
-        return _rows_or_documents(q, k, v, method, scale, backend, cu_seqlens, padding, return_lse)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            sources, _ = extend(method, None, k, v, q, scale=scale, counts=counts, backend=backend, keep=False)
+            return attend_to(sources, q, scale=scale, backend=backend, return_lse=return_lse)
+
+        out, lse = each_document(run, (q, k, v), cu_seqlens, padding)
+    return out if lse is None else (out, lse)
 
 
 @contextmanager
@@ -213,43 +219,26 @@ def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
 
 
-def _rows_or_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    method: Method,
-    scale: float,
-    backend: str,
+def each_document(
+    run: Callable[..., tuple[Tensor, Tensor | None]],
+    tensors: tuple[Tensor, ...],
     cu_seqlens: Tensor | None,
     padding: Tensor | None,
-    return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
-    if cu_seqlens is not None:
-        if padding is not None:
-            raise ValueError("cu_seqlens and padding exclude each other, got both")
-        lengths = check_cu_seqlens(cu_seqlens, q)
-        documents = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-        results = [_attention(a, b, c, method, scale, backend, None, return_lse) for a, b, c in documents if a.shape[2]]
-        out = torch.cat([result[0] for result in results], dim=2)
-        lse = torch.cat([result[1] for result in results if result[1] is not None], dim=2) if return_lse else None
-    else:
-        counts = None if padding is None else q.shape[2] - check_padding(padding, q)
-        out, lse = _attention(q, k, v, method, scale, backend, counts, return_lse)
-    return out if lse is None else (out, lse)
-
-
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    method: Method,
-    scale: float,
-    backend: str,
-    counts: Tensor | None,
-    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    sources, _ = extend(method, None, k, v, q, scale=scale, counts=counts, backend=backend, keep=False)
-    return attend_to(sources, q, scale=scale, backend=backend, return_lse=return_lse)
+    """``run(*tensors, counts)`` on padded rows, or on each packed document alone and joined.
+
+    tensors: queries first, ``[B, heads, L, width]`` each. run returns out ``[B, H, L, Dv]`` and lse or None.
+    Raises ValueError for marks or padding that do not fit, and for both.
+    """
+    if cu_seqlens is None:
+        return run(*tensors, None if padding is None else tensors[0].shape[2] - check_padding(padding, tensors[0]))
+    if padding is not None:
+        raise ValueError("cu_seqlens and padding exclude each other, got both")
+    lengths = check_cu_seqlens(cu_seqlens, tensors[0])
+    documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
+    results = [run(*document, None) for document in documents if document[0].shape[2]]
+    lses = [lse for _, lse in results if lse is not None]
+    return torch.cat([out for out, _ in results], dim=2), torch.cat(lses, dim=2) if lses else None
 
 
 def attend_to(

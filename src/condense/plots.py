@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from condense.analysis import Deviation
 from condense.evaluate.compare import Outcome
 from condense.models import MethodChoice
 
@@ -50,6 +51,29 @@ def plot_comparison(outcomes: Sequence[Outcome], path: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.tick_params(labelsize=8)
     figure.suptitle(f"{outcomes[0].text_tokens} tokens of text", fontsize=10)
+    _save(figure, path)
+
+
+def plot_deviation(results: Sequence[Deviation], path: Path) -> None:
+    """`condense analyze deviation`: mean distance from the representative by length and by layer, one line per text."""
+    figure, (by_length, by_layer) = _figure(2, width=4.6)
+    for i, text in enumerate(dict.fromkeys(result.text for result in results)):
+        of_text = sorted((result for result in results if result.text == text), key=lambda result: result.length)
+        for part, style in (("keys", "-"), ("values", "--")):
+            line: dict[str, Any] = {"color": _COLOURS[(i + 1) % len(_COLOURS)], "linestyle": style, "marker": "o"}
+            line |= {"markersize": 3, "label": f"{text}, {part}"}
+            relative = [100 * getattr(result, part).relative for result in of_text]
+            by_length.plot([result.length for result in of_text], relative, **line)
+            layers = of_text[-1].layers
+            by_layer.plot([x.layer for x in layers], [100 * getattr(x, part).relative for x in layers], **line)
+    figure.suptitle("distance from the representative, % of the norm", fontsize=10)
+    by_layer.set_title(f"at {max(result.length for result in results)} tokens", fontsize=10)
+    for axis, label in ((by_length, "tokens"), (by_layer, "layer")):
+        axis.set_xlabel(label, fontsize=8)
+        axis.margins(y=0.1)
+        axis.set_ylim(bottom=0)
+        axis.tick_params(labelsize=8)
+    by_length.legend(fontsize=8)
     _save(figure, path)
 
 

@@ -22,6 +22,7 @@ MODELS = {
     "phi3-fused": ("phi3", torch.float32, 1, (4096,)),
     "gpt2-fused": ("gpt2", torch.float32, 1, (4096, 8192)),
     "gpt2-bfloat16": ("gpt2", torch.bfloat16, 2, (4096,)),
+    "latents": ("deepseek_v3", torch.bfloat16, 2, (4096,)),
 }
 STEPS = 50
 
@@ -36,7 +37,9 @@ def _model(name, dtype):
 def _budget(model, method, rows, length):
     entries = (length - method.window) / method.group_size + method.window + method.group_size
     heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-    return 1.15 * entries * rows * heads * 2 * 8 * model.dtype.itemsize * 2
+    # a latent and a rope key for all heads, or a key and a value for each
+    numbers = 12 + 4 if hasattr(model.config, "kv_lora_rank") else heads * 2 * 8
+    return 1.15 * entries * rows * numbers * model.dtype.itemsize * 2
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())

@@ -135,9 +135,31 @@ def test_inspect_counts_what_a_cache_allocates(tmp_path: Path) -> None:
     assert all(layer["flops"] < layer["dense_flops"] for layer in layers)
 
 
+def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text(story.read_text()[2000:], encoding="utf-8")
+    results, picture = tmp_path / "out.json", tmp_path / "out.png"
+    done = run_here(
+        "analyze", "deviation", "--model", str(saved), "--text", str(story), "--text", str(other), "--length", "64",
+        "--length", "200", "--sequences", "2", "--method", "lca:group_size=4,window=8",
+        "--json", str(results), "--plot", str(picture),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "story" in done.stdout
+    assert "…" not in done.stdout
+    found = json.loads(results.read_text())["results"]["deviations"]
+    assert [(r["text"], r["length"]) for r in found] == [(t, n) for t in ("story", "notes") for n in (64, 200)]
+    assert all(r["keys"]["relative"] > 0 and len(r["layers"]) == 2 for r in found)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("analyze", "deviation", "--method", "dense"), "method must pool groups of tokens"),
+        (("analyze", "deviation", "--length", "20"), "length must be such that LCA"),
+        (("analyze", "deviation", "--length", "99999"), "length must be at most the"),
+        (("analyze",), "Missing command"),
         (("compare", "--text", "missing.txt"), "text: no such file"),
         (("compare", "--question", "Who?"), "question needs a text"),
         (("compare", "--method", "cca:group_size=0"), "group_size must be an integer >= 1"),

@@ -15,7 +15,12 @@ PAIRS = {
     **{f"{name}-cca": (name, "cca") for name in tiny.OTHERS},
     **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
 }
-FEW = {"llama-cca": ("llama", "cca"), "llama-streaming": ("llama", "streaming-select-log"), "opt": ("opt", "cca")}
+FEW = {
+    "llama-cca": ("llama", "cca"),
+    "llama-streaming": ("llama", "streaming-select-log"),
+    "opt": ("opt", "cca"),
+    "deepseek_v3": ("deepseek_v3", "lca"),
+}
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},

@@ -10,7 +10,7 @@ PAIRS = {
     **{f"llama-{name}": ("llama", name) for name in tiny.METHODS},
     **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
 }
-FEW = {"llama": "cca", "qwen3": "streaming-6", "gpt2": "streaming-select-log", "opt": "cca"}
+FEW = {"llama": "cca", "qwen3": "streaming-6", "gpt2": "streaming-select-log", "opt": "cca", "minicpm3": "lca"}
 IDS = tiny.tokens()
 BUDGET = {"rtol": 0, "atol": 1e-11}
 
@@ -112,6 +112,7 @@ DROPOUTS = {
     "gpt2": NO_DROPOUT["gpt2"] | {"attn_pdrop": 0.5},
     "opt": NO_DROPOUT["opt"] | {"attention_dropout": 0.5},
     "llama": {"attention_dropout": 0.5},
+    "deepseek_v3": {"attention_dropout": 0.5},
 }
 
 
@@ -130,7 +131,7 @@ def test_attention_dropout_is_seeded_and_for_training_only(name, changes, method
     _assert_same(loss(0), loss(1))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
 def test_autocast_trains_and_generates(name):
     model = _trainable(name, "streaming-select-log", dtype=torch.float32, **NO_DROPOUT.get(name, {}))
     exact = _gradients(model)[0]

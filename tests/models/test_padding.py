@@ -14,6 +14,9 @@ PAIRS = {
     "llama-dense": ("llama", condense.Dense()),
     "qwen3-streaming": ("qwen3", tiny.STREAMING),
     "gpt2-cca": ("gpt2", tiny.CCA),
+    "deepseek_v3-lca": ("deepseek_v3", tiny.METHODS["lca"]),
+    "deepseek_v2-streaming-6": ("deepseek_v2", tiny.STREAMING_6),
+    "minicpm3-cca": ("minicpm3", tiny.CCA),
     "opt-streaming-6": ("opt", tiny.STREAMING_6),
 }
 L = tiny.LENGTH
@@ -52,8 +55,8 @@ def test_rows_equal_their_compacted_sequences(model, mask):
     for row, real, whole, parts in zip(ids, mask.bool(), full, chunks, strict=True):
         if bool(real.any()):
             alone = tiny.logits(model, row[real][None])[0]
-            torch.testing.assert_close(whole[real], alone, **tiny.EXACT)
-            torch.testing.assert_close(parts[real], alone, **tiny.EXACT)
+            torch.testing.assert_close(whole[real], alone, **tiny.exact(model))
+            torch.testing.assert_close(parts[real], alone, **tiny.exact(model))
 
 
 def test_right_padding_without_a_mask(model):
@@ -61,7 +64,7 @@ def test_right_padding_without_a_mask(model):
     ids = tiny.tokens(2)
     short = ids[1:, :40]
     ids[1, 40:] = 1
-    torch.testing.assert_close(tiny.logits(model, ids)[1:, :40], tiny.logits(model, short), **tiny.EXACT)
+    torch.testing.assert_close(tiny.logits(model, ids)[1:, :40], tiny.logits(model, short), **tiny.exact(model))
 
 
 def test_an_all_ones_mask_changes_nothing(model):
@@ -86,7 +89,7 @@ LENGTHS = (23, 1, 30, 7)
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
 @pytest.mark.parametrize("how", ["positions", "marks"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "deepseek_v3"])
 def test_packed_documents_equal_the_documents_alone(name, how, layers):
     model = condense.apply(tiny.model(name), tiny.STREAMING_6, layers=layers)
     ids = tiny.tokens(1)

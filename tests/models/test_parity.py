@@ -31,10 +31,10 @@ def test_full_forward_chunks_and_steps_agree(pair):
     ids = tiny.tokens()
     condense.apply(model, method)
     full = tiny.logits(model, ids)
-    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.EXACT)
-    torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS), full, **tiny.EXACT)
-    torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS, DynamicCache()), full, **tiny.EXACT)
-    torch.testing.assert_close(tiny.in_chunks(model, ids, (1,) * tiny.LENGTH), full, **tiny.EXACT)
+    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.exact(model))
+    torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS), full, **tiny.exact(model))
+    torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS, DynamicCache()), full, **tiny.exact(model))
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (1,) * tiny.LENGTH), full, **tiny.exact(model))
 
 
 def test_differs_from_dense_only_where_something_is_condensed(pair):
@@ -75,17 +75,19 @@ def test_restore_brings_the_stock_model_back(pair):
     assert model.config._attn_implementation == "sdpa"
     assert {type(layer) for layer in tiny.filled(model, ids).layers} == {DynamicLayer}
     assert condense.restore(model) is model
-    torch.testing.assert_close(tiny.in_chunks(condense.apply(model, method), ids, (40, 21)), chunked, **tiny.EXACT)
+    torch.testing.assert_close(
+        tiny.in_chunks(condense.apply(model, method), ids, (40, 21)), chunked, **tiny.exact(model)
+    )
 
 
 def test_prompt_summary_prefills_with_and_without_a_cache_and_decodes_as_streaming():
     model = condense.apply(tiny.model("llama"), tiny.CCA.replace(summary="prompt"))
     ids = tiny.tokens()
     full = tiny.logits(model, ids)
-    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.EXACT)
+    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.exact(model))
     cache = tiny.filled(model, ids[:, :40])
     steps = tiny.in_chunks(model, ids[:, 40:], (1,) * 21, copy.deepcopy(cache))
-    torch.testing.assert_close(tiny.in_chunks(model, ids[:, 40:], (21,), cache), steps, **tiny.EXACT)
+    torch.testing.assert_close(tiny.in_chunks(model, ids[:, 40:], (21,), cache), steps, **tiny.exact(model))
     assert (steps - tiny.logits(condense.apply(model, tiny.CCA), ids)[:, 40:]).abs().max() > 1
 
 
@@ -101,4 +103,4 @@ def test_a_long_text_takes_many_blocks_of_queries():
     model = condense.apply(tiny.model("llama", max_position_embeddings=4096), tiny.STREAMING)
     ids = tiny.tokens(1, 2100)
     full = tiny.logits(model, ids)
-    torch.testing.assert_close(tiny.in_chunks(model, ids, (2000, 1, 1, 98)), full, **tiny.EXACT)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (2000, 1, 1, 98)), full, **tiny.exact(model))

@@ -17,6 +17,8 @@ TARGETS = {
     "phi3": ["qkv_proj"],
     "gpt2": ["c_attn"],
     "opt": ["q_proj", "v_proj"],
+    "deepseek_v3": ["q_b_proj", "kv_b_proj"],
+    "minicpm3": ["kv_a_proj_with_mqa", "kv_b_proj"],
 }
 IDS = tiny.tokens(2, 40)
 

@@ -21,6 +21,7 @@ SAVED = {
     "gpt2": {0: condense.Dense(), 1: tiny.METHODS["streaming-llm"]},
     "opt": dict.fromkeys(range(3), tiny.METHODS["lm-infinite"]),
     "qwen2-mixed": {0: tiny.CCA},
+    "minicpm3": {0: tiny.METHODS["lca"], 2: tiny.CCA},
 }
 IDS = tiny.tokens()
 

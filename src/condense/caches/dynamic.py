@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from condense.functional import Past, Sources, extend, first_needed, num_entries
-from condense.methods import Method
+from condense.methods import Method, on_latents
 
 
 class CondensedLayer(CacheLayerMixin):
@@ -44,7 +44,8 @@ class CondensedLayer(CacheLayerMixin):
         key_states ``[B, K, L, D]`` and value_states ``[B, K, L, Dv]``, right-aligned per row. Keywords, given by
         the attention function of `condense.apply`: query_states, the queries ``[B, H, L, D]``;
         scale, the softmax scale; counts, real tokens per row (int64 CPU ``[B]``) or None; trailing, slots at the
-        end that were real in every row before alignment (default: the smallest count); backend.
+        end that were real in every row before alignment (default: the smallest count); latent_width, as in
+        `condense.methods.on_latents` (default: ordinary keys and values); backend.
         Raises ValueError if called by anything else.
         """
         if "query_states" not in kwargs:
@@ -55,8 +56,9 @@ class CondensedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         counts: Tensor | None = kwargs.get("counts")
+        latent_width: int | None = kwargs.get("latent_width")
         sources, past = extend(
-            self.method,
+            self.method if latent_width is None else on_latents(self.method, latent_width),
             self.past,
             key_states,
             value_states,

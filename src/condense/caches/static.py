@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from condense.functional import Past, Sources, extend, num_entries, step_plan
-from condense.methods import Method
+from condense.methods import Method, on_latents
 from condense.ops import StepState, decode_step, resolve_step_backend
 
 
@@ -38,8 +38,11 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.num_slots = torch.zeros((), dtype=torch.int64)
         super().__init__()
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
+        """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
+
+        latent_width: as in `condense.methods.on_latents`, None for ordinary keys.
+        """
         (B, K, _, D), Dv = key_states.shape, value_states.shape[3]
         rule, N = self.method.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
@@ -50,7 +53,9 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.state = StepState._make([*buffers, torch.zeros(B, dtype=torch.int64, device=device)])
         self.num_slots = self.num_slots.to(device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
-        self.backend = resolve_step_backend("auto", device, self.dtype, (D, Dv), self.plan)
+        self.latent_width = latent_width or 0
+        self.view = on_latents(self.method, latent_width) if latent_width else self.method
+        self.backend = resolve_step_backend("auto", device, self.dtype, (D, Dv), self.plan, latent=self.latent_width)
         # entries of such methods differ in their bias, which a plan cannot say
         self.prefix_bias = self.method.prefix_bias(M, device) if self.method.pooling is None else None
         if not torch.compiler.is_compiling():
@@ -58,14 +63,25 @@ class StaticCondensedLayer(CacheLayerMixin):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None = None) -> Tensor:
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        real: Tensor | None = None,
+        latent_width: int | None = None,
+    ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``: no gradients, one graph, no waiting.
 
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool ``[B]``: rows whose token counts.
+        latent_width: k are latents, absorbed queries come in, and values are the first so many columns of k: v has
+        width 0, and so many columns come out.
         Raises ValueError, state unchanged, for other rows or another dtype and for a full cache. While being compiled
         or captured it cannot look how full it is; then a step too many stays inside the buffers.
         """
-        state = self._for(k, v)
+        state = self._for(k, v, latent_width)
         out = decode_step(
             q,
             k,
@@ -74,8 +90,9 @@ class StaticCondensedLayer(CacheLayerMixin):
             self.plan,
             scale=scale,
             real=real,
-            represent=self.method.represent,
+            represent=self.view.represent,
             prefix_bias=self.prefix_bias,
+            latent=self.latent_width,
             backend=self.backend,
         )
         self.num_slots.add_(1)
@@ -92,10 +109,10 @@ class StaticCondensedLayer(CacheLayerMixin):
                 "this cache holds condensed layers, which only a condensed model can fill: call condense.apply(model, "
                 "...) on the model, or give the stock model a new cache"
             )
-        state = self._for(key_states, value_states)
+        state = self._for(key_states, value_states, kwargs.get("latent_width"))
         before = state.seen.cpu()
         sources, past = extend(
-            self.method,
+            self.view,
             self._past(state, before) if int(self.num_slots) > 0 else None,
             key_states,
             value_states,
@@ -108,13 +125,13 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.num_slots.add_(key_states.shape[2])
         return sources, None
 
-    def _for(self, k: Tensor, v: Tensor) -> StepState:
+    def _for(self, k: Tensor, v: Tensor, latent_width: int | None) -> StepState:
         """The state, if these new tokens fit in."""
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
             if self.max_cache_len < L:
                 self._refuse_length(0, L)
-            self.lazy_initialization(k, v)
+            self.lazy_initialization(k, v, latent_width)
         elif self.batch_size != B:
             raise ValueError(
                 f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache for "

@@ -55,7 +55,7 @@ def inspect_command(
         skeleton = read_saved(model or "bundled", lambda _: AutoModelForCausalLM.from_config(config))
     chosen = given or saved_choice(skeleton) or CCA()
     reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)
-    backend = resolve_backend("auto", torch.device(device), DTYPES[dtype], (reports[0].width,) * 2)
+    backend = resolve_backend("auto", torch.device(device), DTYPES[dtype], (reports[0].width, reports[0].value_width))
     methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))
     _print(reports, f"{'; '.join(methods)} at {length} tokens, {dtype}, backend {backend}")
     if json is not None:

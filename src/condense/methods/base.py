@@ -60,7 +60,8 @@ class Method(MethodConfig):
         """Prefix entries of G chunks: ``[B, K, G * p, D]`` and ``[B, K, G * p, Dv]`` in the dtype of k and v.
 
         k ``[B, K, G, c, D]``, v ``[B, K, G, c, Dv]``; summary ``[B, K, G, D]`` float32 or wider, None if
-        `num_summary` is 0. By default each token stands for itself.
+        `num_summary` is 0. By default each token stands for itself. On the latents of MLA, K is 1, k is
+        ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
         """
         return k.flatten(2, 3), v.flatten(2, 3)
 

@@ -1,4 +1,4 @@
-"""Latent-Condensed attention on ordinary keys and values: the GQA variant (paper, section 5.4)."""
+"""Latent-Condensed attention: on the latents of MLA, and on ordinary keys and values (paper, section 5.4)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +11,8 @@ from condense.ops import Pooling
 class LCA(GroupPooling):
     """Latent-Condensed attention: keys (positional) anchored at one token, values (semantic) weighted.
 
+    On the latents of MLA, the positional part is the rope key and the semantic part the latent; one set of weights
+    and one anchor serve all heads.
     Weights come from the mean of the newest g queries at the moment a group leaves the window, which is the
     paper's decode rule, used everywhere. See `GroupPooling` for the settings.
     """

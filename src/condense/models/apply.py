@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from condense.methods import Method
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
-from condense.models.families import FAMILIES, is_supported, sliding_window
+from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -164,9 +164,10 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
         raise ValueError(f"{type(base).__name__} has cross-attention: only decoder-only models can be condensed")
     found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
     if not found:
+        reason = obstacle(base)
         raise ValueError(
-            f"{type(base).__name__} has no attention that can be condensed; supported are "
-            f"{', '.join(sorted(FAMILIES.values()))}"
+            f"{type(base).__name__} has no attention that can be condensed{f': {reason}' if reason else ''}; supported "
+            f"are {', '.join(sorted(FAMILIES.values()))}"
         )
     if any(getattr(module, "is_causal", True) is False for module in found):
         raise ValueError(f"{type(base).__name__} has bidirectional attention: only causal models can be condensed")

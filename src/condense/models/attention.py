@@ -9,6 +9,7 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys at hand, D and D
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import StaticCondensedLayer
-from condense.functional import attend_to, extend, outside_autocast
+from condense.functional import attend_to, outside_autocast
 from condense.methods import Method
-from condense.models.families import FAMILIES, sliding_window, stock_class
-from condense.models.layers import ensure_layers
+from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
+from condense.models.latent import condensed_latents, step_on_latents
+from condense.models.layers import ensure_layers, read_tokens
 from condense.models.rows import ALL_REAL, Padding, documents_of, is_real, padding_of
 from condense.ops import UniformBounds, UniformRule, attend
 
@@ -61,15 +63,21 @@ def condense_attention(
 class Captured:
     """Stands in for the cache during a condensed layer's forward: remembers the new keys and values."""
 
-    def __init__(self, cache: Cache | None, layer_idx: int) -> None:
+    def __init__(self, cache: Cache | None, layer_idx: int, *, is_latent: bool) -> None:
         self.cache = cache
         self.layer_idx = layer_idx
+        self.is_latent = is_latent
+        self.latents: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache.update as the stock forward calls it: nothing is stored, the new tokens go on as they are."""
+        """Cache.update as the stock forward calls it: nothing is stored, the new tokens go on as they are.
+
+        What MLA caches is not what the attention function gets: ``[B, 1, L, d_c + d_r]``, noted here.
+        """
         self.layer_idx = layer_idx
+        self.latents = torch.cat([key_states, value_states], dim=-1) if self.is_latent else None
         return key_states, value_states
 
     def __getattr__(self, name: str) -> Any:
@@ -87,15 +95,17 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
-        method: Method = module.condense_method  # type: ignore[assignment]
         if not isinstance(self.cache, StaticCache):
-            return self._read(module, method, q, k, v, mask, scale, dropout, kwargs)
+            return self._read(module, q, k, v, mask, scale, dropout, kwargs)
+        method: Method = module.condense_method  # type: ignore[assignment]
         ensure_layers(self.cache, {self.layer_idx: method})
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if q.shape[2] > 1 or with_gradients or dropout > 0:
-            return self._read_eagerly(module, method, q, k, v, mask, scale, dropout, kwargs)
+            return self._read_eagerly(module, q, k, v, mask, scale, dropout, kwargs)
         layer: StaticCondensedLayer = self.cache.layers[self.layer_idx]
         real = None if ALL_REAL in kwargs else is_real(mask, layer.num_slots, layer.max_cache_len, q.shape[0])
+        if self.latents is not None:
+            return step_on_latents(module, layer, q, self.latents.to(q.dtype), scale=scale, real=real)
         return layer.step(q, k, v, scale=scale, real=real)
 
     @torch.compiler.disable
@@ -106,7 +116,6 @@ class Captured:
     def _read(
         self,
         module: nn.Module,
-        method: Method,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -116,17 +125,21 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Tensor:
         B, _, L, _ = q.shape
+        tensors: tuple[Tensor, ...] = (q, k, v)
+        if self.latents is not None:
+            tensors += (self.latents.to(q.dtype),)
+        kind = _condensed if self.latents is None else condensed_latents
+        condensed = partial(kind, module, scale=scale, dropout=dropout)
         seen = 0 if self.cache is None else int(self.cache.get_seq_length(self.layer_idx))
         padding = padding_of(mask, seen, B, L)
         documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None)
         if documents is not None:
             _refuse_cached_documents(module, self.cache, seen)
-            parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
-            return torch.cat([_condensed(method, None, 0, a, b, c, None, scale, dropout) for a, b, c in parts], dim=2)
+            parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
+            return torch.cat([condensed(None, 0, None, *part) for part in parts], dim=2)
         if padding is None:
-            return _condensed(method, self.cache, self.layer_idx, q, k, v, None, scale, dropout)
-        q, k, v = padding.align(q), padding.align(k), padding.align(v)
-        return padding.restore(_condensed(method, self.cache, self.layer_idx, q, k, v, padding, scale, dropout))
+            return condensed(self.cache, self.layer_idx, None, *tensors)
+        return padding.restore(condensed(self.cache, self.layer_idx, padding, *map(padding.align, tensors)))
 
 
 def _refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
@@ -136,23 +149,19 @@ def _refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) 
 
 
 def _condensed(
-    method: Method,
+    module: nn.Module,
     cache: Cache | None,
     layer_idx: int,
+    padding: Padding | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    padding: Padding | None,
+    *,
     scale: float,
     dropout: float,
 ) -> Tensor:
-    counts = None if padding is None else padding.counts
-    if cache is None:
-        sources, _ = extend(method, None, k, v, q, scale=scale, counts=counts, keep=False)
-    else:
-        ensure_layers(cache, {layer_idx: method})
-        trailing = q.shape[2] if padding is None else padding.trailing
-        sources, _ = cache.update(k, v, layer_idx, query_states=q, scale=scale, counts=counts, trailing=trailing)
+    method: Method = module.condense_method  # type: ignore[assignment]
+    sources = read_tokens(cache, layer_idx, method, padding, k, v, q, scale=scale)
     return attend_to(sources, q, scale=scale, dropout_p=dropout)[0]
 
 
@@ -272,7 +281,7 @@ class CondensedAttention(nn.Module):
         if self.condense_method is None:
             state: Captured | DenseState = DenseState(sliding_window(self), past_key_values, layer_idx)
             return super().forward(*args, past_key_values=past_key_values, condense_state=state, **kwargs)
-        state = Captured(past_key_values, layer_idx)
+        state = Captured(past_key_values, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, past_key_values=state, condense_state=state, **kwargs)
 
 

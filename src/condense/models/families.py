@@ -9,14 +9,19 @@ from torch import nn
 
 # stock attention class -> transformers.models.<family>; every family here runs the whole model test suite
 FAMILIES = {
+    "DeepseekV2Attention": "deepseek_v2",
+    "DeepseekV3Attention": "deepseek_v3",
     "GPT2Attention": "gpt2",
     "GemmaAttention": "gemma",
+    "Glm4MoeLiteAttention": "glm4_moe_lite",
     "LlamaAttention": "llama",
+    "MiniCPM3Attention": "minicpm3",
     "MistralAttention": "mistral",
     "OPTAttention": "opt",
     "Phi3Attention": "phi3",
     "Qwen2Attention": "qwen2",
     "Qwen3Attention": "qwen3",
+    "YoutuAttention": "youtu",
 }
 _LEARNED_POSITIONS = ("gpt2", "opt")
 
@@ -32,6 +37,31 @@ def is_supported(module: nn.Module) -> bool:
     cls = type(module)
     family = FAMILIES.get(cls.__name__)
     return family is not None and cls.__module__ == f"transformers.models.{family}.modeling_{family}"
+
+
+def is_latent(module: nn.Module) -> bool:
+    """True for multi-head latent attention (MLA) among the supported classes, condensed or stock."""
+    return hasattr(module, "kv_lora_rank")
+
+
+# families with attention of the same kind and something more that condensing does not honour
+_NOT_HANDLED = {
+    "bailing_hybrid": "most of its layers are linear attention",
+    "kimi_linear": "its latent attention has no rotated keys and most of its layers are linear attention",
+    "longcat_flash": "it scales latents and queries before they reach the cache",
+    "mistral4": "it scales queries by their position",
+}
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Why a model of a kind that looks like a supported one is not, None if nothing is known."""
+    for module in model.modules():
+        if type(module).__name__.endswith("Indexer"):
+            return "its queries choose their keys by an indexer (sparse attention, DSA)"
+        family = type(module).__module__.split(".")[-2:-1]
+        if family and family[0] in _NOT_HANDLED:
+            return _NOT_HANDLED[family[0]]
+    return None
 
 
 def sliding_window(module: nn.Module) -> int | None:

@@ -13,7 +13,7 @@ from condense.config import check_int
 from condense.functional import SLACK, first_needed, num_entries
 from condense.methods import Dense, Method
 from condense.models.apply import MethodChoice, attention_layers, checked_layers
-from condense.models.families import sliding_window
+from condense.models.families import is_latent, sliding_window
 
 _COUNTER = 8  # bytes: a condensed layer's count of tokens seen, int64
 
@@ -22,15 +22,18 @@ _COUNTER = 8  # bytes: a condensed layer's count of tokens seen, int64
 class LayerReport:
     """One layer at one length, batch 1.
 
-    width: of a head. Entries per KV head; bytes of the cache after a prefill of that length.
+    width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
+    (MLA); bytes of the cache after a prefill of that length.
 
-    FLOPs count attention over visible keys and pooling, not projections. pays_from: the shortest length from
+    FLOPs count attention over visible keys and pooling, with the products that only latents need for it, and no
+    other projections. pays_from: the shortest length from
     which the condensed layer needs fewer FLOPs than the dense one, None if it never does. method: None for a
     layer that stays stock; then both columns are the stock figures.
     """
 
     layer: int
     width: int
+    value_width: int
     method: Method | None
     dense_entries: int
     entries: int
@@ -58,18 +61,19 @@ def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int =
 
 
 def _report(index: int, module: nn.Module, method: Method | None, length: int, itemsize: int) -> LayerReport:
-    heads, window = _Heads.of(module.config), sliding_window(module)
+    heads, window = _Heads.of(module), sliding_window(module)
     dense_entries = length if window is None else min(length, window)
     dense_bytes = dense_entries * heads.entry_numbers * itemsize
     dense_flops = heads.dense_flops(length, window)
     if method is None:
         stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
-        return LayerReport(index, heads.width, None, *stock, pays_from=None)
+        return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
     entries, tail = _kept(method, length)
-    numbers = entries * heads.entry_numbers + tail * heads.num_kv * heads.width
+    numbers = entries * heads.entry_numbers + tail * heads.scored
     return LayerReport(
         layer=index,
         width=heads.width,
+        value_width=heads.value_width,
         method=method,
         dense_entries=dense_entries,
         entries=entries,
@@ -83,20 +87,32 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 
 @dataclass(frozen=True)
 class _Heads:
+    """entry_numbers: in one cache entry of all KV heads. scored: those of them that a summary query scores.
+
+    FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per prefix entry, to make
+    keys and values of it.
+    """
+
     num_q: int
-    num_kv: int
     width: int
+    value_width: int
+    entry_numbers: int
+    scored: int
+    summary_flops: int
+    entry_flops: int
 
     @classmethod
-    def of(cls, config: Any) -> _Heads:
+    def of(cls, module: Any) -> _Heads:
+        config = module.config
         num_q = config.num_attention_heads
+        if is_latent(module):
+            d_n, d_r, d_v = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+            numbers = module.kv_lora_rank + d_r
+            absorbed, expanded = (2 * num_q * module.kv_lora_rank * d for d in (d_n, d_n + d_v))
+            return cls(num_q, d_n + d_r, d_v, numbers, numbers, absorbed + num_q * d_r, expanded)
         num_kv = getattr(config, "num_key_value_heads", None) or num_q
-        return cls(num_q, num_kv, getattr(config, "head_dim", None) or config.hidden_size // num_q)
-
-    @property
-    def entry_numbers(self) -> int:
-        """Numbers in one cache entry of all KV heads: a key and a value each."""
-        return self.num_kv * 2 * self.width
+        width = getattr(config, "head_dim", None) or config.hidden_size // num_q
+        return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, num_q * width, 0)
 
     def dense_flops(self, length: int, window: int | None = None) -> int:
         seen = torch.arange(1, length + 1)
@@ -118,17 +134,18 @@ class _Heads:
     @property
     def _per_key(self) -> int:
         """Score and weighted value of one query position over one key: 2 (D + Dv) per query head."""
-        return self.num_q * 4 * self.width
+        return self.num_q * 2 * (self.width + self.value_width)
 
     def _cumulative(self, method: Method, length: int) -> torch.Tensor:
         """FLOPs for prompts of 1 to ``length`` tokens, ``[length]``."""
         rule, seen = method.rule, torch.arange(1, length + 1)
         closed = rule.closed(seen)
         visible = rule.visible_entries(closed) + seen - closed * rule.chunk
-        pooled = num_entries(method, seen) // rule.entries * rule.chunk * self.num_kv * 4 * self.width
+        entries = num_entries(method, seen)
+        tokens = entries // rule.entries * rule.chunk
+        pooled = tokens * 2 * self.entry_numbers + entries * self.entry_flops
         if method.num_summary > 0:
-            # scores of every pooled token, and the mean over each KV head's queries
-            pooled = pooled + pooled // 2 + seen * self.num_q * self.width
+            pooled = pooled + tokens * 2 * self.scored + seen * self.summary_flops
         return visible.cumsum(0) * self._per_key + pooled
 
 

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.methods import Method
+from condense.functional import Sources, extend
+from condense.methods import Method, on_latents
+from condense.models.rows import Padding
+
+
+def read_tokens(
+    cache: Cache | None,
+    layer_idx: int,
+    method: Method,
+    padding: Padding | None,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    *,
+    scale: float,
+    latent_width: int | None = None,
+) -> Sources:
+    """`condense.functional.extend` on the past in a layer of the cache, or on none and nothing kept without a cache.
+
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``, aligned by ``padding``. latent_width: as in
+    `condense.methods.on_latents`, None for ordinary keys.
+    """
+    counts = None if padding is None else padding.counts
+    if cache is None:
+        method = method if latent_width is None else on_latents(method, latent_width)
+        return extend(method, None, k, v, q, scale=scale, counts=counts, keep=False)[0]
+    ensure_layers(cache, {layer_idx: method})
+    trailing = q.shape[2] if padding is None else padding.trailing
+    return cache.update(
+        k, v, layer_idx, query_states=q, scale=scale, counts=counts, trailing=trailing, latent_width=latent_width
+    )[0]
 
 
 def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:

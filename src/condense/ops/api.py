@@ -155,20 +155,24 @@ def decode_step(
     real: Tensor | None = None,
     represent: Represent,
     prefix_bias: Tensor | None = None,
+    latent: int = 0,
     backend: str,
 ) -> Tensor:
     """One token per row over a static cache, which changes in place; `condense.ops.step` says how.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
     ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias
-    ``[1, 1, M]``: for entries whose bias differs, instead of the plan's. ``backend``: what `resolve_step_backend` said.
-    Returns ``[B, H, 1, Dv]``.
+    ``[1, 1, M]``: for entries whose bias differs, instead of the plan's. latent: values are
+    the first so many columns of the keys, Dv is 0 (absorbed MLA). ``backend``: what `resolve_step_backend` said.
+    Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":
         from condense.ops import triton_step
 
-        return triton_step.step(q, k, v, state, plan, scale=scale, real=real)
-    return torch_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias)
+        return triton_step.step(q, k, v, state, plan, scale=scale, real=real, latent=latent)
+    return torch_step.step(
+        q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias, latent=latent
+    )
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

@@ -20,7 +20,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # the pooling kernels loop over a group's tokens: any group size, any width up to a row that fits in registers
 POOLING_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_POOLING_WIDTH = 1024
-MAX_STEP_WIDTH = 256
+MAX_STEP_WIDTH, MAX_STEP_LATENT = 256, 512
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -128,11 +128,18 @@ def resolve_backend(
 
 
 def resolve_step_backend(
-    backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...], plan: StepPlan
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, ...],
+    plan: StepPlan,
+    *,
+    latent: int = 0,
 ) -> str:
     """The backend of decode steps over a static cache; "auto" decides, "triton" is taken where it can run, on CUDA.
 
-    widths: of keys and values. Raises ValueError if an explicit backend cannot run.
+    widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0.
+    Raises ValueError if an explicit backend cannot run.
     """
     if check_backend(backend) == "torch":
         return backend
@@ -143,8 +150,8 @@ def resolve_step_backend(
         obstacle = "knows no method that makes its entries itself"
     if obstacle is None and dtype not in TRITON_DTYPES:
         obstacle = f"takes {', '.join(map(str, TRITON_DTYPES))}, got {dtype}"
-    if obstacle is None and max(widths) > MAX_STEP_WIDTH:
-        obstacle = f"decodes head widths up to {MAX_STEP_WIDTH}, got {widths}"
+    if obstacle is None and (latent > MAX_STEP_LATENT or max(widths) - latent > MAX_STEP_WIDTH):
+        obstacle = f"decodes widths up to {MAX_STEP_WIDTH} beside latents up to {MAX_STEP_LATENT}, got {widths}"
     if backend == "auto":
         return "triton" if obstacle is None and device.type == "cuda" else "torch"
     if obstacle is not None:

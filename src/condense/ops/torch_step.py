@@ -27,11 +27,13 @@ def step(
     real: Tensor | None = None,
     represent: Represent,
     prefix_bias: Tensor | None = None,
+    latent: int = 0,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.step`.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
     prefix_bias float ``[1, 1, M]``: for entries that differ, instead of ``plan.group_bias`` on all of them.
+    latent: values are the first so many columns of the keys, 0: they are values of their own.
     """
     t = state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
@@ -42,7 +44,7 @@ def step(
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.prefix_k.shape[2] > 0:
         _append_entry(state, plan, t, seen, scale, represent)
-    out = _attend(q, state, plan, seen, alive, scale, prefix_bias)
+    out = _attend(q, state, plan, seen, alive, scale, prefix_bias, latent)
     state.seen.copy_(seen)
     return out
 
@@ -96,7 +98,14 @@ def _summary(ring_q: Tensor, seen: Tensor, chunk: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor, state: StepState, plan: StepPlan, seen: Tensor, alive: Tensor, scale: float, prefix_bias: Tensor | None
+    q: Tensor,
+    state: StepState,
+    plan: StepPlan,
+    seen: Tensor,
+    alive: Tensor,
+    scale: float,
+    prefix_bias: Tensor | None,
+    latent: int,
 ) -> Tensor:
     M, W = state.prefix_k.shape[2], state.ring_k.shape[2]
     closed = plan.rule.closed(seen)
@@ -110,10 +119,11 @@ def _attend(
     empty = ~(alive & sees.any(1))[:, None, None, None]
     if prefix_bias is None and plan.group_bias != 0.0:
         prefix_bias = torch.full((1, 1, M), plan.group_bias, dtype=torch.float64, device=q.device)
+    keys = torch.cat([state.prefix_k, state.ring_k], dim=2)
     return _block(
         q,
-        torch.cat([state.prefix_k, state.ring_k], dim=2),
-        torch.cat([state.prefix_v, state.ring_v], dim=2),
+        keys,
+        keys[..., :latent] if latent else torch.cat([state.prefix_v, state.ring_v], dim=2),
         sees[:, None, None] | empty,
         empty,
         prefix_bias,

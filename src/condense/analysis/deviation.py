@@ -1,0 +1,206 @@
+"""How far tokens lie from the representatives that stand for them: LCA's Tables 9 and 10 on any model and text.
+
+Theorem 1 bounds the error of condensed attention by the largest of these deviations, if representatives count as
+often as their tokens (``rep_bias="log_size"``).
+
+Shapes: B rows, K KV heads (with latent attention: all heads), L tokens, M representatives of g tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from condense.caches import CondensedLayer
+from condense.config import check_int
+from condense.functional import Sources
+from condense.methods import Method
+from condense.methods.grouped import GroupPooling
+from condense.models import attention_layers, condensed_layers, use
+from condense.models.families import is_latent, max_learned_positions
+from condense.models.latent import up_projection
+
+_GROUPS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class VectorDeviation:
+    """Over the tokens that representatives stand for, Euclidean norms.
+
+    norm: mean of the exact vectors' norms. deviation: mean distance from the representative. relative: the one by
+    the other. largest: the largest distance, which is the delta of Theorem 1.
+    """
+
+    norm: float
+    deviation: float
+    relative: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class LayerDeviation:
+    """One layer, its heads together."""
+
+    layer: int
+    keys: VectorDeviation
+    values: VectorDeviation
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One text at one length: all condensed layers together (every layer counts alike) and each alone.
+
+    tokens: condensed tokens per layer and head, in all sequences.
+    """
+
+    text: str
+    length: int
+    sequences: int
+    tokens: int
+    keys: VectorDeviation
+    values: VectorDeviation
+    layers: tuple[LayerDeviation, ...]
+
+
+@torch.no_grad()
+def measure_deviation(
+    model: PreTrainedModel,
+    method: Method,
+    texts: Mapping[str, Tensor],
+    lengths: Sequence[int],
+    *,
+    sequences: int = 8,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[Deviation]:
+    """Deviations of keys and values from their representatives, text by text and length by length.
+
+    The model reads with the method, so keys and values are what its condensed layers really get; with latent
+    attention, representatives and tokens are compared after the up-projection of every head.
+    model: a causal LM with stock attention, left as it was. method: `condense.CCA` or `condense.LCA`.
+    texts: name to token ids ``[n]``, from which up to ``sequences`` stretches of each length are cut, evenly spread
+    and without overlap. on_step is called after every stretch.
+    Raises ValueError for a model that cannot be condensed or is, another kind of method, a length that condenses
+    nothing, exceeds a text or the model's learned positions, and counts below 1.
+    """
+    check_int("sequences", sequences, 1)
+    if not isinstance(Method.parse(method), GroupPooling):
+        raise ValueError(f"method must pool groups of tokens, such as condense.LCA() or condense.CCA(), got {method}")
+    if condensed_layers(model):
+        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    _check_lengths(model, method, texts, lengths)
+    return [
+        _measure(model, method, name, stretches(ids, length, sequences), on_step)
+        for name, ids in texts.items()
+        for length in lengths
+    ]
+
+
+def stretches(ids: Tensor, length: int, count: int) -> list[Tensor]:
+    """Up to ``count`` stretches of ``length`` tokens, evenly spread over ids ``[n]``, none overlapping."""
+    count = min(count, len(ids) // length)
+    gap = 0 if count == 1 else (len(ids) - length) // (count - 1)
+    return [ids[i * gap : i * gap + length] for i in range(count)]
+
+
+def _check_lengths(model: Any, method: Method, texts: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
+    positions = max_learned_positions(model.config.get_text_config(decoder=True))
+    for length in lengths:
+        check_int("length", length, 1)
+        if method.rule.closed(length) == 0:
+            raise ValueError(f"length must be such that {method} condenses something, got {length}")
+        if positions is not None and length > positions:
+            raise ValueError(f"length must fit the model's {positions} learned positions, got {length}")
+        for name, ids in texts.items():
+            if len(ids) < length:
+                raise ValueError(f"length must be at most the {len(ids)} tokens of {name}, got {length}")
+
+
+def _measure(
+    model: PreTrainedModel, method: Method, name: str, parts: list[Tensor], on_step: Callable[[], None]
+) -> Deviation:
+    with use(model, method):
+        attentions = attention_layers(model)
+        condensed = condensed_layers(model)
+        layers = [_Observer(method, module) if i in condensed else None for i, module in sorted(attentions.items())]
+        for part in parts:
+            cache = DynamicCache(config=model.config)
+            for i, layer in enumerate(layers):
+                if layer is not None:
+                    layer.reset()
+                    cache.layers[i] = layer
+            model(part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            on_step()
+    reports = tuple(
+        LayerDeviation(i, layer.keys_seen.result(), layer.values_seen.result())
+        for i, layer in enumerate(layers)
+        if layer is not None
+    )
+    length = len(parts[0])
+    return Deviation(
+        text=name,
+        length=length,
+        sequences=len(parts),
+        tokens=len(parts) * int(method.rule.closed(length)) * method.rule.chunk,
+        keys=_over_layers([report.keys for report in reports]),
+        values=_over_layers([report.values for report in reports]),
+        layers=reports,
+    )
+
+
+def _over_layers(layers: list[VectorDeviation]) -> VectorDeviation:
+    norm = sum(layer.norm for layer in layers) / len(layers)
+    deviation = sum(layer.deviation for layer in layers) / len(layers)
+    return VectorDeviation(norm, deviation, deviation / norm, max(layer.largest for layer in layers))
+
+
+class _Observer(CondensedLayer):
+    """A cache layer that looks at what it is given to condense."""
+
+    def __init__(self, method: Method, module: nn.Module) -> None:
+        super().__init__(method)
+        self.module = module
+        self.keys_seen, self.values_seen = _Total(), _Total()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Sources, None]:
+        """As the base class, of which the sources hold the whole sequence: it is read in one forward."""
+        sources, nothing = super().update(key_states, value_states, *args, **kwargs)
+        closed, g = int(self.method.rule.closed(key_states.shape[2])), self.method.rule.chunk
+        for start in range(0, closed, _GROUPS_AT_ONCE):
+            stop = min(start + _GROUPS_AT_ONCE, closed)
+            tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (sources.band_k, sources.band_v)))
+            entries = self._heads(*(x[:, :, start:stop] for x in (sources.prefix_k, sources.prefix_v)))
+            for total, exact, pooled in zip((self.keys_seen, self.values_seen), tokens, entries, strict=True):
+                total.add(exact.unflatten(2, (-1, g)), pooled[:, :, :, None])
+        return sources, nothing
+
+    def _heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if not is_latent(self.module):
+            return k, v
+        module: Any = self.module
+        return up_projection(module, module.num_heads, k).expand(k)
+
+
+class _Total:
+    """Sums over vectors, in float64 on the CPU."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.norm = self.deviation = self.largest = 0.0
+
+    def add(self, exact: Tensor, pooled: Tensor) -> None:
+        """exact ``[B, K, M, g, D]``, pooled ``[B, K, M, 1, D]``."""
+        wide = torch.promote_types(exact.dtype, torch.float32)
+        norms, distances = exact.to(wide).norm(dim=-1), (exact.to(wide) - pooled.to(wide)).norm(dim=-1)
+        self.count += norms.numel()
+        self.norm += float(norms.double().sum())
+        self.deviation += float(distances.double().sum())
+        self.largest = max(self.largest, float(distances.max()))
+
+    def result(self) -> VectorDeviation:
+        norm, deviation = self.norm / self.count, self.deviation / self.count
+        return VectorDeviation(norm, deviation, deviation / norm, self.largest)

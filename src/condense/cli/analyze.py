@@ -1,0 +1,85 @@
+"""`condense analyze`: looking into a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from condense.analysis import Deviation, measure_deviation
+from condense.cli.options import METHOD_HELP, load_model, parse_method, progress, read_text, warn_of_length
+from condense.demo import demo_text
+from condense.evaluate.compare import encode
+from condense.models import restore
+from condense.plots import plot_deviation, require_matplotlib
+from condense.results import refuse_existing, write_results
+
+analyze_app = typer.Typer(help="Look into a model.")
+# the bundled model's window, and lengths that its text has
+DEMO_METHOD, DEMO_LENGTHS = "lca:window=256", (512, 1024, 2048, 3584)
+
+
+@analyze_app.callback()
+def analyze() -> None:
+    """Look into a model."""
+
+
+@analyze_app.command("deviation")
+def deviation_command(
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help=METHOD_HELP + " cca or lca. Default: lca.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: the longest text.")] = None,
+    sequences: Annotated[int, typer.Option(help="Stretches cut from each text, where it is long enough.")] = 8,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the results, layer by layer, to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
+) -> None:
+    """How far keys and values lie from their representatives (LCA paper, Tables 9 and 10)."""
+    for name, path in (("json", json), ("plot", plot)):
+        if path is not None:
+            refuse_existing(path, name, overwrite=overwrite)
+    if plot is not None:
+        require_matplotlib(plot)
+    chosen = parse_method(method or (DEMO_METHOD if model is None else "lca"))
+    contents = {Path(source).stem if source != "-" else "text": read_text(source) for source in text or ()}
+    loaded, tokenizer = load_model(model, dtype, device)
+    restore(loaded)
+    ids = {name: encode(tokenizer, x, loaded)[0] for name, x in (contents or {"bundled": demo_text().text}).items()}
+    shortest = min(map(len, ids.values()))
+    lengths = length or ([n for n in DEMO_LENGTHS if n <= shortest] if model is None and not contents else [shortest])
+    steps = sum(min(sequences, len(x) // n) for x in ids.values() for n in lengths if n > 0)
+    with progress() as bar:
+        task = bar.add_task("reading", total=steps)
+        results = measure_deviation(
+            loaded, chosen, ids, lengths, sequences=sequences, on_step=lambda: bar.advance(task)
+        )
+    warn_of_length(loaded, max(lengths))
+    _print(results, f"{chosen}: distance of tokens from their representatives, mean over layers, heads and tokens")
+    if json is not None:
+        content = {"model": model or "bundled", "method": chosen, "deviations": results}
+        write_results(json, content, device=loaded.device, overwrite=overwrite)
+    if plot is not None:
+        plot_deviation(results, plot)
+
+
+def _print(results: list[Deviation], title: str) -> None:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("text", "tokens", "n", "|k|", "δk", "δk/|k|", "max δk", "|v|", "δv", "δv/|v|", "max δv"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for r in results:
+        figures = [
+            f"{value:.1%}" if name == "relative" else f"{value:.2f}"
+            for part in (r.keys, r.values)
+            for name, value in vars(part).items()
+        ]
+        table.add_row(r.text, f"{r.length:,}", str(r.sequences), *figures)
+    Console().print(table)

@@ -1,0 +1,220 @@
+"""The corridor for multi-head latent attention (MLA): condense latents, attend through the up-projections.
+
+A token is cached as one entry ``[c ; k_rope]``, shared by all heads: to `extend` it is the key of a single KV head
+whose value, being a part of the key, has width 0. Attention then either expands entries to keys and values per head
+(prefill, training) or absorbs the up-projections into queries and outputs (decode): the same function.
+
+Shapes: B rows, H heads, L new tokens, S entries, d_c latent width, d_n, d_r, d_v widths of the head's parts: key and
+query without position, with position, value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.functional import Sources, each_document, extend, outside_autocast
+from condense.methods.base import Method
+from condense.methods.latent import on_latents
+from condense.ops import attend
+from condense.ops.checks import DTYPES, check_scale, check_tensors
+
+
+class UpProjection(NamedTuple):
+    """From latents to heads: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
+
+    w_uk: Tensor
+    w_uv: Tensor
+
+    def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[c W_UK ; k_rope]`` ``[B, H, S, d_n + d_r]`` and values ``c W_UV`` ``[B, H, S, d_v]`` of entries."""
+        H, d_c, _ = self.w_uk.shape
+        c, k_rope = entries[:, 0, :, :d_c], entries[..., d_c:]
+        # one product for all heads: a product per head would first copy the latents for each
+        k_nope, v = (
+            (c @ w.transpose(0, 1).flatten(1)).unflatten(-1, (H, -1)).transpose(1, 2) for w in (self.w_uk, self.w_uv)
+        )
+        return torch.cat([k_nope, k_rope.expand(-1, H, -1, -1)], dim=-1), v
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries on latents ``[q_nope W_UK^T ; q_rope]`` ``[B, H, L, d_c + d_r]`` from q ``[B, H, L, d_n + d_r]``."""
+        d_n = self.w_uk.shape[2]
+        return torch.cat([torch.einsum("bhln,hcn->bhlc", q[..., :d_n], self.w_uk), q[..., d_n:]], dim=-1)
+
+    def release(self, out: Tensor) -> Tensor:
+        """Values ``[B, H, L, d_v]`` of heads from what they read on latents, ``[B, H, L, d_c]``."""
+        return torch.einsum("bhlc,hcv->bhlv", out, self.w_uv)
+
+
+def latent_attention(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    c: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    method: Method,
+    scale: float | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
+    padding: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Condensed causal MLA of whole sequences, on latents (Latent-Condensed Attention, section 4).
+
+    q_nope ``[B, H, L, d_n]``, q_rope ``[B, H, L, d_r]``; c ``[B, L, d_c]``, the latents after their norm; k_rope
+    ``[B, L, d_r]``; both rope parts rotated already. w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``: head h has keys
+    ``[c w_uk[h] ; k_rope]`` and values ``c w_uv[h]``. With a model's ``kv_b_proj.weight`` viewed as
+    ``[H, d_n + d_v, d_c]``, that is ``weight[:, :d_n].mT`` and ``weight[:, d_n:].mT``. One dtype and device for all:
+    float64, float32, bfloat16 or float16.
+    method: of `condense.LCA` and `condense.CCA`, value_pooling pools the latents and key_pooling the rope keys.
+    scale: softmax scale, default ``(d_n + d_r) ** -0.5``; models with YaRN have their own.
+    backend, cu_seqlens, padding and what is returned: as in `condense.attention`; out is ``[B, H, L, d_v]``.
+    Differentiable in all six tensors. Raises ValueError for arguments that do not fit together.
+    """
+    tensors = {"q_nope": q_nope, "q_rope": q_rope, "c": c, "k_rope": k_rope, "w_uk": w_uk, "w_uv": w_uv}
+    _check_shapes(**tensors)
+    method = Method.parse(method)
+    with outside_autocast(*tensors.values()) as (q_nope, q_rope, c, k_rope, w_uk, w_uv):
+        _check_alike(q_nope, q_rope=q_rope, c=c, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
+        q, up = torch.cat([q_nope, q_rope], dim=-1), UpProjection(w_uk, w_uv)
+        scale = check_scale(scale, q)
+
+        def run(q: Tensor, entries: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            sources, _ = extend(
+                on_latents(method, c.shape[-1]),
+                None,
+                entries,
+                entries[..., :0],
+                summary_queries(method, q, up),
+                scale=scale,
+                counts=counts,
+                backend=backend,
+                keep=False,
+            )
+            return attend_to_latents(sources, q, up, scale=scale, backend=backend, return_lse=return_lse)
+
+        entries = torch.cat([c, k_rope], dim=-1)[:, None]
+        out, lse = each_document(run, (q, entries), cu_seqlens, padding)
+    return out if lse is None else (out, lse)
+
+
+def summary_queries(
+    method: Method, q: Tensor, up: UpProjection, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
+) -> Tensor:
+    """What scores entries: the mean over heads of ``[q_nope W_UK^T ; q_rope]``, ``[B, 1, L, d_c + d_r]``.
+
+    q ``[B, H, L, d_n + d_r]``. Against an entry it gives the mean over heads of the query's scores on the head's
+    key, without any key expanded. In the dtype of q; for a method that makes no summaries it is empty.
+    over_ranks: where heads are spread over processes, adds up what each has, in float32 or wider, so that all get
+    the same scores and anchors; it also says how many heads there are.
+    """
+    H, d_c, d_n = up.w_uk.shape
+    if method.num_summary == 0:
+        return q[:, :1, :, :0]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # summed over heads and channels inside one product, so in float32 or wider
+    total = q[..., :d_n].transpose(1, 2).flatten(2) @ up.w_uk.mT.flatten(0, 1)
+    total = torch.cat([total.to(wide), q[..., d_n:].sum(1, dtype=wide)], dim=-1)
+    if over_ranks is not None:
+        total, H = over_ranks(total)
+    return (total / H).to(q.dtype)[:, None]
+
+
+def attend_to_latents(
+    sources: Sources,
+    q: Tensor,
+    up: UpProjection,
+    *,
+    scale: float,
+    new: tuple[Tensor, Tensor] | None = None,
+    absorb: bool | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of q ``[B, H, L, d_n + d_r]`` over what `extend` returned for latents: out ``[B, H, L, d_v]`` and lse.
+
+    new: keys and values per head of the last L band entries, if they are at hand (`UpProjection.expand`).
+    absorb: work on the latents, or expand them; by default whatever costs less.
+    """
+    prefix, band, d_c = sources.prefix_k, sources.band_k, up.w_uk.shape[1]
+    if absorb is None:
+        absorb = _absorbing_pays(q.shape[2], prefix.shape[2] + band.shape[2], up)
+    if absorb:
+        q = up.absorb(q)
+        keys_values = prefix, prefix[..., :d_c], band, band[..., :d_c]
+    else:
+        keys_values = *up.expand(prefix), *_expanded_band(band, up, new)
+    out, lse = attend(
+        q,
+        *keys_values,
+        sources.bounds,
+        scale=scale,
+        prefix_bias=sources.prefix_bias,
+        dropout_p=dropout_p,
+        backend=backend,
+        return_lse=return_lse,
+    )
+    if absorb:
+        out = up.release(out)
+    return out, lse
+
+
+def _expanded_band(band: Tensor, up: UpProjection, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    if new is None:
+        return up.expand(band)
+    L = new[0].shape[2]
+    if band.shape[2] == L:
+        return new
+    k, v = up.expand(band[:, :, :-L])
+    return torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
+
+
+def _absorbing_pays(L: int, S: int, up: UpProjection) -> bool:
+    """Compare multiplications for L queries over S entries; entries of the L tokens themselves are expanded anyway.
+
+    Absorbed, a query costs ``2 d_c`` per entry instead of ``d_n + d_v`` (rope apart), and an entry is not expanded.
+    """
+    d_c, heads = up.w_uk.shape[1], up.w_uk.shape[2] + up.w_uv.shape[2]
+    return (S - L) * d_c * heads > L * S * (2 * d_c - heads) + L * d_c * heads
+
+
+def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
+    """Shapes as in `latent_attention`, floating dtypes, nothing empty. Raises ValueError otherwise."""
+    check_tensors(q_nope=q_nope, q_rope=q_rope)
+    for name, x in (("c", c), ("k_rope", k_rope), ("w_uk", w_uk), ("w_uv", w_uv)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have 3 dimensions, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(str(d) for d in DTYPES)}, got {x.dtype}")
+    B, H, L, d_n = q_nope.shape
+    d_c, d_r, d_v = c.shape[2], q_rope.shape[3], w_uv.shape[2]
+    for name, x, shape in (
+        ("q_rope", q_rope, (B, H, L, d_r)),
+        ("c", c, (B, L, d_c)),
+        ("k_rope", k_rope, (B, L, d_r)),
+        ("w_uk", w_uk, (H, d_c, d_n)),
+        ("w_uv", w_uv, (H, d_c, d_v)),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {shape} to go with the others, got {tuple(x.shape)}")
+    if 0 in (B, H, L, d_n, d_c, d_r, d_v):
+        raise ValueError(
+            "q_nope, q_rope, c and w_uv must have at least 1 in every dimension, got "
+            f"{', '.join(str(tuple(x.shape)) for x in (q_nope, q_rope, c, w_uv))}"
+        )
+
+
+def _check_alike(q_nope: Tensor, **others: Tensor) -> None:
+    for name, x in others.items():
+        if x.dtype != q_nope.dtype:
+            raise ValueError(f"{name} must have the dtype of q_nope, {q_nope.dtype}, got {x.dtype}")
+        if x.device != q_nope.device:
+            raise ValueError(f"{name} must be on the device of q_nope, {q_nope.device}, got {x.device}")

@@ -1,0 +1,105 @@
+"""Methods on MLA's latents: how a cache entry ``[c ; k_rope]`` is pooled in its two parts.
+
+Shapes: B rows, G groups of g tokens, d_c latent width, d_r rope width, D = d_c + d_r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from condense.methods.base import Method
+from condense.methods.grouped import GroupPooling
+from condense.ops import UniformRule, pool_groups
+
+
+def on_latents(method: Method, latent_width: int) -> Method:
+    """The method for one KV head whose keys are ``[c ; k_rope]`` and whose values, of width 0, are part of the keys.
+
+    Methods that treat all channels alike are the same there: each kept token stands for itself.
+    """
+    return LatentGroups(groups=method, latent_width=latent_width) if isinstance(method, GroupPooling) else method
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentGroups(Method):
+    """`GroupPooling` that pools the first ``latent_width`` channels by value_pooling, the others by key_pooling.
+
+    A view, made by `on_latents` where a model's latents are known: no setting of the user's, so without a name.
+    """
+
+    groups: GroupPooling
+    latent_width: int
+
+    @property
+    def rule(self) -> UniformRule:
+        """As for ordinary keys."""
+        return self.groups.rule
+
+    @property
+    def lag(self) -> int:
+        """As for ordinary keys."""
+        return self.groups.lag
+
+    @property
+    def num_summary(self) -> int:
+        """As for ordinary keys."""
+        return self.groups.num_summary
+
+    @property
+    def looks_ahead(self) -> bool:
+        """As for ordinary keys."""
+        return self.groups.looks_ahead
+
+    @property
+    def permits_future(self) -> bool:
+        """As for ordinary keys."""
+        return self.groups.permits_future
+
+    def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
+        """As for ordinary keys."""
+        return self.groups.prefix_bias(num_entries, device)
+
+    def represent(
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
+
+        k ``[B, 1, G, g, D]``, v ``[B, 1, G, g, 0]``, summary ``[B, 1, G, D]``: the mean over heads of the absorbed
+        queries. Returns ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
+        """
+        return self.represent_band(
+            k.flatten(2, 3), v.flatten(2, 3), 0, k.shape[2], summary, scale=scale, backend=backend
+        )
+
+    def represent_band(
+        self,
+        band_k: Tensor,
+        band_v: Tensor,
+        start: Tensor | int,
+        num_chunks: int,
+        summary: Tensor | None,
+        *,
+        scale: float,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        """Latents pooled as the values of their own keys."""
+        d_c = self.latent_width
+        positional, semantic = pool_groups(
+            band_k,
+            band_k[..., :d_c],
+            summary,
+            start=start,
+            num_groups=num_chunks,
+            group_size=self.groups.group_size,
+            scale=scale,
+            key_pooling=self.groups.key_pooling,
+            value_pooling=self.groups.value_pooling,
+            backend=backend,
+        )
+        return torch.cat([semantic, positional[..., d_c:]], dim=-1), band_v[:, :, :num_chunks]
+
+    def __str__(self) -> str:
+        return str(self.groups)

@@ -1,0 +1,106 @@
+"""Multi-head latent attention (MLA) in transformers: the cache gets latents, attention the module's up-projections.
+
+Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from condense.caches import StaticCondensedLayer
+from condense.latent import UpProjection, attend_to_latents, summary_queries
+from condense.models.layers import read_tokens
+from condense.models.rows import Padding
+from condense.models.sharding import head_group, sum_gradients, sum_over
+
+
+def condensed_latents(
+    module: nn.Module,
+    cache: Cache | None,
+    layer_idx: int,
+    padding: Padding | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries: Tensor,
+    *,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """Condensed attention ``[B, H, L, d_v]`` of new tokens, aligned by ``padding``, over the past in the cache.
+
+    q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
+    entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys, which is all that is cached.
+    """
+    up = up_projection(module, q.shape[1], q)
+    method: Any = module.condense_method
+    num_heads: Any = module.num_heads
+    group = head_group(module, q.shape[1])
+    over_ranks: Any = None
+    if group is not None:
+        over_ranks = partial(_over_ranks, group, num_heads)
+        # the stock projection sums the gradients of the rope keys itself
+        c, k_rope = entries.split([up.w_uk.shape[1], entries.shape[-1] - up.w_uk.shape[1]], dim=-1)
+        entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
+    sources = read_tokens(
+        cache,
+        layer_idx,
+        method,
+        padding,
+        entries,
+        entries[..., :0],
+        summary_queries(method, q, up, over_ranks),
+        scale=scale,
+        latent_width=up.w_uk.shape[1],
+    )
+    # with padding between old tokens and new ones, the new ones are not the last columns of every row
+    joined = padding is None or sources.band_k.shape[2] == q.shape[2]
+    return attend_to_latents(sources, q, up, scale=scale, new=(k, v) if joined else None, dropout_p=dropout)[0]
+
+
+def step_on_latents(
+    module: nn.Module, layer: StaticCondensedLayer, q: Tensor, entries: Tensor, *, scale: float, real: Tensor | None
+) -> Tensor:
+    """One token per row over a static layer, absorbed: ``[B, H, 1, d_v]`` from q ``[B, H, 1, d_n + d_r]`` and the
+    token's entry ``[B, 1, 1, d_c + d_r]``. real as in `StaticCondensedLayer.step`.
+
+    Raises ValueError where heads are spread over processes: the step averages queries over its own heads only.
+    """
+    if head_group(module, q.shape[1]) is not None:
+        raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
+    up = up_projection(module, q.shape[1], q)
+    out = layer.step(up.absorb(q), entries, entries[..., :0], scale=scale, real=real, latent_width=up.w_uk.shape[1])
+    return up.release(out)
+
+
+def _over_ranks(group: Any, heads: int, x: Tensor) -> tuple[Tensor, int]:
+    return sum_over(group, x), heads
+
+
+def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:
+    """W_UK and W_UV of the module's ``kv_b_proj`` for that many heads, in the dtype and on the device of ``like``."""
+    d_n, d_v = module.qk_nope_head_dim, module.v_head_dim
+    weight = _matrix(module.kv_b_proj, heads * (d_n + d_v), module.kv_lora_rank, like).to(like.dtype)
+    per_head = weight.unflatten(0, (heads, d_n + d_v))
+    return UpProjection(per_head[:, :d_n].mT, per_head[:, d_n:].mT)
+
+
+def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Tensor:
+    """The matrix ``[rows, columns]`` that a projection without bias multiplies by.
+
+    A plain layer's weight is that. Of any other (quantised, with an adapter, sharded, kept elsewhere until it runs)
+    it is what the layer makes of the unit vectors, which costs a part of what it makes of the tokens, and gives
+    adapters their gradients.
+    """
+    weight: Any = getattr(projection, "weight", None)
+    is_float = isinstance(weight, Tensor) and weight.is_floating_point()
+    is_plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and is_float
+    if is_plain and weight.shape == (rows, columns) and weight.device == like.device:
+        return weight
+    units = torch.eye(columns, device=like.device, dtype=weight.dtype if is_float else like.dtype)
+    return projection(units).mT

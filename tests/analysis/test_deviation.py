@@ -1,0 +1,131 @@
+"""`measure_deviation` against distances taken one by one; what it refuses."""
+
+import latent_oracle
+import oracle
+import pytest
+import torch
+from models import tiny
+
+import condense
+from condense.analysis import measure_deviation
+from condense.analysis.deviation import stretches
+from condense.models import attention as models_attention
+from condense.models import condensed_layers
+
+IDS = tiny.tokens(1, 150)[0]
+G, W = 4, 8
+METHODS = {
+    "lca": condense.LCA(group_size=G, window=W),
+    "last": condense.CCA(group_size=G, window=W),
+    "mean-max": condense.CCA(group_size=G, window=W, key_pooling="mean", value_pooling="max"),
+}
+
+
+def _pairs(method, module, q, k, v, *rest, scale, **_):
+    """Per head the exact keys and values of the tokens in closed groups, and those of their representatives."""
+    closed = (q.shape[2] - W) // G
+    for b in range(len(q)):
+        if rest:
+            (entries,) = rest
+            c, k_rope = entries[b, 0].split([12, 4], -1)
+            weight = module.kv_b_proj.weight.unflatten(0, (4, 14))
+            w_uk, w_uv = weight[:, :8].mT, weight[:, 8:].mT
+            for j in range(closed):
+                summary = q[b][:, list(oracle.summary_positions(method, j, q.shape[2]))].mean(1)
+                rep_c, rep_k = latent_oracle._representative(method, j, summary, c, k_rope, w_uk, scale)
+                for i in range(j * G, (j + 1) * G):
+                    for h in range(4):
+                        yield k[b, h, i], torch.cat([rep_c @ w_uk[h], rep_k]), v[b, h, i], rep_c @ w_uv[h]
+        else:
+            for h in range(k.shape[1]):
+                qbar = q[b].unflatten(0, (k.shape[1], -1))[h].mean(0)
+                for j in range(closed):
+                    rep_k, rep_v = oracle.representative(method, j, qbar, k[b, h], v[b, h], scale)
+                    for i in range(j * G, (j + 1) * G):
+                        yield k[b, h, i], rep_k, v[b, h, i], rep_v
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_distances_one_by_one(monkeypatch, name, method):
+    model = tiny.model(name)
+    found = {}
+
+    def watch(kind):
+        real = getattr(models_attention, kind)
+
+        def record(module, cache, layer_idx, padding, *tensors, **kwargs):
+            found.setdefault(layer_idx, []).extend(_pairs(method, module, *tensors, **kwargs))
+            return real(module, cache, layer_idx, padding, *tensors, **kwargs)
+
+        monkeypatch.setattr(models_attention, kind, record)
+
+    watch("_condensed")
+    watch("condensed_latents")
+    steps = []
+    (result,) = measure_deviation(model, method, {"a": IDS}, [30], sequences=3, on_step=lambda: steps.append(1))
+    assert (result.text, result.length, result.sequences, len(steps)) == ("a", 30, 3, 3)
+    assert result.tokens == 3 * 20
+    assert condensed_layers(model) == {}
+    assert [layer.layer for layer in result.layers] == [0, 1, 2]
+    for layer in result.layers:
+        rows = found[layer.layer]
+        for part, exact, pooled in ((layer.keys, 0, 1), (layer.values, 2, 3)):
+            norms = torch.stack([row[exact].norm() for row in rows])
+            distances = torch.stack([(row[exact] - row[pooled]).norm() for row in rows])
+            got = torch.tensor([part.norm, part.deviation, part.relative, part.largest], dtype=torch.float64)
+            want = torch.stack([norms.mean(), distances.mean(), distances.mean() / norms.mean(), distances.max()])
+            torch.testing.assert_close(got, want.detach(), rtol=1e-10, atol=1e-10)
+    assert result.keys.largest == max(layer.keys.largest for layer in result.layers)
+    mean = sum(layer.values.deviation for layer in result.layers) / 3
+    assert abs(result.values.deviation - mean) < 1e-12
+
+
+def test_groups_of_one_do_not_deviate():
+    (result,) = measure_deviation(tiny.model("llama"), condense.LCA(group_size=1, window=W), {"a": IDS}, [60])
+    assert result.keys.largest == result.values.largest == 0
+    assert result.keys.norm > 0.1
+
+
+def test_every_text_and_length_in_order():
+    texts = {"a": IDS, "b": IDS.flip(0)}
+    results = measure_deviation(tiny.model("opt"), METHODS["lca"], texts, [20, 70], sequences=2)
+    assert [(r.text, r.length, r.sequences) for r in results] == [
+        ("a", 20, 2),
+        ("a", 70, 2),
+        ("b", 20, 2),
+        ("b", 70, 2),
+    ]
+    assert len({r.keys.deviation for r in results}) == 4
+
+
+def test_stretches_spread_and_do_not_overlap():
+    ids = torch.arange(100)
+    parts = stretches(ids, 30, 8)
+    assert [int(part[0]) for part in parts] == [0, 35, 70]
+    assert all(len(part) == 30 for part in parts)
+    assert [int(part[0]) for part in stretches(ids, 30, 2)] == [0, 70]
+    assert [int(part[0]) for part in stretches(ids, 100, 8)] == [0]
+
+
+BAD = {
+    "baseline": ({"method": condense.Dense()}, r"method must pool groups of tokens, such as condense.LCA\(\)"),
+    "too short": ({"lengths": [11]}, "length must be such that LCA.* condenses something, got 11"),
+    "too long": ({"lengths": [200]}, "length must be at most the 150 tokens of a, got 200"),
+    "no number": ({"lengths": [0]}, "length must be an integer >= 1"),
+    "no sequences": ({"sequences": 0}, "sequences must be an integer >= 1"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_refusals(changes, message):
+    arguments = {"method": METHODS["lca"], "texts": {"a": IDS}, "lengths": [60]} | changes
+    with pytest.raises(ValueError, match=message):
+        measure_deviation(tiny.model("llama"), **arguments)
+
+
+def test_learned_positions_and_condensed_models_are_refused():
+    with pytest.raises(ValueError, match="length must fit the model's 128 learned positions, got 140"):
+        measure_deviation(tiny.model("gpt2"), METHODS["lca"], {"a": IDS}, [140])
+    with pytest.raises(ValueError, match="model must have stock attention"):
+        measure_deviation(condense.apply(tiny.model("llama"), tiny.CCA), METHODS["lca"], {"a": IDS}, [60])

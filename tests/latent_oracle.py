@@ -1,0 +1,125 @@
+"""Multi-head latent attention by definition: every key and value of every head expanded, loops over all else.
+
+Nothing is absorbed here: scores of tokens are means over the heads of each head's own query on each head's own key.
+
+Shapes: B rows, H heads, L tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import oracle
+import torch
+from torch import Tensor
+
+
+class Latents(NamedTuple):
+    """Arguments of `condense.latent_attention`, in its order."""
+
+    q_nope: Tensor
+    q_rope: Tensor
+    c: Tensor
+    k_rope: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+
+
+def random(
+    B: int, H: int, L: int, widths: tuple[int, int, int, int], dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Latents:
+    """widths: d_n, d_r, d_c, d_v. Weights keep the size of what they multiply."""
+    d_n, d_r, d_c, d_v = widths
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    tensors = Latents(
+        normal(B, H, L, d_n),
+        normal(B, H, L, d_r),
+        normal(B, L, d_c),
+        normal(B, L, d_r),
+        normal(H, d_c, d_n) * d_c**-0.5,
+        normal(H, d_c, d_v) * d_c**-0.5,
+    )
+    return Latents(*(x.to(dtype) for x in tensors))
+
+
+def attention(
+    x: Latents,
+    *,
+    method: Any,
+    scale: float | None = None,
+    padding: list[int] | None = None,
+    cu_seqlens: list[int] | None = None,
+    prompt: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`condense.latent_attention` in float64: out ``[B, H, L, d_v]`` and lse ``[B, H, L]``; as `oracle.attention`."""
+    x = Latents(*(tensor.double() for tensor in x))
+    B, H, L, d_n = x.q_nope.shape
+    scale = (d_n + x.q_rope.shape[3]) ** -0.5 if scale is None else scale
+    spans = [(b, 0 if padding is None else padding[b], L) for b in range(B)]
+    if cu_seqlens is not None:
+        spans = [(0, start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
+    out = x.q_nope.new_zeros(B, H, L, x.w_uv.shape[2])
+    lse = x.q_nope.new_full((B, H, L), -math.inf)
+    for b, start, stop in spans:
+        q = torch.cat([x.q_nope[b, :, start:stop], x.q_rope[b, :, start:stop]], -1)
+        c, k_rope = x.c[b, start:stop], x.k_rope[b, start:stop]
+        for t, (row_out, row_lse) in enumerate(_row(method, q, c, k_rope, x.w_uk, x.w_uv, scale, prompt)):
+            at = torch.tensor([b]), slice(None), torch.tensor([start + t])
+            out = out.index_put((at[0][:, None], torch.arange(H)[None], at[2][:, None]), row_out[None])
+            lse = lse.index_put((at[0][:, None], torch.arange(H)[None], at[2][:, None]), row_lse[None])
+    return out, lse
+
+
+def _key(c: Tensor, k_rope: Tensor, w_uk: Tensor) -> Tensor:
+    """``[H, d_n + d_r]`` of one latent and rope key."""
+    return torch.stack([torch.cat([c @ w, k_rope]) for w in w_uk])
+
+
+def _row(
+    method: Any,
+    q: Tensor,
+    c: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    scale: float,
+    prompt: int | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Per query out ``[H, d_v]`` and lse ``[H]``. q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope ``[L, d_r]``."""
+    H, L, _ = q.shape
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    results = []
+    for t in range(L):
+        groups, exact = oracle.visible(method, t)
+        for j in groups:
+            if j not in made:
+                positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
+                made[j] = _representative(method, j, q[:, list(positions)].mean(1), c, k_rope, w_uk, scale)
+        tokens = [made[j] for j in groups] + [(c[i], k_rope[i]) for i in exact]
+        keys = torch.stack([_key(*token, w_uk) for token in tokens], 1)
+        values = torch.stack([torch.stack([token[0] @ w for token in tokens]) for w in w_uv])
+        logits = scale * (q[:, t, None] * keys).sum(-1)
+        if getattr(method, "rep_bias", "none") == "log_size":
+            logits = logits + logits.new_tensor([math.log(method.group_size)] * len(groups) + [0.0] * len(exact))
+        weights = logits.softmax(-1)
+        results.append(((weights[..., None] * values).sum(1), logits.logsumexp(-1)))
+    return results
+
+
+def _representative(
+    method: Any, j: int, summary: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Latent ``[d_c]`` and rope key ``[d_r]`` of group j; summary ``[H, d_n + d_r]``: one query per head."""
+    members = list(range(j * method.group_size, (j + 1) * method.group_size))
+    per_head = torch.stack([scale * (summary * _key(c[i], k_rope[i], w_uk)).sum(-1) for i in members])
+    scores = per_head.mean(-1)
+    return (
+        oracle._pool(c[members], scores, method.value_pooling),
+        oracle._pool(k_rope[members], scores, method.key_pooling),
+    )

@@ -1,0 +1,260 @@
+"""Multi-head latent attention in models: what reaches the cache, how up-projections are found, what is refused."""
+
+import functools
+
+import latent_oracle
+import pytest
+import torch
+from models import tiny
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV32Config, DynamicCache, KimiLinearConfig, LongcatFlashConfig
+
+import condense
+from condense.latent import UpProjection
+from condense.models import attention as models_attention
+from condense.models.inspect import inspect
+
+IDS = tiny.tokens()
+LCA = tiny.METHODS["lca"]
+NAMES = pytest.mark.parametrize("name", tiny.LATENT)
+
+
+def recorded(monkeypatch, model, ids):
+    """What each layer's attention was given, and its output."""
+    calls = []
+    real = models_attention.condensed_latents
+
+    def record(module, *args, **kwargs):
+        out = real(module, *args, **kwargs)
+        calls.append((module, *args, kwargs["scale"], out))
+        return out
+
+    monkeypatch.setattr(models_attention, "condensed_latents", record)
+    model(ids, use_cache=False)
+    return calls
+
+
+def as_latents(module, q, entries):
+    weight = module.kv_b_proj.weight.unflatten(0, (4, 14))
+    q, entries = q.detach(), entries.detach()[:, 0]
+    return latent_oracle.Latents(*q.split([8, 4], -1), *entries.split([12, 4], -1), weight[:, :8].mT, weight[:, 8:].mT)
+
+
+@pytest.mark.parametrize("method", ["lca", "cca", "streaming-6", "streaming-llm"])
+@NAMES
+def test_layers_compute_the_definition_with_the_models_own_scale(monkeypatch, name, method):
+    model = condense.apply(tiny.model(name), tiny.METHODS[method])
+    calls = recorded(monkeypatch, model, IDS[:1])
+    assert [call[0].layer_idx for call in calls] == [0, 1, 2]
+    for module, _, _, _, q, _, _, entries, scale, out in calls:
+        assert scale == module.scaling
+        want, _ = latent_oracle.attention(as_latents(module, q, entries), method=tiny.METHODS[method], scale=scale)
+        torch.testing.assert_close(out, want, rtol=1e-11, atol=1e-11)
+        # the up-projection makes the new tokens' keys and values, the representatives' and the pooling weights
+        weight = module.kv_b_proj.weight
+        got, want = (torch.autograd.grad(x.square().sum(), weight, retain_graph=True) for x in (out, want))
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_yarn_has_a_scale_of_its_own():
+    module = tiny.model("deepseek_v2").model.layers[0].self_attn
+    assert abs(module.scaling * 12**0.5 - 1) > 0.1
+
+
+@NAMES
+def test_the_cache_holds_latents_and_rope_keys_alone(name):
+    model = condense.apply(tiny.model(name), LCA)
+    cache = tiny.filled(model, IDS)
+    for layer in cache.layers:
+        past = layer.past
+        assert {x.shape[-1] for x in (past.prefix_k, past.band_k, past.summary_q)} == {16}
+        assert past.prefix_k.shape[:3] == (2, 1, 13)
+        assert past.prefix_v.numel() == past.band_v.numel() == 0
+    expected = inspect(condense.restore(model), LCA, tiny.LENGTH, itemsize=8)
+    counters = 8 * 3
+    assert condense.cache_nbytes(cache) == 2 * (sum(report.bytes for report in expected) - counters) + 2 * counters
+
+
+def test_no_step_expands_the_past(monkeypatch):
+    expanded = []
+    expand = UpProjection.expand
+    monkeypatch.setattr(UpProjection, "expand", lambda up, x: expanded.append(x.shape[2]) or expand(up, x))
+    model = condense.apply(tiny.model("deepseek_v3"), LCA)
+    tiny.generate(model, IDS)
+    # the prompt's representatives in each layer; its tokens came expanded
+    assert expanded == [13] * 3
+
+
+def test_chunks_expand_representatives_and_window_alone(monkeypatch):
+    expanded = []
+    expand = UpProjection.expand
+    monkeypatch.setattr(UpProjection, "expand", lambda up, x: expanded.append(x.shape[2]) or expand(up, x))
+    model = condense.apply(tiny.model("deepseek_v3", kv_lora_rank=7), LCA)
+    ids = tiny.tokens(1, 200)
+    # as wide as a head's key and value together: nothing is gained by absorbing
+    tiny.in_chunks(model, ids, (100, 100))
+    assert expanded[:6] == [23, 23, 23, 48, 28, 48]
+    assert max(expanded) < 100
+
+
+# --- projections that are no plain layer
+
+
+class Quantized(nn.Module):
+    """Integers and a scale, as quantised layers hold them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        weight = linear.weight.detach()
+        self.scale = weight.abs().max() / 127
+        self.weight = nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scale).mT
+
+    def plain(self):
+        linear = nn.Linear(self.weight.shape[1], self.weight.shape[0], bias=False, dtype=torch.float64)
+        linear.weight.data = self.weight.double() * self.scale
+        return linear
+
+
+class Gathered(nn.Linear):
+    """The weight is there only while the layer runs, as in sharded training."""
+
+    def __init__(self, linear):
+        nn.Module.__init__(self)
+        self.whole = nn.Parameter(linear.weight.detach().clone())
+        self.weight = nn.Parameter(linear.weight.new_zeros(0))
+        self.bias = None
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.whole)
+
+    def plain(self):
+        linear = nn.Linear(self.whole.shape[1], self.whole.shape[0], bias=False, dtype=torch.float64)
+        linear.weight.data = self.whole.detach().clone()
+        return linear
+
+
+@pytest.mark.parametrize("kind", [Quantized, Gathered])
+@NAMES
+def test_projections_that_only_run(name, kind):
+    model = condense.apply(tiny.model(name), LCA)
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = kind(layer.self_attn.kv_b_proj)
+    full = tiny.logits(model, IDS)
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), full, **tiny.exact(model))
+    tokens = tiny.generate(model, IDS)
+    assert torch.equal(tokens, tiny.generate(model, IDS, use_cache=False))
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = layer.self_attn.kv_b_proj.plain()
+    torch.testing.assert_close(tiny.logits(model, IDS), full, **tiny.exact(model))
+    assert torch.equal(tiny.generate(model, IDS), tokens)
+
+
+def test_gradients_pass_through_a_projection_that_only_runs():
+    model = condense.apply(tiny.model("deepseek_v3"), LCA).train()
+    projections = [layer.self_attn.kv_b_proj for layer in model.model.layers]
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    want = [projection.weight.grad for projection in projections]
+    for layer, projection in zip(model.model.layers, projections, strict=True):
+        layer.self_attn.kv_b_proj = Gathered(projection)
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    got = [layer.self_attn.kv_b_proj.whole.grad for layer in model.model.layers]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+# --- experts
+
+
+EXPERTS = {
+    "deepseek_v2": tiny.EXPERTS,
+    "deepseek_v3": tiny.EXPERTS,
+    "glm4_moe_lite": tiny.EXPERTS | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_models_with_experts(name):
+    model = condense.apply(tiny.model(name, **EXPERTS[name]), LCA)
+    full = tiny.logits(model, IDS)
+    # the router computes in float32
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), full, **tiny.ROUNDED)
+    rows = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26)]
+    ids, mask = tiny.left_padded(rows)
+    batch = tiny.generate(model, ids, attention_mask=mask)
+    assert torch.equal(batch, tiny.generate(model, ids, attention_mask=mask, use_cache=False))
+    for row, out in zip(rows, batch, strict=True):
+        assert torch.equal(out[39:], tiny.generate(model, row[None])[0, len(row) :])
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_as_models_run_them_by_default(name):
+    changes = {key: value for key, value in EXPERTS[name].items() if key != "experts_implementation"}
+    model = condense.apply(tiny.model(name, torch.float32, **changes), LCA)
+    cached = tiny.in_chunks(model, IDS, (40, *(1,) * 21))
+    torch.testing.assert_close(cached, tiny.logits(model, IDS), rtol=0, atol=1e-2)
+
+
+# --- layers, prompts, refusals
+
+
+@pytest.mark.parametrize("cache", [None, DynamicCache], ids=["model's", "bare"])
+@NAMES
+def test_some_layers_stay_dense(name, cache):
+    model = tiny.model(name)
+    stock = tiny.logits(model, IDS)
+    condense.apply(model, LCA, layers=[1])
+    full = tiny.logits(model, IDS)
+    chunked = tiny.in_chunks(model, IDS, tiny.CHUNKS, cache and cache())
+    torch.testing.assert_close(chunked, full, **tiny.exact(model))
+    assert (full - stock).abs().max() > 1
+    ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (39, 26)])
+    tokens = tiny.generate(model, ids, attention_mask=mask)
+    assert torch.equal(tokens, tiny.generate(model, ids, attention_mask=mask, use_cache=False))
+    with condense.use(model, condense.Dense(), layers=[1]):
+        torch.testing.assert_close(tiny.logits(model, IDS), stock, **tiny.exact(model))
+
+
+def test_a_prompt_summary_reads_prompts_and_does_not_train():
+    model = condense.apply(tiny.model("minicpm3"), LCA.replace(summary="prompt"))
+    full = tiny.logits(model, IDS)
+    torch.testing.assert_close(tiny.logits(model, IDS, use_cache=True), full, **tiny.EXACT)
+    with condense.use(model, LCA):
+        assert (tiny.logits(model, IDS) - full).abs().max() > 1
+    with pytest.raises(ValueError, match=r"LCA\(.*summary='prompt'\): this summary lets tokens depend on later ones"):
+        model(IDS)
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "q_lora_rank": 16}
+SMALL |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None}
+UNSUPPORTED = {
+    "indexer": (functools.partial(DeepseekV32Config, **SMALL), r"choose their keys by an indexer \(sparse .* DSA\)"),
+    "scaled-latents": (functools.partial(LongcatFlashConfig, **SMALL), "it scales latents and queries before"),
+    "hybrid": (functools.partial(KimiLinearConfig, **SMALL), "most of its layers are linear attention"),
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_other_latent_attention_is_refused_with_the_reason(config, reason):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config())
+    with pytest.raises(ValueError, match=f"has no attention that can be condensed: .*{reason}.*supported are"):
+        condense.apply(model, LCA)
+
+
+def test_inspect_counts_what_latents_cost():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny.config("deepseek_v3"))
+    report = inspect(model, condense.LCA(group_size=16, window=256), 4096, itemsize=2)[0]
+    assert (report.width, report.value_width) == (12, 6)
+    assert report.dense_bytes == 4096 * (12 + 4) * 2
+    assert report.dense_flops == 4096 * 4097 // 2 * 4 * 2 * (12 + 6)
+    groups = (4096 - 256) // 16
+    visible = sum((n := max(0, t - 255) // 16) + t + 1 - 16 * n for t in range(4096))
+    pooled = groups * 16 * 2 * (16 + 16)  # scores and weighted sums over latent and rope key
+    absorbed = 4096 * (2 * 4 * 12 * 8 + 4 * 4)  # summary queries
+    expanded = groups * 2 * 4 * 12 * (8 + 6)
+    assert report.flops == visible * 4 * 2 * (12 + 6) + pooled + absorbed + expanded
+    assert report.pays_from is not None
+    assert report.pays_from < 4096

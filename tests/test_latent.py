@@ -1,0 +1,331 @@
+"""`condense.latent_attention` equals its definition; absorbed equals expanded; all amounts of past agree."""
+
+import functools
+import itertools
+
+import latent_oracle
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from latent_oracle import Latents
+
+import condense
+from condense import CCA, LCA
+from condense.functional import extend
+from condense.latent import UpProjection, attend_to_latents, summary_queries
+from condense.methods import on_latents
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+WIDTHS = (5, 3, 7, 4)
+METHODS = oracle.PLANS | oracle.PROMPTS
+GRID = {
+    f"{summary}-{key}-{value}": LCA(group_size=4, window=5, summary=summary, key_pooling=key, value_pooling=value)
+    for summary, key, value in itertools.product(("streaming", "prompt"), oracle.POOLINGS, oracle.POOLINGS)
+}
+SHAPES = {
+    "one head": (1, 1, WIDTHS),
+    "five heads": (2, 5, WIDTHS),
+    # like the models': a latent wider than a head's key and value together
+    "wide latent": (1, 2, (4, 2, 16, 4)),
+    "width 1": (1, 3, (1, 1, 1, 1)),
+}
+
+
+@functools.cache
+def wanted(shape, method, scale, padding, cu_seqlens):
+    return latent_oracle.attention(
+        latent_oracle.random(*shape), method=method, scale=scale, padding=padding, cu_seqlens=cu_seqlens
+    )
+
+
+def check(backend, shape, method, *, padding=None, cu_seqlens=None, scale=None):
+    x = latent_oracle.random(*shape)
+    want_out, want_lse = wanted(shape, method, scale, padding, cu_seqlens)
+    arguments = {
+        "method": method,
+        "scale": scale,
+        "backend": backend,
+        "padding": None if padding is None else torch.tensor(padding),
+        "cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens),
+    }
+    out, lse = condense.latent_attention(*x, return_lse=True, **arguments)
+    torch.testing.assert_close(out, want_out, **EXACT)
+    torch.testing.assert_close(lse, want_lse, **EXACT)
+    torch.testing.assert_close(condense.latent_attention(*x, **arguments), want_out, **EXACT)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 11, 12, 13, 41], ids=lambda n: f"L{n}")
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_latent_attention_every_plan_and_length(backend, method, length):
+    check(backend, (1, 2, length, WIDTHS), method)
+
+
+@pytest.mark.parametrize("method", GRID.values(), ids=GRID)
+def test_latent_attention_pooling_grid(backend, method):
+    check(backend, (1, 3, 31, WIDTHS), method)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 40])
+@pytest.mark.parametrize("window", [0, 4, 7])
+@pytest.mark.parametrize("summary", ["streaming", "prompt"])
+def test_latent_attention_num_summary_queries(backend, summary, window, count):
+    method = LCA(group_size=4, window=window, summary=summary, num_summary_queries=count)
+    check(backend, (1, 3, 30, WIDTHS), method)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca-log_size", "lca", "lca-9-queries"])
+def test_latent_attention_heads_and_widths(backend, name, shape):
+    B, H, widths = shape
+    check(backend, (B, H, 29, widths), METHODS[name], scale=0.7)
+
+
+@pytest.mark.parametrize("padding", [(0, 5, 36), (9, 9, 9), (37, 0, 36), (37, 37, 37), (0, 0, 0)])
+@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries", "prompt-select"])
+def test_latent_attention_left_padding(backend, name, padding):
+    check(backend, (3, 3, 37, WIDTHS), METHODS[name], padding=padding)
+
+
+@pytest.mark.parametrize("cu_seqlens", [(0, 1, 2, 3), (0, 20, 20, 41), (0, 0, 17, 18, 45, 45)])
+@pytest.mark.parametrize("name", ["dense", "lca-log_size", "prompt"])
+def test_latent_attention_packed(backend, name, cu_seqlens):
+    check(backend, (1, 3, cu_seqlens[-1], WIDTHS), METHODS[name], cu_seqlens=cu_seqlens)
+
+
+def test_groups_of_one_are_dense_attention(backend):
+    x = latent_oracle.random(2, 3, 40, WIDTHS)
+    dense = condense.latent_attention(*x, method=condense.Dense(), backend=backend)
+    one = condense.latent_attention(*x, method=LCA(group_size=1, window=6), backend=backend)
+    torch.testing.assert_close(one, dense, **EXACT)
+    assert (dense - condense.latent_attention(*x, method=LCA(group_size=2, window=6))).abs().max() > 0.1
+
+
+def test_dense_is_pytorch_attention_on_expanded_latents():
+    x = latent_oracle.random(2, 3, 40, WIDTHS)
+    k, v = UpProjection(x.w_uk, x.w_uv).expand(torch.cat([x.c, x.k_rope], -1)[:, None])
+    q = torch.cat([x.q_nope, x.q_rope], -1)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(condense.latent_attention(*x, method=condense.Dense()), want, **EXACT)
+
+
+# --- any amount of past, absorbed and expanded
+
+
+def read_in_steps(method, x, steps, *, absorb, hand_over=False):
+    """Feed rows through `extend` as a model does: out ``[B, H, L, d_v]`` and the past.
+
+    hand_over: give the keys and values of new tokens along, as the stock forward expanded them.
+    """
+    q = torch.cat([x.q_nope, x.q_rope], -1)
+    entries = torch.cat([x.c, x.k_rope], -1)[:, None]
+    up, past, outs, start = UpProjection(x.w_uk, x.w_uv), None, [], 0
+    for size in steps:
+        new_q, new = q[:, :, start : start + size], entries[:, :, start : start + size]
+        start += size
+        view = on_latents(method, x.c.shape[-1])
+        summary = summary_queries(method, new_q, up)
+        sources, past = extend(view, past, new, new[..., :0], summary, scale=q.shape[-1] ** -0.5)
+        handed = up.expand(new) if hand_over else None
+        out, _ = attend_to_latents(sources, new_q, up, scale=q.shape[-1] ** -0.5, new=handed, absorb=absorb)
+        outs.append(out)
+    return torch.cat(outs, 2), past
+
+
+STEPS = {
+    "at once": (41,),
+    "token by token": (1,) * 41,
+    "prefill then tokens": (23, *(1,) * 18),
+    "ragged": (7, 1, 13, 2, 1, 17),
+}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
+    shape = (2, 3, 41, WIDTHS)
+    want, _ = wanted(shape, method, None, None, None)
+    for hand_over in (False, True):
+        out, past = read_in_steps(method, latent_oracle.random(*shape), steps, absorb=absorb, hand_over=hand_over)
+        torch.testing.assert_close(out, want, **EXACT)
+        # latents and rope keys alone stay
+        assert past.band_k.shape[-1] == past.prefix_k.shape[-1] == 10
+        assert past.band_v.numel() == past.prefix_v.numel() == 0
+        for tensor in past:
+            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_prefill_of_every_length_then_tokens(method):
+    shape = (1, 2, 22, WIDTHS)
+    want, _ = wanted(shape, method, None, None, None)
+    for first in range(1, 22):
+        out, _ = read_in_steps(method, latent_oracle.random(*shape), (first, *(1,) * (22 - first)), absorb=None)
+        torch.testing.assert_close(out, want, **EXACT)
+
+
+@pytest.mark.parametrize("method", oracle.PROMPTS.values(), ids=oracle.PROMPTS)
+def test_after_a_prompt_the_streaming_rule_holds(method):
+    x = latent_oracle.random(1, 2, 37, WIDTHS)
+    want, _ = latent_oracle.attention(x, method=method, prompt=22)
+    out, _ = read_in_steps(method, x, (22, *(1,) * 15), absorb=None)
+    torch.testing.assert_close(out, want, **EXACT)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.data())
+def test_any_method_any_chunks(data):
+    method = CCA(
+        group_size=data.draw(st.integers(1, 7), label="g"),
+        window=data.draw(st.integers(0, 12), label="w"),
+        summary=data.draw(st.sampled_from(["last", "streaming"])),
+        num_summary_queries=data.draw(st.sampled_from([None, 1, 3, 15, 40])),
+        key_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
+        value_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
+        rep_bias=data.draw(st.sampled_from(["none", "log_size"])),
+    )
+    steps = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=5), label="steps")
+    absorb = data.draw(st.sampled_from([True, False, None]))
+    x = latent_oracle.random(1, 2, sum(steps), WIDTHS)
+    out, _ = read_in_steps(method, x, steps, absorb=absorb)
+    torch.testing.assert_close(out, latent_oracle.attention(x, method=method)[0], **EXACT)
+
+
+def test_a_step_is_absorbed_and_whole_sequences_are_not(monkeypatch):
+    expanded = []
+    expand = UpProjection.expand
+    monkeypatch.setattr(UpProjection, "expand", lambda up, e: expanded.append(e.shape[2]) or expand(up, e))
+    shape = (1, 2, 41, (4, 2, 16, 4))
+    read_in_steps(oracle.PLANS["lca"], latent_oracle.random(*shape), (37, 1, 3), absorb=None, hand_over=True)
+    # the prompt's seven representatives; else only what this test hands over as new
+    assert expanded == [37, 7, 1, 3]
+
+
+# --- causality, gradients, numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
+    x = latent_oracle.random(2, 3, 45, WIDTHS, dtype)
+    arguments = {"method": method, "backend": backend, "padding": torch.tensor([0, 6]), "return_lse": True}
+    before = condense.latent_attention(*x, **arguments)
+    for t in (1, 7, 12, 13, 19, 20, 31, 44):
+        changed = Latents(*(tensor.clone() for tensor in x))
+        for tensor in changed[:4]:
+            tensor[..., t, :] = 100 * tensor[..., t, :].flip(-1) + 1
+        after = condense.latent_attention(*changed, **arguments)
+        for a, b in zip(before, after, strict=True):
+            assert torch.equal(a[:, :, :t], b[:, :, :t])
+        assert not torch.equal(before[0][:, :, t], after[0][:, :, t])
+
+
+GRADIENTS = {
+    "lca-log_size": LCA(group_size=3, window=2, rep_bias="log_size"),
+    "cca": CCA(group_size=3, window=2),
+    "streaming-mean-max": LCA(group_size=4, window=3, key_pooling="mean", value_pooling="max"),
+    "last-weighted": CCA(group_size=2, window=1, key_pooling="max"),
+    "prompt": LCA(group_size=3, window=2, summary="prompt", allow_future=True),
+}
+
+
+@pytest.mark.parametrize("method", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_are_slopes(backend, method):
+    x = [tensor.requires_grad_() for tensor in latent_oracle.random(2, 2, 13, (3, 2, 4, 2))]
+    padding = torch.tensor([0, 2])
+
+    def run(*tensors):
+        return condense.latent_attention(*tensors, method=method, backend=backend, padding=padding)
+
+    assert torch.autograd.gradcheck(run, x, fast_mode=True)
+
+
+@pytest.mark.parametrize("method", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_equal_the_definitions(method):
+    x = Latents(*(tensor.requires_grad_() for tensor in latent_oracle.random(1, 2, 23, WIDTHS)))
+    got = torch.autograd.grad(condense.latent_attention(*x, method=method).square().sum(), x)
+    want = torch.autograd.grad(latent_oracle.attention(x, method=method)[0].square().sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    assert all(bool(grad.any()) for grad in got)
+
+
+@pytest.mark.parametrize("absorb", [True, False], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_error_budget(dtype, absorb):
+    """No worse than twice the same steps in eager PyTorch; weighted pooling, which has no jumps."""
+    method = CCA(group_size=8, window=32, summary="streaming", rep_bias="log_size")
+    x = latent_oracle.random(1, 4, 150, (32, 16, 64, 32), dtype)
+    want, _ = latent_oracle.attention(x, method=method)
+    out, _ = read_in_steps(method, x, (100, *(1,) * 50), absorb=absorb)
+    # one rounding of queries, latents, keys, weights and outputs each: what a dense call on the same inputs shows
+    dense, _ = latent_oracle.attention(x, method=condense.Dense())
+    eager, _ = read_in_steps(condense.Dense(), x, (150,), absorb=False)
+    error, yardstick = (out.double() - want).abs(), (eager.double() - dense).abs()
+    unit = torch.finfo(dtype).eps
+    assert error.max() <= 2 * yardstick.max() + unit * want.abs().max()
+    assert error.mean() <= 2 * yardstick.mean() + unit * want.abs().mean()
+
+
+def test_head_means_are_summed_in_float32():
+    # 255 heads whose queries would vanish beside the first one's if their sum were kept in bfloat16
+    method, H = CCA(group_size=2, window=2), 256
+    q = torch.full((1, H, 1, 3), 1 / 256)
+    q[:, 0] = 1.0
+    up = UpProjection(torch.ones(H, 1, 2), torch.ones(H, 1, 2))
+    summary = summary_queries(method, q.bfloat16(), UpProjection(*(w.bfloat16() for w in up)))
+    want = summary_queries(method, q, up)
+    assert summary.dtype == torch.bfloat16
+    torch.testing.assert_close(summary.float(), want, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
+
+
+def test_autocast_computes_in_its_dtype():
+    x = latent_oracle.random(1, 2, 30, WIDTHS, torch.float32)
+    low = Latents(*(tensor.bfloat16() for tensor in x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = condense.latent_attention(*x, method=oracle.PLANS["lca"])
+    assert torch.equal(got, condense.latent_attention(*low, method=oracle.PLANS["lca"]))
+
+
+# --- refusals
+
+
+def arguments(**changes):
+    return latent_oracle.random(2, 3, 20, WIDTHS)._asdict() | {"method": LCA(group_size=4, window=4)} | changes
+
+
+f64 = functools.partial(torch.zeros, dtype=torch.float64)
+BAD = {
+    "c is no tensor": ({"c": [1.0]}, "c must be a torch.Tensor, got list"),
+    "c with heads": ({"c": f64(2, 1, 20, 7)}, r"c must have 3 dimensions, got shape \(2, 1, 20, 7\)"),
+    "q_nope without heads": ({"q_nope": f64(2, 20, 5)}, "q_nope must have 4 dimensions"),
+    "integers": ({"c": torch.zeros(2, 20, 7, dtype=torch.int64)}, "c must be one of .*, got torch.int64"),
+    "other dtype": ({"c": torch.zeros(2, 20, 7)}, "c must have the dtype of q_nope, torch.float64"),
+    "heads": ({"q_rope": f64(2, 2, 20, 3)}, r"q_rope must have shape \(2, 3, 20, 3\) to go with the others"),
+    "tokens": ({"k_rope": f64(2, 19, 3)}, r"k_rope must have shape \(2, 20, 3\)"),
+    "w_uk the other way": ({"w_uk": f64(3, 5, 7)}, r"w_uk must have shape \(3, 7, 5\) .*, got \(3, 5, 7\)"),
+    "w_uv latent": ({"w_uv": f64(3, 6, 4)}, r"w_uv must have shape \(3, 7, 4\)"),
+    "nothing": ({"w_uv": f64(3, 7, 0)}, "must have at least 1 in every dimension"),
+    "scale": ({"scale": float("nan")}, "scale must be a finite number"),
+    "method": ({"method": "lca"}, "method must be a condense method"),
+    "backend": ({"backend": "cuda"}, "backend must be 'auto' or one of"),
+    "both": ({"padding": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 20])}, "exclude each other"),
+    "padding": ({"padding": torch.tensor([0])}, "padding must be a tensor of integers"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
+def test_bad_arguments(changes, message):
+    with pytest.raises(ValueError, match=message):
+        condense.latent_attention(**arguments(**changes))
+
+
+@pytest.mark.parametrize("name", ["q_nope", "q_rope", "c", "k_rope", "w_uk"])
+def test_a_prompt_summary_is_for_inference(name):
+    given = arguments(method=oracle.PROMPTS["prompt"])
+    given[name].requires_grad_()
+    with pytest.raises(ValueError, match=r"^CCA\(.*train with summary='streaming' or pass allow_future=True"):
+        condense.latent_attention(**given)
+    with torch.no_grad():
+        condense.latent_attention(**given)
