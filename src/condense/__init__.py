@@ -8,7 +8,7 @@ model.generate(**inputs)
 from condense.caches import cache_nbytes
 from condense.demo import demo_model
 from condense.functional import attention
-from condense.methods import CCA, LCA, Dense, LMInfinite, Method, StreamingLLM
+from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.models import apply, install, restore, use
 from condense.version import __version__
 
@@ -16,6 +16,7 @@ install()
 
 __all__ = [
     "CCA",
+    "DGA",
     "LCA",
     "Dense",
     "LMInfinite",

@@ -85,7 +85,7 @@ class GroupPooling(Method):
         return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
         if summary is None:
@@ -97,7 +97,7 @@ class GroupPooling(Method):
             pool(v, scores, how=self.value_pooling, backend=backend),
         )
 
-    def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
         """ln(g) on every representative with ``rep_bias="log_size"`` (LCA, the version Theorem 1 bounds)."""
         if self.rep_bias == "none" or self.group_size == 1:
             return None

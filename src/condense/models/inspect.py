@@ -15,7 +15,7 @@ from condense.methods import Dense, Method
 from condense.models.apply import MethodChoice, attention_layers, checked_layers
 from condense.models.families import sliding_window
 
-_COUNTER = 8  # bytes: a condensed layer's count of tokens seen, int64
+_COUNTERS = 16  # bytes: a condensed layer's counts of tokens, in the prompt and seen since, int64 each
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         dense_entries=dense_entries,
         entries=entries,
         dense_bytes=dense_bytes,
-        bytes=numbers * itemsize + _COUNTER,
+        bytes=numbers * itemsize + _COUNTERS,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),

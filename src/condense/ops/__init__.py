@@ -3,6 +3,7 @@
 from condense.ops.api import POOLINGS, Pooling, attend, group_scores, pool
 from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule
 from condense.ops.checks import resolve_backend
+from condense.ops.importance import importance
 
 __all__ = [
     "POOLINGS",
@@ -13,6 +14,7 @@ __all__ = [
     "UniformRule",
     "attend",
     "group_scores",
+    "importance",
     "pool",
     "resolve_backend",
 ]
