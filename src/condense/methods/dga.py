@@ -18,7 +18,7 @@ from condense.methods.base import Method, Prompt
 from condense.methods.dga_prompt import exact_prompt, focal_prompt, highest, take
 from condense.ops import UniformRule, group_scores, importance, pool
 from condense.ops.aligned import merge
-from condense.ops.scramble import scramble
+from condense.ops.sampling import scramble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +167,7 @@ class DGA(Method):
                 num_recent=self.num_recent,
                 num_random=self.num_random,
                 seed=self.seed,
+                backend=backend,
             )
         return focal_prompt(
             q,

@@ -1,9 +1,8 @@
 """Numerics: prefix-band attention and group pooling, with a plain reference and faster backends."""
 
-from condense.ops.api import POOLINGS, Pooling, attend, group_scores, pool
+from condense.ops.api import POOLINGS, Pooling, attend, group_scores, importance, pool
 from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule
 from condense.ops.checks import resolve_backend
-from condense.ops.importance import importance
 
 __all__ = [
     "POOLINGS",

@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from condense.ops import reference, torch_blocks
+from condense.ops import reference, torch_blocks, torch_importance
 from condense.ops.bounds import Bounds
 from condense.ops.checks import check_backend, resolve_backend
+from condense.ops.sampling import sampled_queries
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
@@ -117,3 +118,32 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
         case "select":
             anchor = scores.argmax(-1)[..., None, None].expand(*x.shape[:3], 1, x.shape[4])
             return x.gather(3, anchor)[..., 0, :]
+
+
+@torch.no_grad()
+def importance(
+    q: Tensor,
+    k: Tensor,
+    tokens: Tensor,
+    *,
+    scale: float,
+    num_recent: int,
+    num_random: int,
+    seed: int,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention that each token gets, on average, from the sampled queries that may see it (DGA, Eq. 16 and 17).
+
+    q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows of ``tokens`` (int64 CPU ``[B]``) real tokens. Returns
+    ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
+    ``[B, K, L]`` float32 or wider; padding gets 0. Sampled are a row's newest ``num_recent`` queries and ``num_random``
+    others, drawn from seed and position alone. No gradients.
+    """
+    L = q.shape[2]
+    start = (L - tokens).to(q.device, non_blocking=True)[:, None]
+    columns, known = sampled_queries(start, L, num_recent, num_random, seed)
+    compute = reference.importance if check_backend(backend) == "reference" else torch_importance.importance
+    total = compute(q, k, columns, known, start, scale=scale)
+    # sampled queries at a column or after it
+    count = total.new_zeros(len(tokens), L).scatter_add_(1, columns, known.to(total.dtype)).flip(1).cumsum(1).flip(1)
+    return total / count.clamp(min=1)[:, None]
