@@ -138,11 +138,18 @@ def importance(
     ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
     ``[B, K, L]`` float32 or wider; padding gets 0. Sampled are a row's newest ``num_recent`` queries and ``num_random``
     others, drawn from seed and position alone. No gradients.
+    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     L = q.shape[2]
     start = (L - tokens).to(q.device, non_blocking=True)[:, None]
     columns, known = sampled_queries(start, L, num_recent, num_random, seed)
-    compute = reference.importance if check_backend(backend) == "reference" else torch_importance.importance
+    match resolve_backend(backend, q.device, q.dtype, (q.shape[3],), num_queries=L):
+        case "triton":
+            from condense.ops.triton_importance import importance as compute
+        case "reference":
+            compute = reference.importance
+        case _:
+            compute = torch_importance.importance
     total = compute(q, k, columns, known, start, scale=scale)
     # sampled queries at a column or after it
     count = total.new_zeros(len(tokens), L).scatter_add_(1, columns, known.to(total.dtype)).flip(1).cumsum(1).flip(1)
