@@ -149,17 +149,21 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None =
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, D = q.shape
     K = k.shape[1]
-    seen = [visible(method, t) for t in range(L)]
-    M = max(len(groups) for groups, _ in seen)
-    keys, values = k, v
-    if M:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        qbar = q.unflatten(1, (K, H // K)).mean(2).to(wide)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    qbar, wide_k, wide_v = q.unflatten(1, (K, H // K)).mean(2).to(wide), k.to(wide), v.to(wide)
+    if method.name == "dga":
+        seen, pooled = oracle_dga.seen_and_pooled(method, qbar, wide_k, wide_v, scale)
+        M = len(pooled[0][0])
+    else:
+        seen = [visible(method, t) for t in range(L)]
+        M = max(len(groups) for groups, _ in seen)
         pooled = [
-            [[representative(method, j, qbar[b, h], k[b, h].to(wide), v[b, h].to(wide), scale) for j in range(M)]
+            [[representative(method, j, qbar[b, h], wide_k[b, h], wide_v[b, h], scale) for j in range(M)]
              for h in range(K)]
             for b in range(B)
         ]  # fmt: skip
+    keys, values = k, v
+    if M:
         rep_k, rep_v = (
             torch.stack([torch.stack([torch.stack([rep[i] for rep in head]) for head in row]) for row in pooled])
             for i in (0, 1)

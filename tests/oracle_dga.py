@@ -127,3 +127,22 @@ def row(
         outs.append(logits.softmax(-1) @ torch.stack(values))
         lses.append(logits.logsumexp(-1))
     return outs, lses
+
+
+def seen_and_pooled(
+    method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[list[tuple[range, list[int]]], list[list[list[tuple[Tensor, Tensor]]]]]:
+    """For `oracle.eager`, with focal tokens by lot, alike in rows and heads: what each query sees, and all groups.
+
+    Per query the numbers of its groups and its exact tokens; per row and head the groups' keys and values. qbar and k
+    ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
+    """
+    assert method.focal == "random"
+    (B, K, L, _), pooled = k.shape, []
+    for b in range(B):
+        rows = [Row(method, qbar[b, h : h + 1], k[b, h], scale, L) for h in range(K)]
+        groups = [row.sees(L - 1)[1] for row in rows]
+        pooled.append([[(w @ k[b, h, members], w @ v[b, h, members]) for members, w in groups[h]] for h in range(K)])
+        # a query's groups are the first ones: they stand in the order in which they become visible
+        seen = [(range(len(near)), exact) for exact, near in (rows[0].sees(t) for t in range(L))]
+    return seen, pooled
