@@ -26,8 +26,11 @@ CASES = {
     "cca": condense.CCA(**SMALL),
     "cca-no-window": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
     "streaming-log_size": condense.CCA(**SMALL, summary="streaming", rep_bias="log_size"),
-    "dga": METHODS["dga-log_size"],
-    "dga-select": METHODS["dga-select"].replace(rep_bias="log_size"),
+    # focal tokens by lot: a choice by scores is discontinuous, see budget
+    "dga": condense.DGA(group_size=5, gamma=0.3, window=2, focal="random", rep_bias="log_size"),
+    "dga-select": condense.DGA(
+        group_size=4, gamma=0.2, min_focal=7, selection="prompt", focal="random", rep_bias="log_size", allow_future=True
+    ),
 }
 if DEVICE == "cuda":
     CASES |= METHODS
