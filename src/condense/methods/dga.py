@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
@@ -79,7 +80,7 @@ class DGA(Method):
     @property
     def rule(self) -> UniformRule:
         """Chunks of m' tokens behind the window, m' - g focal entries and one group each."""
-        num_focal = self._share(self.group_size)
+        num_focal = _share(self.gamma, self.group_size)
         return UniformRule(chunk=self.group_size + num_focal, window=self.window, entries=num_focal + 1)
 
     @property
@@ -185,7 +186,7 @@ class DGA(Method):
 
     def num_focal(self, tokens: Tensor) -> Tensor:
         """Focal tokens of prompts of so many tokens, int64 ``[B]`` both: with them the rest fills its groups."""
-        wanted = [max(self._share(n), self.min_focal) for n in tokens.tolist()]
+        wanted = [max(_share(self.gamma, n), self.min_focal) for n in tokens.tolist()]
         focal = torch.minimum(torch.tensor(wanted, dtype=torch.int64), tokens)
         return focal + (tokens - focal) % self.group_size
 
@@ -196,10 +197,6 @@ class DGA(Method):
         focal = self.num_focal(tokens)
         return focal + (tokens - focal) // self.group_size
 
-    def _share(self, count: int) -> int:
-        """ceil(gamma * count) of gamma as it is written: 0.55 of 100 is 55, not the 56 of floating point."""
-        return math.ceil(Fraction(str(self.gamma)) * count)
-
     def _weight_scale(self, scale: float) -> float:
         return scale if self.weight_scale is None else self.weight_scale
 
@@ -207,3 +204,9 @@ class DGA(Method):
         """A lot per token, int64 ``[B, 1, G, c]``, drawn from its chunk's number and the seed alone."""
         number = first_chunk[:, None] + torch.arange(G, device=first_chunk.device)
         return scramble(number[..., None] * c + torch.arange(c, device=first_chunk.device), self.seed)[:, None]
+
+
+@lru_cache(maxsize=1024)  # asked for in every step
+def _share(gamma: float, count: int) -> int:
+    """ceil(gamma * count) of gamma as it is written: 0.55 of 100 is 55, not the 56 of floating point."""
+    return math.ceil(Fraction(str(gamma)) * count)
