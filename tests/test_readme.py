@@ -41,13 +41,16 @@ def test_python_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_there_are_commands() -> None:
-    assert {words[0] for words in COMMANDS} == {"compare", "generate", "inspect", "train"}
+    assert {words[0] for words in COMMANDS} == {"bench", "compare", "generate", "inspect", "train"}
     assert INLINE
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_commands_parse(words: list[str]) -> None:
     command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+    if hasattr(command, "commands"):
+        words = words[1:]
+        command = command.commands[words[0]]
     given = command.make_context(words[0], words[1:]).params
     methods = given.get("method") or []
     for method in [methods] if isinstance(methods, str) else methods:

@@ -9,7 +9,7 @@ from condense.caches import cache_nbytes
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
-from condense.models import apply, install, restore, use
+from condense.models import GraphDecoder, apply, install, restore, use
 from condense.version import __version__
 
 install()
@@ -19,6 +19,7 @@ __all__ = [
     "DGA",
     "LCA",
     "Dense",
+    "GraphDecoder",
     "LMInfinite",
     "Method",
     "StreamingLLM",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import Method
-from condense.ops import Bounds, UniformBounds, attend
-from condense.ops.aligned import append_band, append_prefix, chunks, copied, merge, newest, own, window_mean
+from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
+from condense.ops.aligned import append_band, append_prefix, copied, merge, newest, own
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 
 # raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
@@ -62,14 +62,6 @@ def empty_past(k: Tensor, v: Tensor) -> Past:
     return Past(none_k, none_v, none_k, none_v, none_k, zeros, zeros)
 
 
-def _head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
-    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q."""
-    if q.shape[1] == num_kv_heads:
-        return q
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
-
-
 def extend(
     method: Method,
     past: Past | None,
@@ -97,22 +89,19 @@ def extend(
         )
     L = k.shape[2]
     fresh = past is None
-    summary_q = None if method.num_summary == 0 else _head_mean(q, k.shape[1])
     past = empty_past(k, v) if past is None else past
     if counts is not None and bool((counts == L).all()):
         counts = None
     if counts is not None:
         pad = (torch.arange(L) < (L - counts)[:, None]).to(k.device)[:, None, :, None]
         k, v = k.masked_fill(pad, 0), v.masked_fill(pad, 0)
-        summary_q = None if summary_q is None else summary_q.masked_fill(pad, 0)
-    prompt = method.read_prompt(q, k, v, counts, scale=scale, backend=backend) if fresh else None
-    if prompt is not None:
+    if fresh and method.reads_prompt:
+        prompt = method.read_prompt(q, k, v, counts, scale=scale, backend=backend)
         read = past.seen + (L if counts is None else counts)
         kept = past._replace(prefix_k=prompt.kept_k, prefix_v=prompt.kept_v, origin=read) if keep else None
         return Sources(*prompt[:6]), kept
     band_k, band_v = append_band(past.band_k, k, counts), append_band(past.band_v, v, counts)
     seen = past.seen + (L if counts is None else counts)
-    queries = band_k[:, :, :0] if summary_q is None else append_band(past.summary_q, summary_q, counts)
 
     origin = past.origin if bool(past.origin.any()) else None
     offset = None if origin is None else method.prompt_entries(origin)
@@ -123,17 +112,14 @@ def extend(
         c, p, S = method.rule.chunk, method.rule.entries, method.num_summary
         tokens = before * c - (seen - band_k.shape[2])
         summary = None
-        if S > 0 and method.looks_ahead and fresh:
-            summary = window_mean(queries, seen - S, S, c, 1, seen).expand(-1, -1, num_new, -1)
-        elif S > 0:
-            summary = window_mean(queries, (before + 1) * c + method.lag - S, S, c, num_new, seen)
-        new_k, new_v = method.represent(
-            chunks(band_k, tokens, num_new, c),
-            chunks(band_v, tokens, num_new, c),
-            summary,
-            first_chunk=before,
-            scale=scale,
-            backend=backend,
+        if S > 0:
+            # the end of a prompt sums up all of it, else every chunk has a window of its own
+            whole = method.looks_ahead and fresh
+            begin, num = (seen - S, 1) if whole else ((before + 1) * c + method.lag - S, num_new)
+            summary = summarize(q, past.summary_q, Windows(begin, past.seen, seen, num, S, c), backend=backend)
+            summary = summary.expand(-1, -1, num_new, -1)
+        new_k, new_v = method.represent_band(
+            band_k, band_v, tokens, num_new, summary, first_chunk=before, scale=scale, backend=backend
         )
         start, stop = (n * p if offset is None else n * p + offset for n in (before, after))
         prefix_k, prefix_v = append_prefix(prefix_k, new_k, start, stop), append_prefix(prefix_v, new_v, start, stop)
@@ -146,7 +132,7 @@ def extend(
     if not keep:
         return sources, None
     num_band = int((seen - first_needed(method, seen - SLACK)).clamp(max=band_k.shape[2]).max())
-    num_queries = min(queries.shape[2], method.num_summary - 1 + SLACK if method.num_summary > 1 else 0)
+    queries = _newest_queries(method, past, q, seen, backend)
     # without a past to append to, these may still be the caller's own tensors
     keep_only = copied if past.band_k.shape[2] == 0 else own
     return sources, Past(
@@ -154,10 +140,19 @@ def extend(
         keep_only(prefix_v),
         keep_only(newest(band_k, num_band)),
         keep_only(newest(band_v, num_band)),
-        keep_only(newest(queries, num_queries)),
+        queries,
         seen,
         past.origin,
     )
+
+
+def _newest_queries(method: Method, past: Past, q: Tensor, seen: Tensor, backend: str) -> Tensor:
+    """The mean queries that later summaries and `SLACK` need, ``[B, K, Q, D]`` in the dtype of q."""
+    if method.num_summary <= 1:
+        return own(past.summary_q)
+    count = min(past.summary_q.shape[2] + q.shape[2], method.num_summary - 1 + SLACK)
+    each = Windows(seen - count, past.seen, seen, count, 1, 1)
+    return summarize(q.detach(), past.summary_q, each, backend=backend).to(q.dtype)
 
 
 def first_needed(method: Method, seen: Tensor) -> Tensor:
@@ -169,6 +164,20 @@ def num_entries(method: Method, seen: Tensor, origin: Tensor | None = None) -> T
     """Prefix entries made once ``seen`` tokens (int64 ``[B]``) have been read after prompts of ``origin`` tokens."""
     entries = _ready(method, seen) * method.rule.entries
     return entries if origin is None else entries + method.prompt_entries(origin)
+
+
+def step_plan(method: Method) -> StepPlan:
+    """The method as `condense.ops.decode_step` wants it."""
+    key_pooling, value_pooling = method.pooling or (None, None)
+    bias = None if method.pooling is None else method.prefix_bias(1, torch.device("cpu"))
+    return StepPlan(
+        method.rule,
+        method.lag,
+        method.num_summary,
+        key_pooling,
+        value_pooling,
+        0.0 if bias is None else float(bias),
+    )
 
 
 def attention(
@@ -284,8 +293,4 @@ def attend_to(
 
 def _ready(method: Method, seen: Tensor) -> Tensor:
     """Chunks whose entries can be made from the first ``seen`` tokens."""
-    rule = method.rule
-    if rule.max_chunks == 0:
-        return torch.zeros_like(seen)
-    ready = torch.div((seen - method.lag).clamp(min=0), rule.chunk, rounding_mode="floor")
-    return ready if rule.max_chunks is None else ready.clamp(max=rule.max_chunks)
+    return method.rule.ready(seen, method.lag)

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from models import tiny
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import condense
 
@@ -84,6 +84,18 @@ def test_bytes_after_crop_and_row_changes():
     assert condense.cache_nbytes(cache) <= _budget(model, method, 4, 4096, 4096)
     cache.reset()
     assert condense.cache_nbytes(cache) == 0
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_bytes_of_a_static_cache_are_taken_at_once(method):
+    model = condense.apply(_model("llama", torch.float32), method)
+    cache = StaticCache(model.config, max_cache_len=4096)
+    entries = (4096 - method.lag) // 16 + method.window + 16
+    for L in (20, 1, 300):
+        with torch.no_grad():
+            model(tiny.tokens(1, L), past_key_values=cache)
+        # two layers of two heads of width 8 in float32, and two counters each
+        assert condense.cache_nbytes(cache) == 2 * (2 * (2 * entries + method.num_summary) * 8 * 4 + 2 * 8)
 
 
 def test_bytes_of_a_stock_cache():

@@ -10,6 +10,8 @@ from methods import test_parity as parity
 
 import condense
 from condense import config
+from condense.caches import StaticCondensedLayer
+from condense.functional import attend_to
 from condense.ops import UniformRule
 
 SIZE, WINDOW, LAG = 5, 7, 3
@@ -95,6 +97,23 @@ def test_gradcheck(backend, method):
     assert torch.autograd.gradcheck(
         lambda *x: condense.attention(*x, method=method, backend=backend, return_lse=True), inputs, fast_mode=True
     )
+
+
+def test_static_cache(method):
+    """Two entries a chunk, with a bias that differs: no two poolings say this, so the step asks the method."""
+    assert method.pooling is None
+    qkv = oracle.random_qkv(2, 4, 2, 60, 3, 4)
+    layer = StaticCondensedLayer(method, 60)
+    parts = []
+    for start, stop in [(0, 17), *((i, i + 1) for i in range(17, 60))]:
+        q, k, v = (x[:, :, start:stop] for x in qkv)
+        if stop - start == 1:
+            parts.append(layer.step(q, k, v, scale=0.4))
+        else:
+            sources, _ = layer.update(k, v, query_states=q, scale=0.4)
+            parts.append(attend_to(sources, q, scale=0.4)[0])
+    want = condense.attention(*qkv, method=method, scale=0.4)
+    torch.testing.assert_close(torch.cat(parts, dim=2), want, rtol=1e-12, atol=1e-12)
 
 
 def test_settings(method):

@@ -53,6 +53,18 @@ def _quantized(model):
     return cache
 
 
+def _offloaded(model):
+    cache = StaticCache(model.config, max_cache_len=128)
+    cache.offloading = True  # as its constructor does, which asks for a GPU
+    return cache
+
+
+def _dense_static(model):
+    cache = StaticCache(model.config, max_cache_len=128)
+    tiny.in_chunks(tiny.model("llama"), IDS, (40,), cache)
+    return cache
+
+
 def _sliding(model):
     cache = DynamicCache()
     cache.layers = [DynamicSlidingWindowLayer(sliding_window=8) for _ in range(3)]
@@ -69,7 +81,12 @@ def _other_method(model):
 
 
 CACHES = {
-    "static": (lambda m: StaticCache(m.config, max_cache_len=128), "static caches .* leave cache_implementation unset"),
+    "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
+    "static-sliding": (
+        lambda m: StaticCache(tiny.config("mistral-sliding"), max_cache_len=128),
+        "static caches with sliding-window layers cannot be condensed: leave cache_implementation unset",
+    ),
+    "dense-static": (_dense_static, "already holds dense entries .* start CCA.* from an empty cache"),
     "quantized": (_quantized, "a QuantizedLayer cannot be condensed: use a plain DynamicCache"),
     "sliding": (_sliding, "a DynamicSlidingWindowLayer cannot be condensed: use a plain DynamicCache"),
     "encoder-decoder": (
@@ -107,15 +124,15 @@ def test_a_cache_is_refused_before_any_layer_is_changed():
     assert [type(layer) for layer in cache.layers] == [DynamicLayer, DynamicLayer, CondensedLayer]
 
 
-@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded_static", "sliding_window"])
+@pytest.mark.parametrize("kind", ["quantized", "offloaded_static", "sliding_window"])
 def test_cache_implementations(model, kind):
     with pytest.raises(ValueError, match=f"cache_implementation='{kind}' cannot be condensed: leave it unset"):
         tiny.generate(model, IDS, cache_implementation=kind)
 
 
 def test_cache_implementation_in_the_generation_config(model):
-    model.generation_config.cache_implementation = "static"
-    with pytest.raises(ValueError, match="cache_implementation='static' cannot be condensed: leave it unset"):
+    model.generation_config.cache_implementation = "quantized"
+    with pytest.raises(ValueError, match="cache_implementation='quantized' cannot be condensed: leave it unset"):
         tiny.generate(model, IDS)
     model.generation_config.cache_implementation = None
 

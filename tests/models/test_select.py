@@ -133,3 +133,9 @@ def test_saved_and_loaded(llama, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(tiny.logits(again, tiny.tokens()), tiny.logits(llama, tiny.tokens()))
     assert condense.models.condensed_layers(again) == dict.fromkeys(range(3), tiny.SELECT)
+
+
+def test_static_caches_are_refused(llama):
+    with pytest.raises(ValueError, match=r"static caches do not take DGA\(.* or use selection='streaming'"):
+        tiny.generate(llama, ROWS[0][None], cache_implementation="static")
+    assert tiny.generate(llama, ROWS[0][None]).shape == (1, len(ROWS[0]) + tiny.NEW)

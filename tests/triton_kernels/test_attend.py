@@ -6,19 +6,16 @@ import torch
 from budget import METHODS, band, errors
 
 import condense
-from condense.ops import ArrayBounds, attend
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend, triton_attend
 from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = TRITON_DTYPES if DEVICE == "cuda" else [torch.float32]
-WIDTHS = TRITON_WIDTHS if DEVICE == "cuda" else (16, 24, 64)
-# B, H, K, L, D, Dv
-SHAPES = {
-    f"{name}-{D}-{Dv}": (*shape, D, Dv)
-    for name, shape in {"ratio1": (1, 2, 2, 70), "ratio3": (1, 3, 1, 149), "ratio7-padded": (2, 7, 1, 41)}.items()
-    for D, Dv in ([(D, D) for D in WIDTHS] if DEVICE == "cuda" else [(16, 24), (64, 16)])
-}
-WIDTH = WIDTHS[0]
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = TRITON_DTYPES if CUDA else [torch.float32]
+WIDTH = 128 if CUDA else 16
+# B, H, K, L
+SHAPES = {"ratio1": (1, 2, 2, 70), "ratio3": (1, 3, 1, 149), "ratio7-padded": (2, 7, 1, 41)}
+LONGER = 3 if CUDA else 1
 SMALL = {"group_size": 4, "window": 9}
 CASES = {
     "dense": condense.Dense(),
@@ -32,8 +29,17 @@ CASES = {
         group_size=4, gamma=0.2, min_focal=7, selection="prompt", focal="random", rep_bias="log_size", allow_future=True
     ),
 }
-if DEVICE == "cuda":
+if CUDA:
     CASES |= METHODS
+# every case and shape at one width, every width in one case, the other dtypes at some widths
+WIDTHS = [(D, D) for D in TRITON_WIDTHS if D != WIDTH] + [(192, 128), (96, 64)] if CUDA else [(64, 16)]
+MATRIX = [(name, shape, DTYPES[0], WIDTH, 24 if not CUDA else WIDTH) for name in CASES for shape in SHAPES] + [
+    ("streaming-log_size", shape, dtype, *widths)
+    for dtype in DTYPES
+    # compilation is what takes time
+    for widths, shape in zip(WIDTHS[:: 1 if dtype == DTYPES[0] else 3], list(SHAPES) * len(WIDTHS), strict=False)
+]
+MATRIX += [("cca", "ratio3", dtype, WIDTH, WIDTH) for dtype in DTYPES[1:]]
 
 
 def run(method, q, k, v, pads, **kwargs):
@@ -41,11 +47,10 @@ def run(method, q, k, v, pads, **kwargs):
     return condense.attention(q, k, v, method=method, padding=padding, **kwargs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", CASES)
-def test_output_lse_and_gradients_within_budget(name, shape, dtype):
-    B, H, K, L, D, Dv = shape
+@pytest.mark.parametrize(("name", "shape", "dtype", "D", "Dv"), MATRIX, ids=lambda x: str(x))
+def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
+    B, H, K, L = SHAPES[shape]
+    L *= LONGER
     method, pads = CASES[name], None if B == 1 else [0, 13]
     if name == "lca-log_size":  # anchors are discontinuous, see budget
         K = H
@@ -145,7 +150,7 @@ def test_repeats_are_bit_equal():
         return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
 
     first = once()
-    for _ in range(50 if DEVICE == "cuda" else 2):
+    for _ in range(50 if CUDA else 2):
         assert all(torch.equal(x, y) for x, y in zip(first, once(), strict=True))
 
 
@@ -158,3 +163,17 @@ def test_a_later_token_leaves_earlier_outputs_bit_equal():
             x[:, :, t:] += 1
         after = condense.attention(*changed, method=CASES["streaming-log_size"], backend="triton")
         assert torch.equal(before[:, :, :t], after[:, :, :t])
+
+
+@pytest.mark.parametrize("kind", ["row", "rows", "arrays"])
+def test_is_one_well_formed_operation(kind):
+    """Schema, fake and autograd registrations, and what torch.compile makes of them."""
+    dtype = DTYPES[0]
+    q, k, v = (x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(2, 4, 2, 20, WIDTH, WIDTH, dtype=dtype))
+    starts = torch.tensor([[0], [-3]]) if kind == "rows" else torch.zeros(1, 1, dtype=torch.int64)
+    bounds = UniformBounds(UniformRule(4, 5), starts[:, 0], starts[:, 0])
+    if kind == "arrays":
+        bounds = ArrayBounds(*bounds.arrays(0, 20, q.device))
+    prefix_k, prefix_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
+    arguments = (q, prefix_k, prefix_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3)
+    torch.library.opcheck(triton_attend._attend, arguments)

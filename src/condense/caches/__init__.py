@@ -2,5 +2,6 @@
 
 from condense.caches.dynamic import CondensedLayer
 from condense.caches.nbytes import cache_nbytes
+from condense.caches.static import StaticCondensedLayer
 
-__all__ = ["CondensedLayer", "cache_nbytes"]
+__all__ = ["CondensedLayer", "StaticCondensedLayer", "cache_nbytes"]

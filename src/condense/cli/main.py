@@ -9,6 +9,7 @@ import torch
 import transformers
 import typer
 
+from condense.cli.bench import bench_app
 from condense.cli.compare import compare_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
@@ -21,6 +22,7 @@ app = typer.Typer(
     help="Condensed attention for Hugging Face causal language models.",
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app)
 app.command("compare")(compare_command)
 app.command("generate")(generate_command)
 app.command("inspect")(inspect_command)

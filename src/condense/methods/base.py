@@ -3,7 +3,7 @@
 A new method is one file in this folder: a frozen dataclass derived from `Method` with a ``name``.
 Training, prefill, chunked prefill, decode, caches and Hugging Face models work with it unchanged.
 
-Shapes: B rows, K KV heads, G chunks of c tokens, p entries per chunk, D and Dv widths.
+Shapes: B rows, K KV heads, N band tokens, G chunks of c tokens, p entries per chunk, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict
-from condense.ops import Bounds, UniformRule
+from condense.ops import Bounds, Pooling, UniformRule
+from condense.ops.aligned import chunks
 
 
 class Prompt(NamedTuple):
@@ -70,6 +71,12 @@ class Method(MethodConfig):
         """For a method that looks ahead: the setting with which it does not, as errors name it."""
         return "summary='streaming'"
 
+    @property
+    def pooling(self) -> tuple[Pooling, Pooling] | None:
+        """How keys and values of a chunk become its one entry, if two poolings say all of `represent`, else None."""
+        stands_for_itself = self.rule.chunk == self.rule.entries == 1 and type(self).represent is Method.represent
+        return ("mean", "mean") if stands_for_itself else None
+
     def represent(
         self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
@@ -81,6 +88,27 @@ class Method(MethodConfig):
         """
         return k.flatten(2, 3), v.flatten(2, 3)
 
+    def represent_band(
+        self,
+        band_k: Tensor,
+        band_v: Tensor,
+        start: Tensor,
+        num_chunks: int,
+        summary: Tensor | None,
+        *,
+        first_chunk: Tensor,
+        scale: float,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        """`represent` of the chunks that stand one after another in the band from column ``start[b]`` on.
+
+        band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, start int64 CPU ``[B]``. This is what `condense.functional`
+        calls; a method whose kernels find the chunks themselves overrides it and saves the copy that rows of
+        different lengths need.
+        """
+        k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (band_k, band_v))
+        return self.represent(k, v, summary, first_chunk=first_chunk, scale=scale, backend=backend)
+
     def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
         """Additive bias ``[B|1, 1, num_entries]`` float64 on the scaled scores of prefix entries, or None.
 
@@ -88,15 +116,20 @@ class Method(MethodConfig):
         """
         return None
 
+    @property
+    def reads_prompt(self) -> bool:
+        """True if a row's first tokens are a prompt that is read all at once, by `read_prompt`."""
+        return False
+
     def read_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, *, scale: float, backend: str
-    ) -> Prompt | None:
-        """All of a prompt at once, for methods that do not read it chunk by chunk; by default None: not so.
+    ) -> Prompt:
+        """All of a prompt at once, where `reads_prompt`. Later tokens' chunks count from the prompt's end.
 
         q ``[B, H, L, D]``, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` are right-aligned, k and v zero in the padding;
-        counts int64 CPU ``[B]``: real tokens per row (None: all). Later tokens' chunks count from the prompt's end.
+        counts int64 CPU ``[B]``: real tokens per row (None: all).
         """
-        return None
+        raise TypeError(f"{type(self).__name__} must define `read_prompt`")
 
     def prompt_entries(self, tokens: Tensor) -> Tensor:
         """Entries that `read_prompt` keeps of prompts of so many tokens, int64 ``[B]`` both."""

@@ -104,6 +104,11 @@ class DGA(Method):
         return self.allow_future
 
     @property
+    def reads_prompt(self) -> bool:
+        """With ``selection="prompt"``."""
+        return self.selection == "prompt"
+
+    @property
     def causal_setting(self) -> str:
         """Chunks are causal."""
         return "selection='streaming'"
@@ -117,7 +122,7 @@ class DGA(Method):
         first, in order of position, then the group, so that the bias is the same pattern in every chunk.
         """
         assert summary is not None
-        num_focal = self.rule.entries - 1
+        num_focal = k.shape[3] - self.group_size
         scores = group_scores(summary, k, scale=self._weight_scale(scale), backend=backend)
         ranking = scores.detach()
         if self.focal == "random":
@@ -147,10 +152,8 @@ class DGA(Method):
 
     def read_prompt(
         self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, *, scale: float, backend: str
-    ) -> Prompt | None:
-        """The paper's prefill (Algorithm 1), with ``selection="prompt"``; see `Method.read_prompt` for shapes."""
-        if self.selection == "streaming":
-            return None
+    ) -> Prompt:
+        """The paper's prefill (Algorithm 1); see `Method.read_prompt` for shapes."""
         L = k.shape[2]
         tokens = torch.full((k.shape[0],), L) if counts is None else counts
         num_focal = self.num_focal(tokens)

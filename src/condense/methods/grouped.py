@@ -11,7 +11,7 @@ from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int
 from condense.methods.base import Method
-from condense.ops import POOLINGS, Pooling, UniformRule, group_scores, pool
+from condense.ops import POOLINGS, Pooling, UniformRule, pool_groups
 
 Summary = Literal["last", "streaming", "prompt"]
 RepBias = Literal["none", "log_size"]
@@ -81,6 +81,11 @@ class GroupPooling(Method):
         return self.allow_future
 
     @property
+    def pooling(self) -> tuple[Pooling, Pooling] | None:
+        """``key_pooling`` and ``value_pooling``, unless a subclass has a `represent` of its own."""
+        return (self.key_pooling, self.value_pooling) if type(self).represent is GroupPooling.represent else None
+
+    @property
     def _needs_scores(self) -> bool:
         return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
 
@@ -88,13 +93,42 @@ class GroupPooling(Method):
         self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
-        if summary is None:
-            scores = k.new_zeros(k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))
-        else:
-            scores = group_scores(summary, k, scale=scale, backend=backend)
-        return (
-            pool(k, scores, how=self.key_pooling, backend=backend),
-            pool(v, scores, how=self.value_pooling, backend=backend),
+        start = torch.zeros(k.shape[0], dtype=torch.int64)
+        return self.represent_band(
+            k.flatten(2, 3),
+            v.flatten(2, 3),
+            start,
+            k.shape[2],
+            summary,
+            first_chunk=first_chunk,
+            scale=scale,
+            backend=backend,
+        )
+
+    def represent_band(
+        self,
+        band_k: Tensor,
+        band_v: Tensor,
+        start: Tensor,
+        num_chunks: int,
+        summary: Tensor | None,
+        *,
+        first_chunk: Tensor,
+        scale: float,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores, key and value of a group in one pass over the band."""
+        return pool_groups(
+            band_k,
+            band_v,
+            summary,
+            start=start,
+            num_groups=num_chunks,
+            group_size=self.group_size,
+            scale=scale,
+            key_pooling=self.key_pooling,
+            value_pooling=self.value_pooling,
+            backend=backend,
         )
 
     def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:

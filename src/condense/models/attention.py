@@ -12,14 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, StaticCache
 
+from condense.caches import StaticCondensedLayer
 from condense.functional import attend_to, extend, outside_autocast
 from condense.methods import Method
 from condense.models.families import FAMILIES, sliding_window, stock_class
 from condense.models.layers import ensure_layers
-from condense.models.rows import Padding, documents_of, padding_of
+from condense.models.rows import ALL_REAL, Padding, documents_of, is_real, padding_of
 from condense.ops import UniformBounds, UniformRule, attend
 
 IMPLEMENTATION = "condense"
@@ -86,8 +88,35 @@ class Captured:
     ) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
         method: Method = module.condense_method  # type: ignore[assignment]
+        if not isinstance(self.cache, StaticCache):
+            return self._read(module, method, q, k, v, mask, scale, dropout, kwargs)
+        ensure_layers(self.cache, {self.layer_idx: method})
+        with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if q.shape[2] > 1 or with_gradients or dropout > 0:
+            return self._read_eagerly(module, method, q, k, v, mask, scale, dropout, kwargs)
+        layer: StaticCondensedLayer = self.cache.layers[self.layer_idx]
+        real = None if ALL_REAL in kwargs else is_real(mask, layer.num_slots, layer.max_cache_len, q.shape[0])
+        return layer.step(q, k, v, scale=scale, real=real)
+
+    @torch.compiler.disable
+    def _read_eagerly(self, *args: Any) -> Tensor:
+        """Reading a prompt into a static cache looks at counts on the host: a compiled forward breaks here."""
+        return self._read(*args)
+
+    def _read(
+        self,
+        module: nn.Module,
+        method: Method,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        dropout: float,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
         B, _, L, _ = q.shape
-        seen = 0 if self.cache is None else self.cache.get_seq_length(self.layer_idx)
+        seen = 0 if self.cache is None else int(self.cache.get_seq_length(self.layer_idx))
         padding = padding_of(mask, seen, B, L)
         documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None)
         if documents is not None:
@@ -136,8 +165,10 @@ class DenseState:
     def __init__(self, window: int | None, cache: Cache | None, layer_idx: int) -> None:
         self.rule = UniformRule(chunk=1, window=window, max_chunks=0)
         self.cache = cache
-        # counted before the stock forward adds the new tokens
-        self.seen = 0 if cache is None else cache.get_seq_length(layer_idx)
+        self.is_static = isinstance(cache, StaticCache)
+        # counted before the stock forward adds the new tokens; a static layer's counter goes on by itself
+        seen = 0 if cache is None else cache.get_seq_length(layer_idx)
+        self.seen: Tensor | int = seen.clone() if isinstance(seen, Tensor) else seen
 
     def attend(
         self,
@@ -150,7 +181,48 @@ class DenseState:
         dropout: float,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Attention ``[B, H, L, Dv]`` over keys that end with the new tokens."""
+        """Attention ``[B, H, L, Dv]`` over keys that end with the new tokens, or with room for more if static."""
+        if not self.is_static:
+            return self._read(module, q, k, v, mask, scale, dropout, kwargs)
+        if q.shape[2] == 1:
+            return self._step(q, k, v, mask, scale, dropout)
+        return self._read_eagerly(module, q, k, v, mask, scale, dropout, kwargs)
+
+    @torch.compiler.disable
+    def _read_eagerly(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any
+    ) -> Tensor:
+        """The filled part of a static layer; a compiled forward breaks here, as in condensed layers."""
+        self.seen = int(self.seen)
+        S = self.seen + q.shape[2]
+        return self._read(module, q, k[:, :, :S], v[:, :, :S], None if mask is None else mask[..., :S], *args)
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+        """One new token over all slots of a static layer, without a look from the host."""
+        S = k.shape[2]
+        slot = torch.as_tensor(self.seen, device=q.device)
+        real = is_real(mask, slot, S, q.shape[0])
+        pad = None if real is None else ~real[:, None, None, None]
+        sees = (torch.arange(S, device=q.device) <= slot)[None, None, None]
+        if mask is not None and pad is not None:
+            sees = sees & mask | pad
+        # heads that share a KV head become rows of one call
+        rows = q[:, :, 0].unflatten(1, (k.shape[1], -1))
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=sees, dropout_p=dropout, scale=scale)
+        out = out.flatten(1, 2)[:, :, None]
+        return out if pad is None else out.masked_fill(pad, 0)
+
+    def _read(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        dropout: float,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
         B, _, L, _ = q.shape
         S = k.shape[2]
         # a sliding layer's mask covers the keys at hand only: both are counted from its end
@@ -159,7 +231,7 @@ class DenseState:
         queries = padding_of(mask, num_columns - L, B, L)
         documents = documents_of(kwargs, B, L, plain=self.cache is None and keys is None)
         if documents is not None:
-            _refuse_cached_documents(module, self.cache, self.seen)
+            _refuse_cached_documents(module, self.cache, int(self.seen))
             parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
             return torch.cat([self._band(a, b, c, a.shape[2], scale, dropout) for a, b, c in parts], dim=2)
         if keys is None:

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticCache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -21,7 +22,7 @@ from condense.models.families import max_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 
-_GROWING_CACHES = (None, "dynamic", "offloaded")
+_CACHES = (None, "dynamic", "offloaded", "static")
 
 
 def install() -> None:
@@ -52,19 +53,34 @@ def _wrap_prepare_cache(stock: Any) -> Any:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         methods = condensed_layers(self) if self.config._attn_implementation == IMPLEMENTATION else {}
         if methods:
             _check_generation(self, generation_config, mode, methods)
-        result = stock(self, generation_config, model_kwargs, mode, *args, **kwargs)
+        result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if methods and isinstance(cache, Cache):
+            _check_room(cache, max_cache_length)
             ensure_layers(cache, methods)
         return result
 
     return prepare
+
+
+def _check_room(cache: Cache, max_cache_length: int) -> None:
+    """Compiled steps cannot look how full a static cache is, so it is done before the first."""
+    if not isinstance(cache, StaticCache):
+        return
+    room = min((layer.get_max_length() for layer in cache.layers if not layer.is_sliding), default=max_cache_length)
+    if max_cache_length > room:
+        raise ValueError(
+            f"the static cache has room for {room} tokens (max_cache_len), prompt and new tokens need "
+            f"{max_cache_length}: make it longer, or leave past_key_values and cache_implementation unset"
+        )
 
 
 def _wrap_continuous_batching(stock: Any) -> Any:
@@ -85,10 +101,10 @@ def _check_generation(
     model: Any, generation_config: GenerationConfig, mode: GenerationMode, methods: dict[int, Method]
 ) -> None:
     kind = generation_config.cache_implementation
-    if kind not in _GROWING_CACHES:
+    if kind not in _CACHES:
         raise ValueError(
-            f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays "
-            "small while it grows"
+            f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays small "
+            "while it grows, or choose 'static'"
         )
     ahead = next((method for method in methods.values() if method.looks_ahead), None)
     if ahead is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer
 
-from condense.caches import CondensedLayer
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.methods import Method
 
 
@@ -17,11 +17,10 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     """
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
+    if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
+        return  # as in every step but the first
     if isinstance(cache, StaticCache):
-        raise ValueError(
-            "static caches cannot be condensed yet: leave cache_implementation unset, a condensed cache stays small "
-            "while it grows"
-        )
+        _check_static(cache, methods)
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= max(methods):
             cache.layers.append(cache.layer_class_to_replicate())
@@ -29,15 +28,43 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     held = ((i, method) for i, method in methods.items() if i < len(cache.layers))
     new = {i: method for i, method in held if not _is_ready(cache.layers[i], method)}
     for index, method in new.items():
-        cache.layers[index] = CondensedLayer(method)
+        cache.layers[index] = _condensed_layer(cache.layers[index], method)
+
+
+def _condensed_layer(layer: CacheLayerMixin, method: Method) -> CondensedLayer | StaticCondensedLayer:
+    if isinstance(layer, StaticLayer | StaticCondensedLayer):
+        return StaticCondensedLayer(method, layer.max_cache_len)
+    return CondensedLayer(method)
+
+
+def _check_static(cache: StaticCache, methods: dict[int, Method]) -> None:
+    reading = next((method for method in methods.values() if method.reads_prompt), None)
+    if reading is not None:
+        raise ValueError(
+            f"static caches do not take {reading} yet: leave cache_implementation unset, a condensed cache stays small "
+            f"while it grows, or use {reading.causal_setting}"
+        )
+    if cache.offloading:
+        raise ValueError(
+            "offloaded static caches cannot be condensed: leave offloading out, a condensed cache is small enough"
+        )
+    if any(cache.is_sliding):
+        raise ValueError(
+            "static caches with sliding-window layers cannot be condensed: leave cache_implementation unset, a "
+            "condensed cache stays small while it grows"
+        )
+
+
+def _holds(layer: CacheLayerMixin, method: Method) -> bool:
+    return isinstance(layer, CondensedLayer | StaticCondensedLayer) and layer.method == method
 
 
 def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     """True if the layer can stay, False if it is to be replaced. Raises ValueError if neither will do."""
-    condensed = isinstance(layer, CondensedLayer)
-    if condensed and layer.method == method:
+    if _holds(layer, method):
         return True
-    if not condensed and type(layer) is not DynamicLayer:
+    condensed = isinstance(layer, CondensedLayer | StaticCondensedLayer)
+    if not condensed and type(layer) not in (DynamicLayer, StaticLayer):
         raise ValueError(
             f"a {type(layer).__name__} cannot be condensed: use a plain DynamicCache (cache_implementation unset), or "
             "call condense.restore(model) first"

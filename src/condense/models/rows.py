@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# keyword through a model's forward: its new tokens are all real, nobody needs to look
+ALL_REAL = "condense_all_real"
+
 
 class Padding(NamedTuple):
     """counts: real tokens per row, int64 CPU ``[B]``. trailing: slots at the end that are real in every row.
@@ -46,17 +49,25 @@ def padding_of(mask: Tensor | None, start: int, B: int, L: int) -> Padding | Non
     """
     if mask is None:
         return None
-    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1 or mask.dtype != torch.bool:
-        raise ValueError(
-            "attention_mask must be a padding mask [batch, tokens]; condensed attention decides itself who sees "
-            f"whom, got a mask of shape {tuple(mask.shape)} and dtype {mask.dtype}"
-        )
-    if mask.shape[0] != B or start < 0 or start + L > mask.shape[3]:
-        raise ValueError(
-            "attention_mask must have a row per sequence and cover all tokens so far, the cached ones included: "
-            f"wanted {B} rows, got {mask.shape[0]} rows and {max(0, -start, start + L - mask.shape[3])} tokens too few"
-        )
+    _check_mask(mask, B, max(0, -start, start + L - mask.shape[-1]))
     return _once(mask, ("padding", start, L), lambda: _look(mask[:, 0, 0, start : start + L]))
+
+
+def is_real(mask: Tensor | None, slot: Tensor, num_slots: int, B: int) -> Tensor | None:
+    """Which rows' one new token is real, bool ``[B]``, or None for all; slot: where it stands, int64 ``[]``.
+
+    For static caches: never looks at the mask from the host. Raises ValueError for a mask of another shape than
+    ``[B, 1, 1, num_slots]``, which `condense.models.masks.condense_mask` makes of one that covers all tokens.
+    """
+    if mask is None:
+        return None
+    _check_mask(mask, B)
+    if mask.shape[3] != num_slots:
+        raise ValueError(
+            f"attention_mask must cover all tokens so far, the cached ones included, got {mask.shape[3]} columns"
+        )
+    # a step beyond the last slot, which only compiled ones can take unseen, stays inside the mask
+    return mask[:, 0, 0].index_select(1, slot.to(mask.device).clamp(max=num_slots - 1)[None])[:, 0]
 
 
 def documents_of(kwargs: dict[str, Any], B: int, L: int, *, plain: bool) -> list[int] | None:
@@ -82,6 +93,19 @@ def documents_of(kwargs: dict[str, Any], B: int, L: int, *, plain: bool) -> list
     if lengths is not None and B != 1:
         raise ValueError(f"packed documents (position_ids that start again) must be one row, got {B} rows")
     return lengths
+
+
+def _check_mask(mask: Tensor, B: int, num_missing: int = 0) -> None:
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != 1 or mask.dtype != torch.bool:
+        raise ValueError(
+            "attention_mask must be a padding mask [batch, tokens]; condensed attention decides itself who sees "
+            f"whom, got a mask of shape {tuple(mask.shape)} and dtype {mask.dtype}"
+        )
+    if mask.shape[0] != B or num_missing > 0:
+        raise ValueError(
+            "attention_mask must have a row per sequence and cover all tokens so far, the cached ones included: "
+            f"wanted {B} rows, got {mask.shape[0]} rows and {num_missing} tokens too few"
+        )
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

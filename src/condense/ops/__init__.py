@@ -1,19 +1,38 @@
 """Numerics: prefix-band attention and group pooling, with a plain reference and faster backends."""
 
-from condense.ops.api import POOLINGS, Pooling, attend, group_scores, importance, pool
-from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule
-from condense.ops.checks import resolve_backend
+from condense.ops.api import (
+    POOLINGS,
+    Pooling,
+    attend,
+    decode_step,
+    group_scores,
+    importance,
+    pool,
+    pool_groups,
+    summarize,
+)
+from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule, Windows
+from condense.ops.checks import resolve_backend, resolve_pooling, resolve_step_backend
+from condense.ops.step import StepPlan, StepState
 
 __all__ = [
     "POOLINGS",
     "ArrayBounds",
     "Bounds",
     "Pooling",
+    "StepPlan",
+    "StepState",
     "UniformBounds",
     "UniformRule",
+    "Windows",
     "attend",
+    "decode_step",
     "group_scores",
     "importance",
     "pool",
+    "pool_groups",
     "resolve_backend",
+    "resolve_pooling",
+    "resolve_step_backend",
+    "summarize",
 ]

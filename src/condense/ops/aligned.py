@@ -1,8 +1,8 @@
-"""Moving tokens of right-aligned rows: append, cut into chunks, average windows, keep the newest.
+"""Moving tokens of right-aligned rows: append, cut into chunks, keep the newest.
 
 All of it is differentiable. Per-row numbers are int64 CPU ``[B]``; where all rows agree, slices replace gathers.
 
-Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens, S queries per window.
+Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
+    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q ``[B, H, L, D]``."""
+    if q.shape[1] == num_kv_heads:
+        return q
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
 
 
 def merge(per_row: Tensor) -> Tensor:
@@ -49,27 +57,6 @@ def chunks(band: Tensor, start: Tensor, G: int, c: int) -> Tensor:
     column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device, non_blocking=True)
     index = column[:, None, :, None].expand(-1, band.shape[1], -1, band.shape[3])
     return band.gather(2, index).unflatten(2, (G, c))
-
-
-def window_mean(queries: Tensor, start: Tensor, S: int, stride: int, G: int, seen: Tensor) -> Tensor:
-    """``[B, K, G, D]`` float32 or wider: mean of the S queries from position ``start[b] + stride * j`` on.
-
-    Positions before the row's start do not count.
-    """
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    origin = seen - queries.shape[2]
-    first = int(start[0] - origin[0])
-    if stride == S and bool((start >= 0).all()) and bool((start - origin == first).all()):
-        return queries[:, :, first : first + G * S].unflatten(2, (G, S)).mean(3, dtype=wide)
-    position = start[:, None, None] + stride * torch.arange(G)[:, None] + torch.arange(S)
-    column = (position - origin[:, None, None]).clamp(0, queries.shape[2] - 1).to(queries.device, non_blocking=True)
-    inside = (position >= 0).to(queries.device, non_blocking=True)
-    B, K, _, D = queries.shape
-    total = queries.new_zeros(B, K, G, D, dtype=wide)
-    for s in range(S):
-        index = column[:, None, :, s, None].expand(B, K, G, D)
-        total = total + queries.gather(2, index) * inside[:, None, :, s, None]
-    return total / inside.sum(-1).clamp(min=1)[:, None, :, None]
 
 
 def newest(x: Tensor, count: int) -> Tensor:

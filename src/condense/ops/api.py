@@ -1,7 +1,7 @@
 """The numerics that all methods share, dispatched to a backend. Backends never import each other.
 
 Shapes: B rows, H query heads, K KV heads, L queries, M prefix entries, N band tokens, D key width,
-Dv value width, G groups of c tokens.
+Dv value width, G groups of c tokens or windows of queries, Q queries kept from before.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from condense.ops import reference, torch_blocks, torch_importance
-from condense.ops.bounds import Bounds
-from condense.ops.checks import check_backend, resolve_backend
+from condense.ops import reference, torch_blocks, torch_importance, torch_pool, torch_step
+from condense.ops.aligned import chunks
+from condense.ops.bounds import Bounds, Windows
+from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
 from condense.ops.sampling import sampled_queries
+from condense.ops.step import Represent, StepPlan, StepState
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
@@ -86,16 +88,97 @@ def attend(
             )
 
 
+def summarize(q: Tensor, tail: Tensor, windows: Windows, *, backend: str = "auto") -> Tensor:
+    """Summary queries: per KV head the mean of each window's queries, float32 or wider ``[B, K, G, D]``.
+
+    q ``[B, H, L, D]``, right-aligned: the new queries of each row stand at its end, what stands before them is never
+    looked at. tail ``[B, K, Q, D]``, right-aligned: mean queries of what the row read before, in the dtype of q; no
+    gradient reaches them. A query is averaged over the H / K heads that share a KV head in float32 or wider and
+    rounded to the dtype of q, then over the window. Queries that are in neither, or not yet there, count as zero.
+    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    """
+    match resolve_pooling(backend, q.device, q.dtype, (q.shape[3],)):
+        case "triton":
+            from condense.ops import triton_pool
+
+            return triton_pool.summarize(q, tail, windows)
+        case "reference":
+            return reference.summarize(q, tail, windows)
+        case _:
+            return torch_pool.summarize(q, tail, windows)
+
+
+def pool_groups(
+    k: Tensor,
+    v: Tensor,
+    summary: Tensor | None,
+    *,
+    start: Tensor,
+    num_groups: int,
+    group_size: int,
+    scale: float,
+    key_pooling: Pooling,
+    value_pooling: Pooling,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Representative key and value ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of G groups of c tokens.
+
+    k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j of row b holds columns ``[start[b] + c * j,
+    start[b] + c * (j + 1))``, start int64 CPU ``[B]``, >= 0. summary ``[B, K, G, D]`` float32 or wider weighs the
+    groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see `pool`) asks
+    for scores. What a group past the band's end gives is finite and means nothing.
+    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    """
+    chosen = resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))
+    if chosen == "triton":
+        from condense.ops import triton_pool
+
+        return triton_pool.pool_groups(k, v, summary, start, num_groups, group_size, scale, key_pooling, value_pooling)
+    groups_k, groups_v = (chunks(x, start, num_groups, group_size) for x in (k, v))
+    if summary is None:
+        scores = k.new_zeros(groups_k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))
+    else:
+        scores = group_scores(summary, groups_k, scale=scale, backend=chosen)
+    return (
+        pool(groups_k, scores, how=key_pooling, backend=chosen),
+        pool(groups_v, scores, how=value_pooling, backend=chosen),
+    )
+
+
+def decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: StepState,
+    plan: StepPlan,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+    represent: Represent,
+    prefix_bias: Tensor | None = None,
+    backend: str,
+) -> Tensor:
+    """One token per row over a static cache, which changes in place; `condense.ops.step` says how.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
+    ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias
+    ``[1, 1, M]``: for entries whose bias differs, instead of the plan's. ``backend``: what `resolve_step_backend` said.
+    Returns ``[B, H, 1, Dv]``.
+    """
+    if backend == "triton":
+        from condense.ops import triton_step  # type: ignore[attr-defined]
+
+        return triton_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent)
+    return torch_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias)
+
+
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:
     """Scores ``scale * summary . k`` of every group's tokens, float32 or wider ``[B, K, G, c]``.
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
     """
-    if check_backend(backend) == "reference":
-        return reference.group_scores(summary, k, scale=scale)
-    wide = torch.promote_types(k.dtype, torch.float32)
-    # no matrix product: its order of summation may depend on a key's place in the group, and equal keys must tie
-    return (k.to(wide) * summary.to(wide)[..., None, :]).sum(-1) * scale
+    module = reference if check_backend(backend) == "reference" else torch_pool
+    return module.group_scores(summary, k, scale=scale)
 
 
 def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> Tensor:
@@ -106,18 +189,8 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
     Gradients flow through the weights, not through the choice of the anchor.
     """
-    if check_backend(backend) == "reference":
-        return reference.pool(x, scores, how=how)
-    match how:
-        case "weighted":
-            return (scores.softmax(-1)[..., None, :] @ x.to(scores.dtype))[..., 0, :].to(x.dtype)
-        case "mean":
-            return x.to(scores.dtype).mean(3).to(x.dtype)
-        case "max":
-            return x.amax(3)
-        case "select":
-            anchor = scores.argmax(-1)[..., None, None].expand(*x.shape[:3], 1, x.shape[4])
-            return x.gather(3, anchor)[..., 0, :]
+    module = reference if check_backend(backend) == "reference" else torch_pool
+    return module.pool(x, scores, how=how)
 
 
 @torch.no_grad()

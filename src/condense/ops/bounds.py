@@ -33,6 +33,29 @@ class Arrays(NamedTuple):
     raw_end: Tensor
 
 
+class Windows(NamedTuple):
+    """Windows of queries of each row: window j holds positions ``[start + stride * j, start + stride * j + size)``.
+
+    Positions below 0 do not count. start, before and after are int64 CPU ``[B]``: where window 0 begins, and the
+    real tokens of the row before and after the new queries were read.
+    """
+
+    start: Tensor
+    before: Tensor
+    after: Tensor
+    num: int
+    size: int
+    stride: int
+
+    def agreed(self) -> tuple[int, int, int] | None:
+        """start, before and after if they are the same in all rows."""
+        rows = self[:3]
+        if any(x.numel() > 1 and bool((x != x[0]).any()) for x in rows):
+            return None
+        start, before, after = (int(x[0]) for x in rows)
+        return start, before, after
+
+
 class Bounds(Protocol):
     """What an attention backend asks of bounds."""
 
@@ -72,6 +95,12 @@ class UniformRule:
             return seen * 0
         behind = seen - self.window
         return behind * (behind > 0) // self.chunk
+
+    def ready(self, seen: IntT, lag: int) -> IntT:
+        """Chunks whose entries are made once ``seen`` tokens have been read, each ``lag`` tokens after its last."""
+        behind = seen - lag
+        ready = behind * (behind > 0) // self.chunk
+        return ready if self.max_chunks is None else ready - (ready - self.max_chunks) * (ready > self.max_chunks)
 
     def visible_entries(self, closed: IntT) -> IntT:
         """Prefix entries that stand for ``closed`` chunks."""
@@ -115,6 +144,11 @@ class UniformBounds:
         raw_end = last.raw_end.amax((0, 1))
         hulls = torch.stack([last.rep_end.amax((0, 1)), torch.minimum(raw_start, raw_end), raw_end], dim=1)
         return [Extent(*row) for row in hulls.tolist()]
+
+    def starts(self) -> Tensor:
+        """query_start, band_start and padding of each row, int64 CPU ``[B, 3]``; ``[1, 3]`` if all rows agree."""
+        parts = torch.broadcast_tensors(self.query_start, self.band_start, self._pads())
+        return torch.stack(parts, dim=1)
 
     def is_hull(self, start: int, stop: int) -> bool:
         """True for a single query that means the same in all rows: a decode step without padding."""

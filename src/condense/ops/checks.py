@@ -10,11 +10,16 @@ import os
 import torch
 from torch import Tensor
 
+from condense.ops.step import StepPlan
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("reference", "torch", "triton")
-# what the kernels were checked and timed with on a GPU
-TRITON_WIDTHS = (128,)
-TRITON_DTYPES = (torch.bfloat16,)
+# what the kernels were held to float64 with on a GPU
+TRITON_WIDTHS = (64, 80, 96, 128, 192, 256)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# the pooling kernels loop over a group's tokens: any group size, any width up to a row that fits in registers
+POOLING_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_POOLING_WIDTH = 1024
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -121,11 +126,61 @@ def resolve_backend(
     return backend
 
 
-def _triton_obstacle(device: torch.device, dtype: torch.dtype, widths: tuple[int, ...], dropout_p: float) -> str | None:
+def resolve_step_backend(
+    backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...], plan: StepPlan
+) -> str:
+    """The backend of decode steps over a static cache; "auto" decides, "triton" is taken where it can run, on CUDA.
+
+    widths: of keys and values. Raises ValueError if an explicit backend cannot run.
+    """
+    if check_backend(backend) == "torch":
+        return backend
+    if backend == "reference":
+        raise ValueError("backend 'reference' has no decode step over a static cache; use backend='torch'")
+    if importlib.util.find_spec("condense.ops.triton_step") is None:
+        obstacle: str | None = "has no decode step in this version"
+    elif plan.key_pooling is None:
+        obstacle = "knows no method that makes its entries itself"
+    else:
+        obstacle = _triton_obstacle(device, dtype, widths, 0.0)
+    if backend == "auto":
+        return "triton" if obstacle is None and device.type == "cuda" else "torch"
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return backend
+
+
+def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
+    """The backend that makes summaries and representatives, chosen like that of attention, with its own limits.
+
+    Raises ValueError if an explicit "triton" cannot run.
+    """
+    if check_backend(backend) not in ("auto", "triton") or (backend == "auto" and device.type != "cuda"):
+        return "torch" if backend == "auto" else backend
+    obstacle = _triton_absence(device)
+    if obstacle is None and dtype not in POOLING_DTYPES:
+        obstacle = f"pools {', '.join(map(str, POOLING_DTYPES))}, got {dtype}"
+    if obstacle is None and max(widths) > MAX_POOLING_WIDTH:
+        obstacle = f"pools head widths up to {MAX_POOLING_WIDTH}, got {widths}"
+    if obstacle is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return "torch"
+
+
+def _triton_absence(device: torch.device) -> str | None:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, got {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "needs the triton package"
+    return None
+
+
+def _triton_obstacle(device: torch.device, dtype: torch.dtype, widths: tuple[int, ...], dropout_p: float) -> str | None:
+    absence = _triton_absence(device)
+    if absence is not None:
+        return absence
     if dropout_p > 0:
         return f"has no attention dropout (set the model's attention dropout to 0), got {dropout_p}"
     if device.type == "cuda" and dtype not in TRITON_DTYPES:

@@ -1,7 +1,7 @@
 """The definition: plain PyTorch, the whole mask at once, any device, made for float64 on the CPU.
 
 Shapes: B rows, H query heads, K KV heads, L queries, M prefix entries, N band tokens, D and Dv widths,
-G groups of c tokens.
+G groups of c tokens, Q queries kept from before.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.bounds import Bounds
+from condense.ops.bounds import Bounds, Windows
 
 
 def visible(bounds: Bounds, start: int, stop: int, num_prefix: int, num_band: int, device: torch.device) -> Tensor:
@@ -54,6 +54,25 @@ def attend(
     out = torch.einsum("bkrls,bksd->bkrld", weights, v).masked_fill(empty, 0.0)
     lse = lse.masked_fill(empty[..., 0], float("-inf"))
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+    """See `condense.ops.summarize`. One row and window at a time."""
+    K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    means = q.to(wide).unflatten(1, (K, -1)).mean(2).to(q.dtype)
+    rows = []
+    for b in range(q.shape[0]):
+        start, before, after = (int(x[b]) for x in windows[:3])
+        # column 0 is position `origin`, the last column position `after - 1`
+        known = torch.cat([tail[b], means[b, :, L - (after - before) :]], dim=1).to(wide)
+        origin = before - Q
+        for j in range(windows.num):
+            begin = start + windows.stride * j
+            positions = [p for p in range(max(0, begin, origin), begin + windows.size) if p < after]
+            total = sum((known[:, p - origin] for p in positions), torch.zeros_like(known[:, :1].sum(1)))
+            rows.append(total / max(1, min(windows.size, begin + windows.size)))
+    return torch.stack(rows).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:

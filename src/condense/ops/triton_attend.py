@@ -12,48 +12,90 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from condense.ops.bounds import Bounds
+from condense.ops.bounds import Bounds, UniformBounds
 from condense.ops.triton_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton_forward import attend_fwd_kernel
 
 _LOG2E = math.log2(math.e)
+_UNLIMITED = 1 << 30
+_NAMES = ("prefix_k", "prefix_v", "band_k", "band_v")
+
+
+def _width(D: int) -> int:
+    return max(16, triton.next_power_of_2(D))
 
 
 def _widths(D: int, Dv: int) -> dict[str, int]:
-    return {"D": D, "DV": Dv, "BD": triton.next_power_of_2(max(D, 16)), "BV": triton.next_power_of_2(max(Dv, 16))}
+    return {"D": D, "DV": Dv, "BD": _width(D), "BV": _width(Dv)}
 
 
-def _tiles(q: Tensor, kernel: str) -> dict[str, int]:
-    """Rows, keys, warps and stages per kernel; the length is no part of the choice.
+def _tiles(q: Tensor, Dv: int, R: int, kernel: str) -> dict[str, int]:
+    """Rows, keys, warps and stages per kernel and width; the length is no part of the choice.
 
-    For width 128, as held to float64 on an H200. Forward tiles of 64 keys and 3 stages ran 15 percent faster there at
-    32K tokens and 3 percent at 128K; they are to be held to float64 before they come in.
+    Tried on an H200 at width 128. Forward: of 64, 128 rows and 32, 64, 128 keys the smallest square was the fastest by
+    5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other is at its softmax. dk and
+    dv hold two accumulators in registers, which leaves room for 32 queries at a time.
     """
+    rows = triton.next_power_of_2(R)
     if not q.is_cuda:  # the interpreter
-        return {"BM": 16, "BN": 16}
+        return {"BM": 16 if kernel == "dkv" else max(16, rows), "BN": 16}
+    if q.dtype == torch.float32:  # three products per product: small, to stay in registers
+        return {"BM": 32 if kernel == "dkv" else max(32, rows), "BN": 32, "num_warps": 4, "num_stages": 1}
+    widest = max(_width(q.shape[3]), _width(Dv))
     if kernel == "dkv":
-        return {"BM": 64, "BN": 128, "num_warps": 8, "num_stages": 2}
-    return {"BM": 128, "BN": 128 if kernel == "fwd" else 64, "num_warps": 8, "num_stages": 2}
+        return {"BM": 32, "BN": 64, "num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2}
+    stages = 3 if kernel == "fwd" and widest <= 128 else 2
+    return {"BM": max(64, rows), "BN": 64, "num_warps": 4 if rows <= 64 else 8, "num_stages": stages}
 
 
 class _Plan:
-    """What the kernels of one call share: bounds on the device, strides, scales."""
+    """What the kernels of one call share: the rule or bounds on the device, strides, scales."""
 
-    def __init__(self, q: Tensor, band_k: Tensor, bounds: Bounds, bias: Tensor | None, scale: float) -> None:
-        self.K, self.R, self.L = band_k.shape[1], q.shape[1] // band_k.shape[1], q.shape[2]
+    def __init__(
+        self,
+        q: Tensor,
+        K: int,
+        bias: Tensor | None,
+        bounds: list[Tensor],
+        rule: list[int],
+        start: list[int],
+        scale: float,
+    ) -> None:
+        self.K, self.R, self.L = K, q.shape[1] // K, q.shape[2]
         self.scale = scale
-        arrays = torch.broadcast_tensors(*bounds.arrays(0, self.L, q.device))
-        self.bounds = [x.to(torch.int32).contiguous() for x in arrays]
-        self.bias = q.new_zeros(1, dtype=torch.float32) if bias is None else (bias.float() * _LOG2E).contiguous()
         self.biased = bias is not None
+        self.bias = q.new_empty(1, dtype=torch.float32) if bias is None else (bias.float() * _LOG2E).contiguous()
         self.s_bias = (0, 0) if bias is None else _row_strides(self.bias)
-        self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        # three products of the matrix units in place of one exact: within the error of PyTorch's float32 attention
+        self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+        self.rule, self.start = rule, start
+        self.kind = ("row", "rows", "", "arrays")[len(bounds)]
+        self.bounds = (*bounds, self.bias, self.bias, self.bias)[:3]
+        self.s_bounds = _row_strides(bounds[0]) if self.kind == "arrays" else (0, 0)
 
     def shared(self) -> dict[str, Any]:
         """Keyword arguments of every kernel."""
-        return {"K": self.K, "R": self.R, "L": self.L, "scale": self.scale * _LOG2E, "PRECISION": self.precision}
+        names = ("chunk", "window", "entries", "max_chunks", "query_start", "band_start", "pads")
+        return {
+            "bias_ptr": self.bias, "bounds": self.bounds, "s_bias": self.s_bias, "K": self.K, "R": self.R, "L": self.L,
+            **dict(zip(names, (*self.rule, *self.start), strict=True)), "scale": self.scale * _LOG2E,
+            "RULE": self.kind, "BIASED": self.biased, "PRECISION": self.precision,
+        }  # fmt: skip
+
+    def seen(self, sizes: tuple[int, int]) -> dict[str, Any]:
+        """Which queries see each key of the two sources, for bounds given as arrays: keyword arguments."""
+        if self.kind != "arrays":
+            nothing = (self.bias,) * 2
+            return {"prefix_seen": nothing, "band_seen": nothing, "s_prefix_seen": (0, 0), "s_band_seen": (0, 0)}
+        rep_end, raw_start, raw_end = self.bounds
+        prefix = _seen_by(torch.zeros_like(rep_end), rep_end, sizes[0])
+        band = _seen_by(raw_start, raw_end, sizes[1])
+        return {
+            "prefix_seen": prefix, "band_seen": band,
+            "s_prefix_seen": _row_strides(prefix[0]), "s_band_seen": _row_strides(band[0]),
+        }  # fmt: skip
 
 
 def _row_strides(x: Tensor) -> tuple[int, int]:
@@ -61,12 +103,7 @@ def _row_strides(x: Tensor) -> tuple[int, int]:
     return (0 if x.shape[0] == 1 else x.stride(0), 0 if x.shape[1] == 1 else x.stride(1))
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """The last dimension contiguous, as the kernels read whole rows."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _seen_by(first: Tensor, last: Tensor, size: int, L: int) -> tuple[Tensor, Tensor]:
+def _seen_by(first: Tensor, last: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Queries ``[lo, hi)`` int32 ``[B|1, K|1, size]`` that may see each key, from bounds that never decrease."""
     key = torch.arange(size, device=first.device, dtype=torch.int32).expand(*first.shape[:2], size).contiguous()
     lo = torch.searchsorted(last, key, right=True, out_int32=True)
@@ -74,69 +111,137 @@ def _seen_by(first: Tensor, last: Tensor, size: int, L: int) -> tuple[Tensor, Te
     return lo, torch.maximum(hi, lo)
 
 
-class _Attend(torch.autograd.Function):
-    """Forward and backward of prefix-band attention; see `attend`."""
+def _whole_rows(x: Tensor) -> Tensor:
+    """The last dimension contiguous, and what tensor descriptors ask for: rows and start at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    ready = x.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    if ready:
+        return x
+    padded = x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // step) * step)[..., : x.shape[-1]]
+    return padded.copy_(x)
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor]:
-        q, *sources = (_dense_rows(x) for x in (q, prefix_k, prefix_v, band_k, band_v))
-        B, H, L, D = q.shape
-        Dv, M, N = band_v.shape[3], prefix_k.shape[2], band_k.shape[2]
-        out = q.new_empty(B, H, L, Dv)
-        lse = q.new_empty(B, H, L, dtype=torch.float32)
-        tiles = _tiles(q, "fwd")
-        grid = (triton.cdiv(L * plan.R, tiles["BM"]), B * plan.K)
-        attend_fwd_kernel[grid](
-            q, *sources, plan.bias, *plan.bounds, out, lse,
-            *q.stride()[:3], *(s for x in sources for s in x.stride()[:3]), *plan.s_bias, *_row_strides(plan.bounds[0]),
-            M=M, N=N, BIASED=plan.biased, **plan.shared(), **_widths(D, Dv), **tiles,
+
+def _filled(sources: list[Tensor]) -> list[Tensor]:
+    """The four sources; an empty prefix borrows the band, nobody reads it."""
+    return [x if x.shape[2] > 0 else sources[n + 2] for n, x in enumerate(sources)]
+
+
+def _descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> dict[str, TensorDescriptor]:
+    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]`` by name: tiles of ``rows`` and all heads."""
+    return {
+        name: TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *x.shape[2:-2], rows, _width(x.shape[-1])])
+        for name, x in zip(names, tensors, strict=True)
+    }
+
+
+@torch.library.custom_op("condense::attend", mutates_args=())
+def _attend(
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
+    bounds: list[Tensor], rule: list[int], start: list[int], scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp; bounds, rule and start from `_describe`. One operation for torch.compile."""
+    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale)
+    q, *sources = (_whole_rows(x) for x in (q, prefix_k, prefix_v, band_k, band_v))
+    out, lse = _results(q, band_v)
+    tiles = _tiles(q, out.shape[3], plan.R, "fwd")
+    # kernels start on the current device, which need not be the tensors' in a model spread over several
+    with torch.cuda.device_of(q):
+        attend_fwd_kernel[triton.cdiv(plan.L, tiles["BM"] // plan.R), q.shape[0] * plan.K](
+            q_ptr=q, **_descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, lse_ptr=lse,
+            s_q=q.stride()[:3], s_bounds=plan.s_bounds, M=prefix_k.shape[2], **plan.shared(),
+            **_widths(q.shape[3], out.shape[3]), **tiles,
         )  # fmt: skip
-        ctx.save_for_backward(q, *sources, out, lse)
-        ctx.plan = plan
-        return out, lse
+    return out, lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, *sources, out, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        B, _, L, D = q.shape
-        Dv = out.shape[3]
-        d_out = d_out.contiguous()
-        delta = (out.float() * d_out.float()).sum(-1) - d_lse
-        # rows that see nothing get weight 0 everywhere
-        lse = torch.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
-        shared = {**plan.shared(), "softmax_scale": plan.scale, **_widths(D, Dv)}
-        s_bounds = _row_strides(plan.bounds[0])
 
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        tiles = _tiles(q, "dq")
-        attend_dq_kernel[triton.cdiv(L * plan.R, tiles["BM"]), B * plan.K](
-            q, *sources, plan.bias, *plan.bounds, d_out, lse, delta, dq,
-            *q.stride()[:3], *(s for x in sources for s in x.stride()[:3]), *plan.s_bias, *s_bounds,
-            M=sources[0].shape[2], N=sources[2].shape[2], BIASED=plan.biased, **shared, **tiles,
+def _results(q: Tensor, band_v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for output and log-sum-exp."""
+    return q.new_empty(*q.shape[:3], band_v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_attend.register_fake
+def _(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _results(q, band_v)
+
+
+@torch.library.custom_op("condense::attend_backward", mutates_args=())
+def _attend_backward(
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor,
+    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
+    bounds: list[Tensor], rule: list[int], start: list[int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q and the four sources."""
+    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale)
+    d_out, q, *sources = (_whole_rows(x) for x in (d_out, q, prefix_k, prefix_v, band_k, band_v))
+    B, _, L, D = q.shape
+    M, N, Dv = prefix_k.shape[2], band_k.shape[2], out.shape[3]
+    row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+    shared = {"delta_ptr": delta, "M": M, "softmax_scale": scale, **plan.shared(), **_widths(D, Dv)}
+    dq, *grads = _gradients(q, *sources)
+    with torch.cuda.device_of(q):
+        tiles = _tiles(q, Dv, plan.R, "dq")
+        attend_dq_kernel[triton.cdiv(L, tiles["BM"] // plan.R), B * plan.K](
+            q_ptr=q, **_descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, d_out_ptr=d_out, lse_ptr=lse,
+            d_lse_ptr=d_lse.contiguous(), row_lse_ptr=row_lse, dq_ptr=dq, s_q=q.stride()[:3], s_out=d_out.stride()[:3],
+            s_bounds=plan.s_bounds, **shared, **tiles,
         )  # fmt: skip
+        tiles = _tiles(q, Dv, plan.R, "dkv")
+        # as many heads in a tile as are a power of two and leave none over
+        heads = min(plan.R & -plan.R, tiles["BM"])
+        grouped = [x.unflatten(1, (-1, heads)) for x in (q, d_out)]
+        prefix_blocks = triton.cdiv(M, tiles["BN"])
+        attend_dkv_kernel[B * plan.K, prefix_blocks + triton.cdiv(N, tiles["BN"])](
+            **_descriptors(("q_source", "d_out_source"), grouped, tiles["BM"] // heads), lse_ptr=row_lse, HEADS=heads,
+            **{f"{name}_ptr": x for name, x in zip(_NAMES, sources, strict=True)},
+            **{f"d_{name}_ptr": x for name, x in zip(_NAMES, grads, strict=True)},
+            **{f"s_{name}": x.stride()[:3] for name, x in zip(_NAMES, sources, strict=True)},
+            **plan.seen((M, N)), N=N, prefix_blocks=prefix_blocks, **shared, **tiles,
+        )  # fmt: skip
+    return dq, grads[0], grads[1], grads[2], grads[3]
 
-        rep_end, raw_start, raw_end = plan.bounds
-        tiles = _tiles(q, "dkv")
-        grads = []
-        for k, v, first, last, biased in (
-            (*sources[:2], torch.zeros_like(rep_end), rep_end, plan.biased),
-            (*sources[2:], raw_start, raw_end, False),
-        ):
-            dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-            size = k.shape[2]
-            if size > 0:
-                query_lo, query_hi = _seen_by(first, last, size, L)
-                attend_dkv_kernel[triton.cdiv(size, tiles["BN"]), B * plan.K](
-                    q, k, v, plan.bias, first, last, query_lo, query_hi, d_out, lse, delta, dk, dv,
-                    *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *plan.s_bias, *s_bounds, *_row_strides(query_lo),
-                    N=size, BIASED=biased, **shared, **tiles,
-                )  # fmt: skip
-            grads += [dk, dv]
-        return dq, *grads, None
+
+def _gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Room for gradients, contiguous."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+
+
+@_attend_backward.register_fake
+def _(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return _gradients(*inputs[:5])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, bounds, ctx.rule, ctx.start, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors, *bounds)
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    out, lse, q, prefix_k, prefix_v, band_k, band_v, bias, *bounds = ctx.saved_tensors
+    grads = _attend_backward(
+        d_out, d_lse, out, lse, q, prefix_k, prefix_v, band_k, band_v, bias, bounds, ctx.rule, ctx.start, ctx.scale
+    )
+    return *grads, None, [None] * len(bounds), None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _describe(bounds: Bounds, L: int, device: torch.device) -> tuple[list[Tensor], list[int], list[int]]:
+    """Bounds as kernels take them: tensors on the device, the uniform rule, and where the only row starts.
+
+    No tensor: the rule, alike in all rows. One, int32 ``[B, 3]``: the rule, rows starting apart. Three, int32
+    ``[B|1, K|1, L]``: bounds as they are.
+    """
+    if not isinstance(bounds, UniformBounds):
+        arrays = torch.broadcast_tensors(*bounds.arrays(0, L, device))
+        return [x.to(torch.int32).contiguous() for x in arrays], [1, 1, 1, 1], [0, 0, 0]
+    rule = bounds.rule
+    window, max_chunks = (_UNLIMITED if x is None else x for x in (rule.window, rule.max_chunks))
+    numbers = [rule.chunk, window, rule.entries, max_chunks]
+    starts = bounds.starts()
+    if starts.shape[0] == 1:
+        return [], numbers, starts[0].tolist()
+    return [starts.to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0]
 
 
 def attend(
@@ -151,8 +256,9 @@ def attend(
     prefix_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend`."""
-    plan = _Plan(q, band_k, bounds, prefix_bias, scale)
-    # kernels start on the current device, which need not be the tensors' in a model spread over several
-    with torch.cuda.device_of(q):
-        out: tuple[Tensor, Tensor] = _Attend.apply(q, prefix_k, prefix_v, band_k, band_v, plan)
+    if scale <= 0:  # the kernels count on a positive scale
+        q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
+    out: tuple[Tensor, Tensor] = _attend(
+        q, prefix_k, prefix_v, band_k, band_v, prefix_bias, *_describe(bounds, q.shape[2], q.device), scale
+    )
     return out

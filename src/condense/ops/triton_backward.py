@@ -2,7 +2,9 @@
 
 One program per tile of rows (dq) and one per block of keys (dk, dv): no atomics, the same result every time.
 
-`delta` is ``sum(out * d_out) - d_lse`` per row, so that the log-sum-exp has a gradient too.
+Two numbers per query pass from the dq kernel to the other, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
+where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, so that the
+log-sum-exp has a gradient too.
 """
 
 from __future__ import annotations
@@ -10,139 +12,192 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from condense.ops.triton_forward import load_rows
+from condense.ops.triton_forward import VARYING, load_keys
+from condense.ops.triton_rule import seen_by, split, tile_rows, visible
 
 
 @triton.jit
 def _dq_keys(
-    dq, q, d_out, lse, delta, k_ptr, v_ptr, bias_ptr, s_kn, s_vn, lo, hi, first, last, size, scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    dq, q, d_out, lse, delta, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale,
+    BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale."""
-    d, e = tl.arange(0, BD), tl.arange(0, BV)
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        inside = n[:, None] < size
-        k = tl.load(k_ptr + n[:, None].to(tl.int64) * s_kn + d[None, :], mask=inside & (d[None, :] < D), other=0.0)
-        v = tl.load(v_ptr + n[:, None].to(tl.int64) * s_vn + e[None, :], mask=inside & (e[None, :] < DV), other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        k = load_keys(k_source, b, kvh, start, BN, BD)
+        v = load_keys(v_source, b, kvh, start, BN, BV)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+        shift = lse[:, None]
         if BIASED:
-            s += tl.load(bias_ptr + n, mask=n < size, other=0.0)[None, :]
-        p = tl.exp2(s - lse[:, None])
+            shift = shift - tl.load(bias_ptr + n, mask=n < size, other=0.0)[None, :]
+        p = tl.exp2(s * scale - shift)
         if MASKED:
             p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), p, 0.0)
-        dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def attend_dq_kernel(
-    q_ptr, pk_ptr, pv_ptr, bk_ptr, bv_ptr, bias_ptr, rep_end_ptr, raw_start_ptr, raw_end_ptr,
-    d_out_ptr, lse_ptr, delta_ptr, dq_ptr,
-    s_qb, s_qh, s_ql, s_pkb, s_pkh, s_pkn, s_pvb, s_pvh, s_pvn, s_bkb, s_bkh, s_bkn, s_bvb, s_bvh, s_bvn,
-    s_biasb, s_biask, s_bb, s_bk, K, R, L, M, N, scale, softmax_scale,
+    q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr,
+    delta_ptr, dq_ptr, s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads,
+    chunk, window, entries, max_chunks, scale, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq ``[B, H, L, D]``; d_out ``[B, H, L, Dv]``, lse and delta ``[B, H, L]``, all contiguous."""
+    """dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per row.
+
+    out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    row = tile * BM + tl.arange(0, BM)
-    i, r, at = load_rows(row, b, kvh, K, L, R)
-    bounds = b * s_bb + kvh * s_bk + i
-    rep_end, raw_start = tl.load(rep_end_ptr + bounds), tl.load(raw_start_ptr + bounds)
-    raw_end = tl.load(raw_end_ptr + bounds)
-    real = row < L * R
+    b, kvh = tl.program_id(1) // K, tl.program_id(1) % K
+    wide_b, wide_kvh = b.to(tl.int64), kvh.to(tl.int64)
+    i, r, real = tile_rows(tile * (BM // R), L, R, BM)
+    start, rule = (query_start, band_start, pads), (chunk, window, entries, max_chunks)
+    rep_end, raw_start, raw_end = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
     d, e = tl.arange(0, BD), tl.arange(0, BV)
-    q_at = b * s_qb + (kvh * R + r).to(tl.int64) * s_qh + i.to(tl.int64) * s_ql
-    width = real[:, None] & (d[None, :] < D)
+    head = wide_kvh * R + r
+    at = (wide_b * K * R + head) * L + i
+    width, v_width = real[:, None] & (d[None, :] < D), real[:, None] & (e[None, :] < DV)
+    q_at = wide_b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=width, other=0.0)
-    d_out = tl.load(d_out_ptr + at[:, None] * DV + e[None, :], mask=real[:, None] & (e[None, :] < DV), other=0.0)
-    lse = tl.load(lse_ptr + at, mask=real, other=float("inf"))
-    delta = tl.load(delta_ptr + at, mask=real, other=0.0)
+    out_at = wide_b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2]
+    d_out = tl.load(d_out_ptr + out_at[:, None] + e[None, :], mask=v_width, other=0.0)
+    out = tl.load(out_ptr + at[:, None] * DV + e[None, :], mask=v_width, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1) - tl.load(d_lse_ptr + at, mask=real, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=real, other=float("-inf")) * 1.4426950408889634
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    tl.store(row_lse_ptr + at, lse, mask=real)
+    tl.store(delta_ptr + at, delta, mask=real)
     dq = tl.zeros([BM, BD], tl.float32)
     zero = tl.zeros_like(rep_end)
 
-    k_ptr, v_ptr = pk_ptr + b * s_pkb + kvh * s_pkh, pv_ptr + b * s_pvb + kvh * s_pvh
-    bias = bias_ptr + b * s_biasb + kvh * s_biask
-    whole = tl.min(rep_end) // BN * BN
+    bias_ptr += wide_b * s_bias[0] + wide_kvh * s_bias[1]
+    hi = tl.max(rep_end)
+    _, whole = split(0, 0, tl.min(rep_end), hi, BN)
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, bias, s_pkn, s_pvn, 0, whole, zero, rep_end, M, scale,
-        D, DV, BD, BV, BN, False, BIASED, PRECISION,
+        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale,
+        BD, BV, BN, False, BIASED, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, bias, s_pkn, s_pvn, whole, tl.max(rep_end), zero, rep_end, M, scale,
-        D, DV, BD, BV, BN, True, BIASED, PRECISION,
+        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale,
+        BD, BV, BN, True, BIASED, PRECISION,
     )  # fmt: skip
 
-    k_ptr, v_ptr = bk_ptr + b * s_bkb + kvh * s_bkh, bv_ptr + b * s_bvb + kvh * s_bvh
     lo, hi = tl.min(raw_start), tl.max(raw_end)
-    left = tl.minimum(lo + tl.cdiv(tl.max(raw_start) - lo, BN) * BN, hi)
-    whole = left + tl.maximum(tl.min(raw_end) - left, 0) // BN * BN
+    left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, bias, s_bkn, s_bvn, lo, left, raw_start, raw_end, N, scale,
-        D, DV, BD, BV, BN, True, False, PRECISION,
+        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale,
+        BD, BV, BN, True, False, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, bias, s_bkn, s_bvn, left, whole, raw_start, raw_end, N, scale,
-        D, DV, BD, BV, BN, False, False, PRECISION,
+        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale,
+        BD, BV, BN, False, False, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, bias, s_bkn, s_bvn, whole, hi, raw_start, raw_end, N, scale,
-        D, DV, BD, BV, BN, True, False, PRECISION,
+        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale,
+        BD, BV, BN, True, False, PRECISION,
     )  # fmt: skip
     tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * softmax_scale).to(q.dtype), mask=width)
 
 
 @triton.jit
-def attend_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, first_ptr, last_ptr, query_lo_ptr, query_hi_ptr,
-    d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    s_qb, s_qh, s_ql, s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_biasb, s_biask, s_bb, s_bk, s_nb, s_nk,
-    K, R, L, N, scale, softmax_scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BIASED: tl.constexpr, PRECISION: tl.constexpr,
+def _dkv_queries(
+    dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, b, kvh, first, last, lo, hi, L, R, scale,
+    BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of one source, contiguous.
+    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv; ``[first, last)`` see a key."""
+    QUERIES: tl.constexpr = BM // HEADS
+    row = tl.arange(0, BM)
+    for group in range(R // HEADS):
+        head = kvh * (R // HEADS) + group
+        stat_rows = (head * HEADS + row // QUERIES).to(tl.int64) * L + row % QUERIES
+        for start in range(lo, hi, QUERIES):
+            i = start + row % QUERIES
+            inside = i < L if MASKED else i >= 0
+            q = q_source.load([b, head, 0, start, 0]).reshape(BM, BD)
+            d_out = d_out_source.load([b, head, 0, start, 0]).reshape(BM, BV)
+            lse = tl.load(lse_ptr + stat_rows + start, mask=inside, other=float("inf"))
+            delta = tl.load(delta_ptr + stat_rows + start, mask=inside, other=0.0)
+            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+            p = tl.exp2(s * scale + (bias[:, None] - lse[None, :]))
+            if MASKED:
+                p = tl.where((i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]), p, 0.0)
+            ds = p * (dp - delta[None, :])
+            dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
 
-    A row sees keys ``[first, last)``; key n is seen by queries ``[query_lo, query_hi)`` at most.
+
+@triton.jit(do_not_specialize=(*VARYING, "N", "prefix_blocks"))
+def attend_dkv_kernel(
+    q_source, prefix_k_ptr, prefix_v_ptr, band_k_ptr, band_v_ptr, bias_ptr, bounds, prefix_seen, band_seen,
+    d_out_source, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
+    s_prefix_k, s_prefix_v, s_band_k, s_band_v, s_bias, s_prefix_seen, s_band_seen,
+    K, R, L, M, N, prefix_blocks, query_start, band_start, pads, chunk, window, entries, max_chunks,
+    scale, softmax_scale,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HEADS: tl.constexpr, RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk ``[B, K, n, D]`` and dv ``[B, K, n, Dv]`` of both sources, contiguous.
+
+    A tile of rows is ``BM // HEADS`` queries of HEADS heads, q and d_out ``[B, H / HEADS, HEADS, L, D]``.
+
+    One launch for both: the first prefix blocks, which nearly all queries see, start first, and the band's many
+    short programs fill the rest of the device.
     """
-    b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = n < N
+    block = tl.program_id(1)
+    b, kvh = (tl.program_id(0) // K).to(tl.int64), (tl.program_id(0) % K).to(tl.int64)
+    is_prefix = block < prefix_blocks
+    block = tl.where(is_prefix, block, block - prefix_blocks)
+    size = tl.where(is_prefix, M, N)
+    n = block * BN + tl.arange(0, BN)
+    inside = n < size
     d, e = tl.arange(0, BD), tl.arange(0, BV)
-    k_at = k_ptr + b * s_kb + kvh * s_kh + n[:, None].to(tl.int64) * s_kn + d[None, :]
-    v_at = v_ptr + b * s_vb + kvh * s_vh + n[:, None].to(tl.int64) * s_vn + e[None, :]
+    wide_n = n[:, None].to(tl.int64)
     k_width, v_width = inside[:, None] & (d[None, :] < D), inside[:, None] & (e[None, :] < DV)
-    k, v = tl.load(k_at, mask=k_width, other=0.0), tl.load(v_at, mask=v_width, other=0.0)
     bias = tl.zeros([BN], tl.float32)
-    if BIASED:
-        bias += tl.load(bias_ptr + b * s_biasb + kvh * s_biask + n, mask=inside, other=0.0)
-    seen_at = b * s_nb + kvh * s_nk + n
-    lo = tl.min(tl.load(query_lo_ptr + seen_at, mask=inside, other=L)) * R
-    hi = tl.max(tl.load(query_hi_ptr + seen_at, mask=inside, other=0)) * R
+    start, rule = (query_start, band_start, pads), (chunk, window, entries, max_chunks)
+    if is_prefix:
+        k_at = prefix_k_ptr + b * s_prefix_k[0] + kvh * s_prefix_k[1] + wide_n * s_prefix_k[2] + d[None, :]
+        v_at = prefix_v_ptr + b * s_prefix_v[0] + kvh * s_prefix_v[1] + wide_n * s_prefix_v[2] + e[None, :]
+        dk_at, dv_at = d_prefix_k_ptr, d_prefix_v_ptr
+        if BIASED:
+            bias += tl.load(bias_ptr + b * s_bias[0] + kvh * s_bias[1] + n, mask=inside, other=0.0)
+        first, last = seen_by(
+            n, size, True, L, b, kvh, prefix_seen, s_prefix_seen, bounds, start, rule, RULE
+        )  # fmt: skip
+    else:
+        k_at = band_k_ptr + b * s_band_k[0] + kvh * s_band_k[1] + wide_n * s_band_k[2] + d[None, :]
+        v_at = band_v_ptr + b * s_band_v[0] + kvh * s_band_v[1] + wide_n * s_band_v[2] + e[None, :]
+        dk_at, dv_at = d_band_k_ptr, d_band_v_ptr
+        first, last = seen_by(n, size, False, L, b, kvh, band_seen, s_band_seen, bounds, start, rule, RULE)
+    k, v = tl.load(k_at, mask=k_width, other=0.0), tl.load(v_at, mask=v_width, other=0.0)
+
+    lse_ptr += b * K * R * L
+    delta_ptr += b * K * R * L
+    seen = first < last
+    lo, hi = tl.min(tl.where(seen, first, L)), tl.max(last)
+    left, right = split(lo, tl.max(first), tl.min(tl.where(inside, last, L)), hi, BM // HEADS)
     dk, dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
-    for start in range(lo, hi, BM):
-        row = start + tl.arange(0, BM)
-        i, r, at = load_rows(row, b, kvh, K, L, R)
-        real = row < L * R
-        bounds = b * s_bb + kvh * s_bk + i
-        first, last = tl.load(first_ptr + bounds), tl.load(last_ptr + bounds)
-        q_at = b * s_qb + (kvh * R + r).to(tl.int64) * s_qh + i.to(tl.int64) * s_ql
-        q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
-        d_out = tl.load(d_out_ptr + at[:, None] * DV + e[None, :], mask=real[:, None] & (e[None, :] < DV), other=0.0)
-        lse = tl.load(lse_ptr + at, mask=real, other=float("inf"))
-        delta = tl.load(delta_ptr + at, mask=real, other=0.0)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale + bias[:, None]
-        visible = (n[:, None] >= first[None, :]) & (n[:, None] < last[None, :]) & real[None, :]
-        p = tl.where(visible, tl.exp2(s - lse[None, :]), 0.0)
-        dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    out = (b * K + kvh) * N + n[:, None].to(tl.int64)
-    tl.store(dk_ptr + out * D + d[None, :], (dk * softmax_scale).to(k.dtype), mask=k_width)
-    tl.store(dv_ptr + out * DV + e[None, :], dv.to(v.dtype), mask=v_width)
+    row, head = tl.program_id(0) // K, tl.program_id(0) % K
+    dk, dv = _dkv_queries(
+        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, lo, left, L, R,
+        scale, BD, BV, BM, HEADS, True, PRECISION,
+    )  # fmt: skip
+    dk, dv = _dkv_queries(
+        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, left, right, L, R,
+        scale, BD, BV, BM, HEADS, False, PRECISION,
+    )  # fmt: skip
+    dk, dv = _dkv_queries(
+        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, right, hi, L, R,
+        scale, BD, BV, BM, HEADS, True, PRECISION,
+    )  # fmt: skip
+    at = (b * K + kvh) * size + wide_n
+    tl.store(dk_at + at * D + d[None, :], (dk * softmax_scale).to(k.dtype), mask=k_width)
+    tl.store(dv_at + at * DV + e[None, :], dv.to(v.dtype), mask=v_width)

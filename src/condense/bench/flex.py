@@ -1,0 +1,101 @@
+"""FlexAttention on prefix-band bounds: keys of both sources in one row, and which blocks of them are looked at.
+
+The prefix is padded to whole blocks, so that no block holds keys of both sources.
+
+Shapes: B rows, H query heads, K KV heads, L queries, M prefix entries (P once padded), N band tokens,
+D and Dv widths, n and m blocks of queries and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.functional import Sources
+
+BLOCK = 128
+
+
+def joined_keys(sources: Sources) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, P + N, D]`` and values ``[B, K, P + N, Dv]``: prefix, zeros, band."""
+    pad = -sources.prefix_k.shape[2] % BLOCK
+    return (
+        torch.cat([F.pad(sources.prefix_k, (0, 0, 0, pad)), sources.band_k], dim=2),
+        torch.cat([F.pad(sources.prefix_v, (0, 0, 0, pad)), sources.band_v], dim=2),
+    )
+
+
+def block_mask(sources: Sources, length: int) -> Any:
+    """The visible keys of each of ``length`` queries, from bounds that are the same for all heads and rows.
+
+    Made from the bounds at the ends of each block of queries, so that nothing of size L x L exists on the way.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    device = sources.band_k.device
+    M, N = sources.prefix_k.shape[2], sources.band_k.shape[2]
+    P = M + -M % BLOCK
+    bounds = sources.bounds.arrays(0, length, device)
+    if any(x.shape[:2] != (1, 1) for x in bounds):
+        raise ValueError("FlexAttention with our mask is for bounds that all heads and rows share")
+    # queries that fill up the last block see what the last one sees
+    rep_end, raw_start, raw_end = (
+        torch.cat([x[0, 0], x[0, 0, -1:].expand(-length % BLOCK)]).to(torch.int32) for x in bounds
+    )
+
+    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_band = (key - P >= raw_start[query]) & (key - P < raw_end[query])
+        return torch.where(key < P, key < rep_end[query], in_band)
+
+    first, last = slice(0, None, BLOCK), slice(BLOCK - 1, None, BLOCK)
+    entries = torch.arange(0, P, BLOCK, device=device)[None]
+    columns = torch.arange(0, N, BLOCK, device=device)[None]
+    ends = (columns + BLOCK).clamp(max=N)
+    some = torch.cat(
+        [entries < rep_end[last, None], (columns < raw_end[last, None]) & (ends > raw_start[first, None])], dim=1
+    )
+    whole = torch.cat(
+        [
+            entries + BLOCK <= rep_end[first, None],
+            (columns >= raw_start[last, None]) & (columns + BLOCK <= raw_end[first, None]),
+        ],
+        dim=1,
+    )
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(length, P + N)
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries has, ``[1, 1, n]``, and which ``[1, 1, n, m]``, those first."""
+    order = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+
+
+def flex_attention(sources: Sources, length: int, *, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Compiled FlexAttention of q ``[B, H, L, D]`` over `joined_keys`: a function of q, keys and values."""
+    from torch.nn.attention import flex_attention as flex
+
+    mask = block_mask(sources, length)
+    bias, score_mod = sources.prefix_bias, None
+    if bias is not None:
+        if bias.shape[:2] != (1, 1):
+            raise ValueError("FlexAttention with our mask is for a bias that all heads and rows share")
+        M, total = bias.shape[2], mask.seq_lengths[1]
+        padded = F.pad(bias[0, 0].float(), (0, total - M))
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + padded[key]
+
+    # shapes are constants to the compiler, as in a model of one length; what earlier lengths left is not searched
+    torch.compiler.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+    return attend

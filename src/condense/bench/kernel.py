@@ -1,0 +1,215 @@
+"""`condense bench kernel`: attention, pooling, the layer and decode against named baselines on the same shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from condense.bench import steps, tasks
+from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
+from condense.bench.gate import WHOLE, Verdict
+from condense.bench.problems import Setting
+from condense.bench.rows import OPS, REFERENCE_OP, Row, condensed_runners, crossover, first_line, medians, with_ratios
+from condense.bench.tasks import Task, Work
+from condense.bench.timing import Ceilings, Clock
+from condense.methods import Method
+from condense.ops import UniformRule, resolve_backend
+from condense.results import plain
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What is to be measured. ``methods``: label to method; ``budget_s``: seconds of timing per row."""
+
+    setting: Setting
+    lengths: Sequence[int]
+    methods: Mapping[str, Method]
+    baselines: Sequence[str] = ()
+    ops: Sequence[str] = OPS
+    backend: str = "auto"
+    budget_s: float = 0.4
+
+    def num_rows(self) -> int:
+        """How many rows there will be."""
+        per_method = sum(1 for method in self.methods.values() for op in self.ops if op != "pooling" or pools(method))
+        masks = len(_with_own_mask(self.methods))
+        per_baseline = sum(
+            (masks if name == "flex_mask" else 1) * (op in BASELINES[name].ops)
+            for name in self.baselines
+            for op in self.ops
+        )
+        return len(self.lengths) * (per_method + per_baseline)
+
+
+def pools(method: Method) -> bool:
+    """True if a method makes entries all along, so that there is something to time."""
+    return method.rule.window is not None and method.rule.max_chunks is None
+
+
+@torch.no_grad()
+def bench_kernel(plan: KernelPlan, *, on_row: Callable[[Row], None] = lambda row: None) -> dict[str, Any]:
+    """All rows with the ceilings of this run, as a result file holds them.
+
+    A condensed row that is wrong by the budget of `condense.bench.gate`, or cannot run, is not timed and says why;
+    so does a baseline that cannot run.
+    """
+    setting = plan.setting
+    clock = Clock(setting.device, plan.budget_s)
+    ceilings = clock.ceilings(setting.dtype)
+    short = _short_verdicts(plan)
+    rows = []
+    for task in _tasks(plan):
+        row = _row(task, clock, ceilings, short)
+        on_row(row)
+        rows.append(row)
+    rows = with_ratios(rows)
+    widths = (setting.shape.width, setting.shape.value_width)
+    return {
+        "kind": "kernel",
+        "shape": plain(setting.shape),
+        "batch": setting.batch,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "backend": resolve_backend(plan.backend, setting.device, setting.dtype, widths),
+        "claims": clock.is_cuda,
+        "ceilings": plain(ceilings),
+        "baselines": {name: BASELINES[name].about for name in plan.baselines},
+        "methods": plain(plan.methods),
+        "rows": rows,
+        "crossover": crossovers(rows),
+    }
+
+
+def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
+    """Per operation and method the length from which it is faster than the fastest dense baseline."""
+    return {
+        op: {
+            runner: crossover(medians(rows, [runner], op=op), dense)
+            for runner in condensed_runners(rows)
+            if medians(rows, [runner], op=op).keys() & dense.keys()
+        }
+        for op, reference in REFERENCE_OP.items()
+        if (dense := medians(rows, DENSE_BASELINES, op=reference))
+    }
+
+
+def _tasks(plan: KernelPlan) -> Iterator[Task]:
+    setting, backend = plan.setting, plan.backend
+    whole = [op for op in plan.ops if op != "decode"]
+    for length in plan.lengths:
+        if whole:
+            yield from _whole_sequences(plan, length, whole)
+        if "decode" in plan.ops:
+            for name in plan.baselines:
+                if "decode" in BASELINES[name].ops:
+                    yield steps.baseline_step_task(setting, length, name)
+            for label, method in plan.methods.items():
+                yield steps.step_task(setting, length, label, method, backend)
+
+
+def _whole_sequences(plan: KernelPlan, length: int, ops: Sequence[str]) -> Iterator[Task]:
+    setting = plan.setting
+    inputs = setting.inputs(length)
+    for op in ops:
+        for name in plan.baselines:
+            if op in BASELINES[name].ops and name in DENSE_BASELINES:
+                yield tasks.baseline_task(setting, inputs, op, name)
+        if "flex_mask" in plan.baselines and op in BASELINES["flex_mask"].ops:
+            for method in _with_own_mask(plan.methods):
+                yield tasks.flex_mask_task(setting, inputs, op, method)
+        for label, method in plan.methods.items():
+            if op != "pooling" or pools(method):
+                yield tasks.method_task(setting, inputs, op, label, method, plan.backend)
+
+
+def _with_own_mask(methods: Mapping[str, Method]) -> list[Method]:
+    """One method per rule of who sees what: others with the same rule have the same mask."""
+    first: dict[UniformRule, Method] = {}
+    for method in methods.values():
+        first.setdefault(method.rule, method)
+    return list(first.values())
+
+
+def _short_verdicts(plan: KernelPlan) -> dict[tuple[str, str], Verdict | str]:
+    """Every query of a short problem, for each condensed operation: a verdict, or the error in one line."""
+    inputs = plan.setting.inputs(min(WHOLE, *plan.lengths))
+    verdicts: dict[tuple[str, str], Verdict | str] = {}
+    for op in plan.ops:
+        for label, method in plan.methods.items():
+            if op == "decode" or (op == "pooling" and not pools(method)):
+                continue
+            try:
+                work = tasks.method_task(plan.setting, inputs, op, label, method, plan.backend).prepare()
+                assert work.check is not None
+                verdicts[op, label] = work.check()
+            except Exception as error:
+                verdicts[op, label] = first_line(error)
+    return verdicts
+
+
+def _row(
+    task: Task, clock: Clock, ceilings: Ceilings, short: Mapping[tuple[str, str], Verdict | str]
+) -> dict[str, Any]:
+    """One row in JSON's types. Whatever goes wrong becomes its error."""
+    row: dict[str, Any] = {
+        "op": task.op,
+        "runner": task.runner,
+        "condensed": task.condensed,
+        "method": task.method,
+        "mask": None if task.method is None else str(task.method.rule),
+        "length": task.length,
+    }
+    reason = None if task.condensed else obstacle(task.runner, clock.device)
+    if reason is not None:
+        return plain(row | {"error": reason})
+    try:
+        with _quiet(task):
+            work = task.prepare()
+            verdict = _verdict(task, work, short)
+            if verdict is not None:
+                row["gate"] = verdict
+            if verdict is not None and not verdict.passed:
+                row["error"] = f"wrong: error {verdict.share:.3g} times the budget, not timed"
+            else:
+                row |= _measured(work, clock, ceilings)
+    except Exception as error:
+        row["error"] = first_line(error)
+    if clock.is_cuda:
+        torch.cuda.empty_cache()
+    return plain(row)
+
+
+def _verdict(task: Task, work: Work, short: Mapping[tuple[str, str], Verdict | str]) -> Verdict | None:
+    """The worse of the short problem's verdict and this one's."""
+    before = short.get((task.op, task.runner)) if task.condensed else None
+    if isinstance(before, str):
+        raise RuntimeError(f"on a short problem: {before}")
+    if work.check is None or (before is not None and not before.passed):
+        return before
+    verdict = work.check()
+    return verdict if before is None or not verdict.passed else Verdict(max(before.share, verdict.share))
+
+
+def _measured(work: Work, clock: Clock, ceilings: Ceilings) -> dict[str, Any]:
+    times = clock.time(work.calls[0]) if len(work.calls) == 1 else clock.time_rotating(work.calls)
+    row: dict[str, Any] = {"times": times, "peak_bytes": clock.peak_bytes(work.calls[0])}
+    if work.flops is not None:
+        row["tflops"] = work.flops / times.median_ms / 1e9
+        row["share_of_matmul"] = row["tflops"] / ceilings.matmul_tflops
+    if work.nbytes is not None:
+        row["tbs"] = work.nbytes / times.median_ms / 1e9
+        row["share_of_copy"] = row["tbs"] / ceilings.copy_tbs
+    return row
+
+
+@contextlib.contextmanager
+def _quiet(task: Task) -> Iterator[None]:
+    """PyTorch explains at length why a baseline has no kernel: its error is in the row."""
+    with warnings.catch_warnings():
+        if not task.condensed:
+            warnings.simplefilter("ignore")
+        yield

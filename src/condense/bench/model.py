@@ -1,0 +1,185 @@
+"""`condense bench model`: time to first token, time per token, peak memory and cache bytes, per prompt length."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from condense.bench.gate import Verdict
+from condense.bench.model_gate import ModelGate, random_tokens
+from condense.bench.rows import Row, condensed_runners, crossover, first_line, medians
+from condense.bench.runners import RUNNERS, Reading, read_by_graph
+from condense.bench.timing import Times
+from condense.methods import Method
+from condense.models import use
+from condense.results import plain
+
+# prompts that take longer are read twice, and those beyond the second figure once
+_LONG_S, _VERY_LONG_S = 3.0, 20.0
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is to be measured. ``methods``: label to method; ``steps``: tokens after the first, timed one by one."""
+
+    lengths: Sequence[int]
+    methods: Mapping[str, Method]
+    runners: Sequence[str] = tuple(RUNNERS)
+    steps: int = 32
+    prefill_chunk: int | None = None
+    seed: int = 0
+
+    def cases(self) -> list[tuple[str, str, Method | None]]:
+        """Name of the row, runner and method."""
+        cases: list[tuple[str, str, Method | None]] = []
+        for runner in self.runners:
+            if runner.startswith("dense"):
+                cases.append((runner, runner, None))
+            else:
+                cases += [(f"{runner} {label}", runner, method) for label, method in self.methods.items()]
+        return cases
+
+
+def check_runners(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once. Raises ValueError for an unknown one."""
+    for name in names:
+        if name not in RUNNERS:
+            raise ValueError(f"runners must be of {', '.join(RUNNERS)}; got {name!r}")
+    return tuple(dict.fromkeys(names))
+
+
+@torch.no_grad()
+def bench_model(
+    model: PreTrainedModel, plan: ModelPlan, *, on_row: Callable[[Row], None] = lambda row: None
+) -> dict[str, Any]:
+    """All rows, as a result file holds them; ``model`` has stock attention and keeps it.
+
+    A condensed runner whose logits are wrong by `condense.bench.model_gate`, or that cannot run, is not timed and
+    says why; so does a dense one that cannot run.
+    """
+    verdicts = {name: _verdict(model, runner, method, plan) for name, runner, method in plan.cases()}
+    rows = []
+    for length in plan.lengths:
+        ids = random_tokens(model, length, plan.seed)
+        for name, runner, method in plan.cases():
+            row = _row(model, ids, name, runner, method, verdicts[name], plan)
+            on_row(row)
+            rows.append(row)
+    rows = _with_ratios(rows)
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "kind": "model",
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "layers": config.num_hidden_layers,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "experts": getattr(config, "_experts_implementation", None),
+        "claims": model.device.type == "cuda",
+        "steps": plan.steps,
+        "prefill_chunk": plan.prefill_chunk,
+        "runners": {name: RUNNERS[name][0] for name in plan.runners},
+        "methods": plain(plan.methods),
+        "rows": rows,
+        "crossover": crossovers(rows),
+    }
+
+
+def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
+    """Per figure and condensed row the length from which it is faster than the fastest dense runner."""
+    dense = [row["runner"] for row in rows if not row["condensed"]]
+    result: dict[str, dict[str, float | None]] = {}
+    for time in ("first", "step"):
+        baseline = medians(rows, dense, time=time)
+        ours = {name: medians(rows, [name], time=time) for name in condensed_runners(rows)}
+        result[time] = {name: crossover(mine, baseline) for name, mine in ours.items() if mine.keys() & baseline.keys()}
+    return result
+
+
+def _verdict(model: PreTrainedModel, runner: str, method: Method | None, plan: ModelPlan) -> Verdict | str | None:
+    """The gate's verdict, or the error in one line; None where there is nothing to check."""
+    graph = RUNNERS[runner][1] is read_by_graph
+    try:
+        if method is not None:
+            return ModelGate(model, method, plan.seed).check(graph=graph)
+        if graph:
+            return ModelGate(model, next(iter(plan.methods.values())), plan.seed).check_dense_graph()
+        return None
+    except Exception as error:
+        return first_line(error)
+    finally:
+        _release(model.device)
+
+
+def _row(
+    model: PreTrainedModel,
+    ids: Tensor,
+    name: str,
+    runner: str,
+    method: Method | None,
+    verdict: Verdict | str | None,
+    plan: ModelPlan,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"runner": name, "condensed": method is not None, "method": method, "length": ids.shape[1]}
+    if isinstance(verdict, str):
+        return plain(row | {"error": verdict})
+    if verdict is not None:
+        row["gate"] = verdict
+        if not verdict.passed:
+            return plain(row | {"error": f"wrong: logits {verdict.share:.3g} times the bound apart, not timed"})
+    is_cuda = ids.device.type == "cuda"
+    try:
+        if is_cuda:
+            torch.cuda.reset_peak_memory_stats(ids.device)
+        with use(model, method) if method is not None else contextlib.nullcontext():
+            readings = _readings(model, ids, runner, plan)
+        last = readings[-1]
+        row |= {
+            "first": Times.of([reading.first_s for reading in readings]),
+            "step": Times.of([step for reading in readings for step in reading.steps_s]),
+            "cache_bytes": last.cache_bytes,
+            "setup_s": last.setup_s,
+        }
+    except Exception as error:
+        row["error"] = first_line(error)
+    if is_cuda:
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(ids.device)
+    _release(ids.device)
+    return plain(row)
+
+
+def _readings(model: PreTrainedModel, ids: Tensor, runner: str, plan: ModelPlan) -> list[Reading]:
+    """The first one (plans, memory from the driver) counts only if it took very long."""
+    read = RUNNERS[runner][1]
+    first = read(model, ids, plan.steps, plan.prefill_chunk)
+    if first.first_s > _VERY_LONG_S:
+        return [first]
+    runs = 1 if first.first_s > _LONG_S else 3
+    return [read(model, ids, plan.steps, plan.prefill_chunk) for _ in range(runs)]
+
+
+def _with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows, each condensed one with ``speedup`` per figure and dense runner."""
+    dense = {(row["runner"], row["length"]): row for row in rows if not row["condensed"]}
+    result = []
+    for row in rows:
+        speedup: dict[str, dict[str, float]] = {"first": {}, "step": {}}
+        for (name, length), other in dense.items():
+            for time, ratios in speedup.items():
+                if row["condensed"] and length == row["length"] and row.get(time) and other.get(time):
+                    ratios[name] = other[time]["median_ms"] / row[time]["median_ms"]
+        result.append({**row, "speedup": speedup} if row["condensed"] else dict(row))
+    return result
+
+
+def _release(device: torch.device) -> None:
+    """What an error or a graph held on to."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

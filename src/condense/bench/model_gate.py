@@ -1,0 +1,84 @@
+"""The gate of whole models: a condensed model reads a text at once, in pieces and token by token, and says the same.
+
+Random weights and low precision leave no exact answer to compare with, so the bound is what rounding alone does to
+these logits: how far the stock model's own two ways are apart, and how far the condensed logits move when every
+embedding is moved by one unit in the last place. Twice their sum, plus one unit in the last place, root mean square.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from condense.bench.gate import Verdict
+from condense.bench.runners import graph_decoder
+from condense.methods import Method
+from condense.models import use
+
+
+class ModelGate:
+    """Verdicts on one model, on one short text of random tokens per method."""
+
+    def __init__(self, model: PreTrainedModel, method: Method, seed: int) -> None:
+        self.model, self.method = model, method
+        rule = method.rule
+        # past the window, and over the ends of groups in every kind of call
+        self.steps = rule.chunk + 3
+        length = (rule.window or 0) + 4 * rule.chunk + self.steps
+        self.ids = random_tokens(model, length, seed)
+
+    def check(self, *, graph: bool) -> Verdict | None:
+        """Condensed: at once against in pieces. None if the method's prompts are meant to differ from its steps."""
+        if self.method.looks_ahead:
+            return None
+        dense = _rms(self._at_once() - self._in_pieces())
+        with use(self.model, self.method):
+            want = self._at_once()
+            moved = _rms(want - self._at_once(nudged=True))
+            got = self._by_graph() if graph else self._in_pieces()
+        bound = 2 * (dense + moved) + torch.finfo(self.model.dtype).eps * _rms(want)
+        return Verdict(_rms(got - want) / bound)
+
+    def check_dense_graph(self) -> Verdict:
+        """Stock attention in a graph: against its own eager loop, at once."""
+        want = self._at_once()
+        moved = _rms(want - self._at_once(nudged=True)) + _rms(want - self._in_pieces())
+        bound = 2 * moved + torch.finfo(self.model.dtype).eps * _rms(want)
+        return Verdict(_rms(self._by_graph() - want) / bound)
+
+    def _at_once(self, *, nudged: bool = False) -> Tensor:
+        embeddings = self.model.get_input_embeddings()(self.ids)
+        if nudged:
+            generator = torch.Generator(embeddings.device).manual_seed(0)
+            signs = torch.randn(embeddings.shape, generator=generator, device=embeddings.device).sign()
+            embeddings = embeddings + embeddings * signs.to(embeddings.dtype) * torch.finfo(embeddings.dtype).eps
+        out = self.model(inputs_embeds=embeddings, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1].double()
+
+    def _in_pieces(self) -> Tensor:
+        """Two pieces of the text, then one token at a time."""
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        prompt = self.ids.shape[1] - self.steps
+        for piece in self.ids.split([prompt // 2 + 1, prompt - prompt // 2 - 1, *[1] * self.steps], dim=1):
+            logits = self.model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].double()
+
+    def _by_graph(self) -> Tensor:
+        prompt = self.ids.shape[1] - self.steps
+        decoder = graph_decoder(self.model, 1, self.ids.shape[1] + 1)
+        logits = decoder.prefill(self.ids[:, :prompt], chunk=prompt // 2 + 1)
+        for step in range(prompt, self.ids.shape[1]):
+            logits = decoder.step(self.ids[:, step])
+        return logits.double()
+
+
+def random_tokens(model: PreTrainedModel, length: int, seed: int) -> Tensor:
+    """``[1, length]`` on the model's device."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())

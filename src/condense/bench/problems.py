@@ -1,0 +1,143 @@
+"""What kernels are timed on: head shapes, random inputs, and how much work they hold.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D key width, Dv value width, M prefix entries, N band tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.functional import SLACK, Sources, extend, first_needed, num_entries
+from condense.methods import Method
+from condense.ops import Bounds, UniformBounds
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Query heads, KV heads, key width and value width."""
+
+    num_q: int
+    num_kv: int
+    width: int = 128
+    value_width: int = 128
+
+    @classmethod
+    def parse(cls, text: str) -> HeadShape:
+        """``H/Hkv``, ``H/Hkv/D`` or ``H/Hkv/D/Dv``. Raises ValueError for anything else."""
+        parts = text.split("/")
+        numbers = [int(part) for part in parts if part.strip().isdecimal()]
+        if len(numbers) != len(parts) or not 2 <= len(numbers) <= 4 or min(numbers) < 1 or numbers[0] % numbers[1]:
+            raise ValueError(
+                f"shape must be H/Hkv/D/Dv, such as 32/8/128/128 or 64/4, with Hkv a divisor of H; got {text!r}"
+            )
+        num_q, num_kv, width = (*numbers, 128)[:3]
+        return cls(num_q, num_kv, width, numbers[3] if len(numbers) == 4 else width)
+
+    @property
+    def label(self) -> str:
+        """For file names."""
+        return f"h{self.num_q}-kv{self.num_kv}-d{self.width}-v{self.value_width}"
+
+
+class Inputs(NamedTuple):
+    """q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @property
+    def scale(self) -> float:
+        """The default softmax scale."""
+        return float(self.q.shape[-1] ** -0.5)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all problems of a run share."""
+
+    shape: HeadShape
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+
+    def inputs(self, length: int) -> Inputs:
+        """Normal q, k and v of whole sequences, made on the device."""
+        heads = self.shape
+        q = self.normal(heads.num_q, length, heads.width, draw=0)
+        k = self.normal(heads.num_kv, length, heads.width, draw=1)
+        return Inputs(q, k, self.normal(heads.num_kv, length, heads.value_width, draw=2))
+
+    def normal(self, heads: int, length: int, width: int, *, draw: int) -> Tensor:
+        """``[B, heads, length, width]``; the same numbers for the same sizes and ``draw``."""
+        generator = torch.Generator(self.device).manual_seed(self.seed * 1000 + draw)
+        size = (self.batch, heads, length, width)
+        return torch.randn(size, generator=generator, dtype=self.dtype, device=self.device)
+
+    def step(self, method: Method, length: int, draw: int) -> tuple[Tensor, Sources]:
+        """One query ``[B, H, 1, D]`` after ``length`` tokens, and a cache as the method keeps it, with random content.
+
+        The newest token is in the band already, and a dynamic cache's slack with it.
+        """
+        seen, heads = torch.tensor([length + 1]), self.shape
+        M = int(num_entries(method, seen))
+        N = int(seen - first_needed(method, seen - 1 - SLACK))
+        q = self.normal(heads.num_q, 1, heads.width, draw=5 * draw)
+        prefix_k, prefix_v, band_k, band_v = (
+            self.normal(heads.num_kv, size, width, draw=5 * draw + 1 + i)
+            for i, (size, width) in enumerate(
+                ((M, heads.width), (M, heads.value_width), (N, heads.width), (N, heads.value_width))
+            )
+        )
+        pads = torch.zeros(1, dtype=torch.int64)
+        bounds = UniformBounds(method.rule, seen - 1, seen - N, pads)
+        return q, Sources(prefix_k, prefix_v, band_k, band_v, bounds, method.prefix_bias(M, self.device))
+
+
+def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Sources:
+    """What the queries of whole sequences attend to: `condense.functional.extend` without a past."""
+    q, k, v = inputs
+    return extend(method, None, k, v, q, scale=inputs.scale, backend=backend, keep=False)[0]
+
+
+def visible_pairs(bounds: Bounds, length: int, device: torch.device) -> int:
+    """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads)."""
+    total = 0.0
+    for start in range(0, length, 1 << 20):
+        rep_end, raw_start, raw_end = bounds.arrays(start, min(start + (1 << 20), length), device)
+        seen = rep_end + raw_end - raw_start
+        total += float(seen.sum(-1).double().mean())
+    return round(total)
+
+
+def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool) -> int:
+    """Matrix products over visible keys only: 2 forward, 5 more backward (scores again, and four gradients)."""
+    per_key = shape.width + shape.value_width
+    if backward:
+        per_key += 3 * shape.width + 2 * shape.value_width
+    return 2 * batch * shape.num_q * pairs * per_key
+
+
+def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
+    """Bytes that pooling cannot avoid: keys, values and summary queries read once, entries written once."""
+    B, H, L, D = inputs.q.shape
+    entries = int(num_entries(method, torch.tensor([L])))
+    groups = entries // method.rule.entries
+    per_entry = shape.num_kv * (shape.width + shape.value_width)
+    # the prompt's end serves all groups; other summaries have queries of their own
+    queries = method.num_summary * (1 if method.looks_ahead else groups)
+    read = groups * method.rule.chunk * per_entry + min(L, queries) * H * D
+    return B * (read + entries * per_entry) * inputs.q.itemsize
+
+
+def step_bytes(q: Tensor, sources: Sources) -> int:
+    """Bytes that one decode step cannot avoid: every visible key and value once, the query and its output."""
+    B, H, _, D = q.shape
+    K, Dv = sources.band_v.shape[1], sources.band_v.shape[3]
+    keys = visible_pairs(sources.bounds, 1, q.device)
+    return B * (K * keys + H) * (D + Dv) * q.itemsize

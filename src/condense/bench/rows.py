@@ -1,0 +1,91 @@
+"""Rows of a kernel benchmark, ratios between them, and the length from which condensing pays.
+
+Rows are plain mappings, as in result files, so that a fresh run and a file read back are treated alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+
+OPS = ("forward", "backward", "pooling", "layer", "decode")
+OP_TITLES = {
+    "forward": "attention, forward",
+    "backward": "attention, forward and backward",
+    "pooling": "pooling, forward",
+    "layer": "layer: pooling and attention, forward",
+    "decode": "attention of one decode step",
+}
+# the rows whose baselines an operation is held against: dense attention has no pooling
+REFERENCE_OP = {"forward": "forward", "backward": "backward", "layer": "forward", "decode": "decode"}
+
+
+def check_ops(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, each once. Raises ValueError for an unknown one."""
+    for name in names:
+        if name not in OPS:
+            raise ValueError(f"ops must be of {', '.join(OPS)}; got {name!r}")
+    return tuple(dict.fromkeys(names))
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line, with its kind if the message does not say enough."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows, each condensed one with ``speedup``: baseline's median over its own, per baseline."""
+    return [{**row, "speedup": _speedups(row, rows)} if row["condensed"] else dict(row) for row in rows]
+
+
+def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+    reference = REFERENCE_OP.get(row["op"])
+    if row.get("times") is None or reference is None:
+        return {}
+    return {
+        other["runner"]: other["times"]["median_ms"] / row["times"]["median_ms"]
+        for other in rows
+        if not other["condensed"]
+        and other["op"] == reference
+        and other["length"] == row["length"]
+        and other.get("times") is not None
+        # FlexAttention with our mask has its representatives made already
+        and (other["mask"] is None or (other["mask"] == row["mask"] and row["op"] != "layer"))
+    }
+
+
+def crossover(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float | None:
+    """The length from which ours stays faster, by straight lines between measured points on log scales.
+
+    The smallest measured length if ours is faster everywhere; None if it is not at the largest, or nothing is shared.
+    """
+    lengths = sorted(set(ours) & set(theirs))
+    gain = {length: math.log(theirs[length] / ours[length]) for length in lengths}
+    if not lengths or gain[lengths[-1]] < 0:
+        return None
+    slower = [i for i, length in enumerate(lengths) if gain[length] < 0]
+    if not slower:
+        return float(lengths[0])
+    low, high = lengths[slower[-1]], lengths[slower[-1] + 1]
+    share = -gain[low] / (gain[high] - gain[low])
+    return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+
+
+def medians(
+    rows: Iterable[Row], runners: Sequence[str], *, op: str | None = None, time: str = "times"
+) -> dict[int, float]:
+    """Per length the fastest median of these runners, milliseconds; of one operation, and of the figure ``time``."""
+    best: dict[int, float] = {}
+    for row in rows:
+        if row.get("op") == op and row["runner"] in runners and row.get(time) is not None:
+            best[row["length"]] = min(best.get(row["length"], math.inf), row[time]["median_ms"])
+    return best
+
+
+def condensed_runners(rows: Iterable[Row]) -> list[str]:
+    """Runners that condense, in the order of the rows."""
+    return list(dict.fromkeys(row["runner"] for row in rows if row["condensed"]))

@@ -1,0 +1,101 @@
+"""Ways to read a prompt and go on token by token, timed: Hugging Face's own loop, and a replayed CUDA graph."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+import condense.models as models
+from condense.caches import cache_nbytes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One prompt: seconds to the first token, of each further one, to prepare; bytes of the cache after the prompt."""
+
+    first_s: float
+    steps_s: list[float]
+    cache_bytes: int
+    setup_s: float = 0.0
+
+
+def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
+    """``model.generate``, greedy, with a dynamic cache; ids ``[B, L]``.
+
+    chunk: tokens read at a time by plain forwards; generate itself reads the rest, at least one token.
+    """
+    cache, done = DynamicCache(config=model.config.get_text_config(decoder=True)), 0
+    watch = _Stopwatch(ids.device)
+    while chunk is not None and ids.shape[1] - done > chunk:
+        model(ids[:, done : done + chunk], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        done += chunk
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        use_cache=True,
+        max_new_tokens=steps + 1,
+        do_sample=False,
+        stopping_criteria=StoppingCriteriaList([watch]),
+    )
+    marks = watch.marks
+    further = [b - a for a, b in itertools.pairwise(marks[1:])]
+    return Reading(marks[1] - marks[0], further, cache_nbytes(cache))
+
+
+def read_by_graph(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
+    """A static cache and a replayed CUDA graph, ids ``[B, L]``; making and recording them is not on the first token."""
+    start = now(ids.device)
+    decoder = graph_decoder(model, ids.shape[0], ids.shape[1] + steps)
+    decoder.prefill(ids[:, :1])
+    marks = [now(ids.device)]
+    setup_s = marks[0] - start
+    tokens = decoder.prefill(ids, chunk=chunk).argmax(-1)
+    marks.append(now(ids.device))
+    for _ in range(steps):
+        tokens = decoder.step(tokens).argmax(-1)
+        marks.append(now(ids.device))
+    first_s, *further = (b - a for a, b in itertools.pairwise(marks))
+    return Reading(first_s, further, cache_nbytes(decoder.cache), setup_s)
+
+
+def graph_decoder(model: PreTrainedModel, batch_size: int, max_length: int) -> Any:
+    """`condense.GraphDecoder`. Raises ValueError in versions without it."""
+    decoder = getattr(models, "GraphDecoder", None)
+    if decoder is None:
+        raise ValueError("this version of condense has no GraphDecoder")
+    return decoder(model, batch_size=batch_size, max_length=max_length)
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class _Stopwatch(StoppingCriteria):
+    """Notes when each token is ready; never stops anything."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks = [now(device)]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """One more token is ready."""
+        self.marks.append(now(self.device))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+RUNNERS = {
+    "dense": ("Hugging Face's generate, dynamic cache, stock attention", read_by_loop),
+    "condensed": ("Hugging Face's generate, dynamic cache, condensed attention", read_by_loop),
+    "dense_graph": ("static cache and CUDA graph, stock attention", read_by_graph),
+    "condensed_graph": ("static cache and CUDA graph, condensed attention", read_by_graph),
+}

@@ -1,0 +1,108 @@
+"""Rows of one decode step, each over caches of its own that together are larger than the second-level cache.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import condense.caches as caches
+from condense.bench import gate
+from condense.bench.baselines import dense_step
+from condense.bench.gate import Verdict
+from condense.bench.problems import Setting, step_bytes
+from condense.bench.tasks import Task, Work
+from condense.caches import CondensedLayer
+from condense.functional import Sources, attend_to
+from condense.methods import Dense, Method
+
+MIN_CACHES = 8
+# every replay reads one more token: more than the clock ever makes of them
+_ROOM = 512
+
+
+def baseline_step_task(setting: Setting, length: int, name: str) -> Task:
+    """One decode step of a dense baseline over the full cache, the newest token already in it."""
+
+    def prepare() -> Work:
+        heads, scale = setting.shape, float(setting.shape.width**-0.5)
+        attend = dense_step(name, heads.num_q, heads.num_kv, scale)
+        first = setting.step(Dense(), length, 0)
+        nbytes = step_bytes(*first)
+        steps = [first, *(setting.step(Dense(), length, i) for i in range(1, _num_caches(setting.device, nbytes)))]
+        return Work([_bound(attend, q, s.band_k, s.band_v) for q, s in steps], nbytes=nbytes)
+
+    return Task("decode", name, None, False, length, prepare)
+
+
+def step_task(setting: Setting, length: int, label: str, method: Method, backend: str) -> Task:
+    """One decode step of a condensed layer: the token is taken in, a group that is due is closed, and it attends."""
+    static = getattr(caches, "StaticCondensedLayer", None)
+
+    def prepare() -> Work:
+        if static is None:
+            return _over_sources(setting, length, method, backend)
+        return _over_layers(setting, length, method, static)
+
+    return Task("decode", label, method, True, length, prepare)
+
+
+def _over_layers(setting: Setting, length: int, method: Method, static: Any) -> Work:
+    """Static layers; the first has read ``length`` tokens, the others hold random numbers."""
+    scale = float(setting.shape.width**-0.5)
+    q, k, v = setting.inputs(length + 1)
+    layer, growing = static(method, length + _ROOM), CondensedLayer(method)
+    for cache in (layer, growing):
+        cache.update(k[:, :, :-1], v[:, :, :-1], query_states=q[:, :, :-1], scale=scale)
+    q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
+    sources, _ = growing.update(k, v, query_states=q, scale=scale)
+    nbytes = step_bytes(q, sources)
+    layers = [layer]
+    for draw in range(1, _num_caches(setting.device, nbytes)):
+        other = static(method, length + _ROOM)
+        other.lazy_initialization(k, v)
+        generator = torch.Generator(setting.device).manual_seed(setting.seed * 1000 + draw)
+        for buffer in other.state[:-1]:
+            buffer.normal_(generator=generator)
+        other.state.seen.fill_(length)
+        other.num_slots.fill_(length)
+        layers.append(other)
+
+    def check() -> Verdict:
+        return gate.check_output(layer.step(q, k, v, scale=scale), q, sources, scale=scale)
+
+    return Work([_bound(other.step, q, k, v, scale=scale) for other in layers], check, nbytes=nbytes)
+
+
+def _over_sources(setting: Setting, length: int, method: Method, backend: str) -> Work:
+    """Attention alone, over what a growing cache hands over."""
+    scale = float(setting.shape.width**-0.5)
+    first = setting.step(method, length, 0)
+    nbytes = step_bytes(*first)
+    steps = [first, *(setting.step(method, length, i) for i in range(1, _num_caches(setting.device, nbytes)))]
+
+    def attend(q: Tensor, sources: Sources) -> Tensor:
+        return attend_to(sources, q, scale=scale, backend=backend)[0]
+
+    return Work(
+        [_bound(attend, *step) for step in steps],
+        lambda: gate.check_output(attend(*first), *first, scale=scale),
+        nbytes=nbytes,
+    )
+
+
+def _num_caches(device: torch.device, nbytes: int) -> int:
+    """Enough of ``nbytes`` each to fill the second-level cache three times over."""
+    if device.type != "cuda":
+        return MIN_CACHES
+    return max(MIN_CACHES, math.ceil(3 * torch.cuda.get_device_properties(device).L2_cache_size / nbytes))
+
+
+def _bound(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Callable[[], Any]:
+    return lambda: call(*arguments, **keywords)

@@ -1,0 +1,143 @@
+"""What becomes a row: something to call, a way to check it, and the work it holds. Nothing runs until it is prepared.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from condense.bench import gate
+from condense.bench.baselines import dense_attention
+from condense.bench.flex import flex_attention, joined_keys
+from condense.bench.gate import Verdict
+from condense.bench.problems import (
+    Inputs,
+    Setting,
+    attention_flops,
+    pooled,
+    pooling_bytes,
+    visible_pairs,
+)
+from condense.functional import Sources, attend_to, attention
+from condense.methods import Dense, Method
+
+
+@dataclass(frozen=True)
+class Work:
+    """Calls to be timed (several: in turn, each with inputs of its own), and what one of them has to do."""
+
+    calls: Sequence[Callable[[], Any]]
+    check: Callable[[], Verdict] | None = None
+    flops: int | None = None
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A row to be. ``method``: whose mask it has (None: dense); ``runner``: the method's label or the baseline."""
+
+    op: str
+    runner: str
+    method: Method | None
+    condensed: bool
+    length: int
+    prepare: Callable[[], Work]
+
+
+def baseline_task(setting: Setting, inputs: Inputs, op: str, name: str) -> Task:
+    """A dense baseline on whole sequences. PyTorch's own operations are not checked."""
+
+    def prepare() -> Work:
+        length = inputs.q.shape[2]
+        flops = _flops(setting, pooled(Dense(), inputs), length, op)
+        attend = dense_attention(name, inputs)
+        return Work([_call(op, attend, tuple(inputs), setting)], flops=flops)
+
+    return Task(op, name, None, False, inputs.q.shape[2], prepare)
+
+
+def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: Method, backend: str) -> Task:
+    """A condensed row on whole sequences."""
+    L, scale = inputs.q.shape[2], inputs.scale
+
+    def pooling() -> Work:
+        def check() -> Verdict:
+            return gate.check_entries(method, inputs, pooled(method, inputs, backend))
+
+        return Work(
+            [lambda: pooled(method, inputs, backend)], check, nbytes=pooling_bytes(method, setting.shape, inputs)
+        )
+
+    def layer() -> Work:
+        def call() -> Any:
+            return attention(*inputs, method=method, backend=backend)
+
+        def check() -> Verdict:
+            if L <= gate.WHOLE:
+                return gate.check_layer(call(), method, inputs)
+            return gate.check_output(call(), inputs.q, pooled(method, inputs, backend), scale=scale)
+
+        return Work([call], check, flops=_flops(setting, pooled(method, inputs, backend), L, op))
+
+    def attend() -> Work:
+        sources = pooled(method, inputs, backend)
+        leaves = (inputs.q, *sources[:4])
+
+        def run(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor) -> Tensor:
+            parts = Sources(prefix_k, prefix_v, band_k, band_v, sources.bounds, sources.prefix_bias)
+            return attend_to(parts, q, scale=scale, backend=backend)[0]
+
+        def check() -> Verdict:
+            if op == "forward":
+                return gate.check_output(run(*leaves), inputs.q, sources, scale=scale)
+            return gate.check_gradients(
+                lambda upstream: _gradients(run, leaves, upstream), inputs.q, sources, scale=scale
+            )
+
+        return Work([_call(op, run, leaves, setting)], check, flops=_flops(setting, sources, L, op))
+
+    prepare = {"pooling": pooling, "layer": layer}.get(op, attend)
+    return Task(op, label, method, True, L, prepare)
+
+
+def flex_mask_task(setting: Setting, inputs: Inputs, op: str, method: Method) -> Task:
+    """FlexAttention over one method's representatives and tokens. The mask is ours, so its output is checked."""
+    L, scale = inputs.q.shape[2], inputs.scale
+
+    def prepare() -> Work:
+        sources = pooled(method, inputs)
+        attend = flex_attention(sources, L, scale=scale)
+        tensors = (inputs.q, *joined_keys(sources))
+
+        def check() -> Verdict:
+            return gate.check_output(attend(*tensors), inputs.q, sources, scale=scale)
+
+        return Work([_call(op, attend, tensors, setting)], check, flops=_flops(setting, sources, L, op))
+
+    return Task(op, "flex_mask", method, False, L, prepare)
+
+
+def _flops(setting: Setting, sources: Sources, length: int, op: str) -> int:
+    pairs = visible_pairs(sources.bounds, length, setting.device)
+    return attention_flops(setting.shape, setting.batch, pairs, backward=op == "backward")
+
+
+def _call(op: str, attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], setting: Setting) -> Callable[[], Any]:
+    if op != "backward":
+        return lambda: attend(*tensors)
+    upstream = setting.normal(setting.shape.num_q, tensors[0].shape[2], setting.shape.value_width, draw=3)
+    return lambda: _gradients(attend, tensors, upstream)
+
+
+def _gradients(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], upstream: Tensor) -> tuple[Tensor, ...]:
+    """Forward and backward; a tensor that no query sees has gradient 0."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = attend(*leaves)
+        return torch.autograd.grad(out, leaves, upstream, allow_unused=True, materialize_grads=True)

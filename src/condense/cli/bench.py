@@ -1,0 +1,245 @@
+"""`condense bench`: kernels and whole models against named baselines, and the page made of the results."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from condense import bench
+from condense.cli.bench_tables import print_kernel, print_model
+from condense.cli.options import DTYPES, METHOD_HELP, parse_device, parse_method, progress, read_saved
+from condense.config import check_int
+from condense.methods import Method
+from condense.models import restore
+from condense.ops import resolve_backend
+from condense.plots import plot_bench, require_matplotlib
+from condense.results import refuse_existing, write_results
+
+RESULTS = Path("benchmarks/results")
+LENGTHS = (4096, 8192, 32768, 131072)
+QUICK_LENGTHS = (4096, 32768)
+CPU_LENGTHS = (256, 1024)
+METHODS = ("cca", "lca")
+FAILED = 1
+LOG_WIDTH = 160  # in a file or a pipe
+
+bench_app = typer.Typer(name="bench", help="Measure kernels and whole models against named baselines.")
+
+LengthsOption = Annotated[str | None, typer.Option(help="Tokens, such as 4096,32K,1M. Default: 4K to 128K.")]
+MethodOption = Annotated[list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less time per figure.")]
+ResultsOption = Annotated[Path, typer.Option(help="Folder of result files: the last one is compared with.")]
+
+
+@bench_app.command("kernel")
+def kernel_command(
+    shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
+    lengths: LengthsOption = None,
+    method: MethodOption = None,
+    ops: Annotated[str, typer.Option(help="Of forward, backward, pooling, layer, decode.")] = ",".join(bench.OPS),
+    baselines: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(bench.BASELINES)}; or none. Default: all for the GPU.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    backend: Annotated[str, typer.Option(help="Of condense: auto, torch, triton.")] = "auto",
+    budget: Annotated[float | None, typer.Option(help="Seconds of timing per figure. Default: 0.4.", min=0.0)] = None,
+    quick: QuickOption = False,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    results: ResultsOption = RESULTS,
+) -> None:
+    """Attention forward and backward, pooling, the layer and a decode step, each held to float64 before it is timed."""
+    heads = bench.HeadShape.parse(shape)
+    check_int("batch", batch, 1)
+    chosen_ops = bench.check_ops(_names(ops))
+    where = parse_device(device)
+    torch_dtype = _dtype(dtype, where)
+    default = bench.GPU_BASELINES if where.type == "cuda" else (*bench.GPU_BASELINES, "sdpa")
+    plan = bench.KernelPlan(
+        bench.Setting(heads, batch, torch_dtype, where, seed),
+        _lengths(lengths, where, quick),
+        _methods(method, METHODS),
+        default if baselines is None else bench.check_baselines([] if baselines == "none" else _names(baselines)),
+        chosen_ops,
+        backend,
+        (0.1 if quick else 0.4) if budget is None else budget,
+    )
+    resolve_backend(backend, where, torch_dtype, (heads.width, heads.value_width))
+    what = f"{heads.label}-b{batch}-{str(torch_dtype).removeprefix('torch.')}"
+    path = bench.result_path(results, "kernel", what, where)
+    last = bench.last_result(results, "kernel", what, where)
+    with progress() as bar:
+        task = bar.add_task("measuring ceilings, checking", total=plan.num_rows())
+
+        def on_row(row: Mapping[str, Any]) -> None:
+            bar.update(task, advance=1, description=f"{row['op']}, {row['length']:,} tokens")
+
+        content = bench.bench_kernel(plan, on_row=on_row)
+    _finish(path, content, last, where, seed, ("times",))
+
+
+@bench_app.command("model")
+def model_command(
+    shape: Annotated[
+        str | None, typer.Option(help=f"Random weights: {', '.join(bench.MODEL_SHAPES)}. Default: the first.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM instead.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")] = None,
+    lengths: LengthsOption = None,
+    method: MethodOption = None,
+    runners: Annotated[str, typer.Option(help=f"Of {', '.join(bench.RUNNERS)}.")] = ",".join(bench.RUNNERS),
+    steps: Annotated[int | None, typer.Option(help="Further tokens that are timed. Default: 32.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(help="Read prompts in pieces of so many tokens.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    quick: QuickOption = False,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
+    results: ResultsOption = RESULTS,
+) -> None:
+    """Time to first token, time per token, peak memory and cache bytes, on prompts of random tokens."""
+    if shape is not None and model is not None:
+        raise ValueError("shape and model exclude each other, got both")
+    if layers is not None and model is not None:
+        raise ValueError("layers belongs to a shape of random weights, got it with model")
+    for name, value in (("layers", layers), ("steps", steps), ("prefill_chunk", prefill_chunk)):
+        if value is not None:
+            check_int(name, value, 1)
+    chosen = bench.check_shape(shape or next(iter(bench.MODEL_SHAPES)))
+    chosen_runners = bench.check_runners(_names(runners))
+    where = parse_device(device)
+    torch_dtype = _dtype(dtype, where)
+    plan = bench.ModelPlan(
+        _lengths(lengths, where, quick),
+        _methods(method, METHODS[:1]),
+        chosen_runners,
+        steps or (8 if quick else 32),
+        prefill_chunk,
+        seed,
+    )
+    if model is not None:
+        read_saved(model, AutoConfig.from_pretrained)
+    name = chosen if model is None else Path(model).name
+    what = "-".join(
+        [
+            "".join(x if x.isalnum() or x in "._" else "-" for x in name),
+            *([] if layers is None else [f"{layers}layers"]),
+            *([] if prefill_chunk is None else [f"chunk{prefill_chunk}"]),
+            str(torch_dtype).removeprefix("torch."),
+        ]
+    )
+    path = bench.result_path(results, "model", what, where)
+    last = bench.last_result(results, "model", what, where)
+    with progress() as bar:
+        task = bar.add_task("making the model, checking", total=len(plan.lengths) * len(plan.cases()))
+        if model is None:
+            loaded = bench.random_model(chosen, num_layers=layers, dtype=torch_dtype, device=where, seed=seed)
+        else:
+            loaded = bench.ready(_load(model, torch_dtype).to(where))
+
+        def on_row(row: Mapping[str, Any]) -> None:
+            bar.update(task, advance=1, description=f"{row['runner']}, {row['length']:,} tokens")
+
+        content = {"kind": "model", "model": name, **bench.bench_model(loaded, plan, on_row=on_row)}
+    _finish(path, content, last, where, seed, ("first", "step"))
+
+
+@bench_app.command("report")
+def report_command(
+    files: Annotated[list[Path], typer.Argument(help="Result files, one section each.")],
+    output: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/performance.md"),
+    plots: Annotated[bool, typer.Option("--plots", help="Draw a picture per file next to the page.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+) -> None:
+    """Tables, ratios and the lengths from which condensing pays, from result files."""
+    documents = {path: bench.read_result(path) for path in files}
+    pictures = {path: output.parent / f"{path.stem}.png" for path in files} if plots else {}
+    for target in (output, *pictures.values()):
+        refuse_existing(target, "output", overwrite=overwrite)
+    for picture in pictures.values():
+        require_matplotlib(picture)
+    page = bench.render(documents, {path: picture.name for path, picture in pictures.items()})
+    for path, picture in pictures.items():
+        plot_bench(documents[path]["results"], picture)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.part")
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, output)
+    Console().print(f"{output}", highlight=False)
+
+
+def _finish(
+    path: Path,
+    content: dict[str, Any],
+    last: tuple[Path, dict[str, Any]] | None,
+    device: torch.device,
+    seed: int,
+    times: Sequence[str],
+) -> None:
+    """Print, write, and fail if a condensed row did."""
+    content["software"] = _software()
+    if last is not None:
+        content["compared_with"] = last[0].name
+        content["rows"] = bench.with_changes(content["rows"], last[1]["results"]["rows"], times)
+    console = Console()
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    (print_kernel if content["kind"] == "kernel" else print_model)(console, content)
+    console.print(f"results: {write_results(path, content, seed=seed, device=device)}", highlight=False, soft_wrap=True)
+    failed = [row for row in content["rows"] if row["condensed"] and row.get("error")]
+    if failed:
+        console.print(f"{len(failed)} condensed rows failed", style="bold red")
+        raise typer.Exit(FAILED)
+
+
+def _software() -> dict[str, str | None]:
+    """Versions beside those that every result file carries."""
+    try:
+        triton: str | None = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {"triton": triton, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
+def _load(model: str, dtype: torch.dtype) -> PreTrainedModel:
+    return restore(read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)))
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    if name is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def _lengths(text: str | None, device: torch.device, quick: bool) -> tuple[int, ...]:
+    if text is None:
+        return CPU_LENGTHS if device.type == "cpu" else QUICK_LENGTHS if quick else LENGTHS
+    lengths = []
+    for part in _names(text):
+        digits, unit = (part[:-1], part[-1].upper()) if part[-1:].upper() in ("K", "M") else (part, "")
+        number = int(digits) * {"": 1, "K": 2**10, "M": 2**20}[unit] if digits.isdecimal() else 0
+        if number < 1:
+            raise ValueError(f"lengths must be numbers of tokens >= 1, such as 4096,32K,1M, got {text!r}")
+        lengths.append(number)
+    return tuple(sorted(set(lengths)))
+
+
+def _methods(specs: Sequence[str] | None, default: Sequence[str]) -> dict[str, Method]:
+    return {spec: parse_method(spec) for spec in specs or default}

@@ -1,0 +1,230 @@
+"""Decoding by replaying one CUDA graph: no Python, no launches and no waiting between the layers of a step.
+
+Shapes: B rows, L prompt tokens, n new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, StaticCache
+
+from condense.config import check_int
+from condense.models.apply import condensed_layers
+from condense.models.families import max_learned_positions
+from condense.models.layers import ensure_layers
+from condense.models.rows import ALL_REAL
+
+# kernels are built and libraries choose their workspaces in the first calls, which no graph may record
+_WARM_UPS = 3
+
+
+class GraphDecoder:
+    """Prefill and token-by-token decode of a causal LM over a static cache of its own.
+
+    model: a Hugging Face causal LM in eval mode, condensed or stock, whose layers have no sliding window; it must
+    stay as it is afterwards. batch_size and max_length (prompt and new tokens, padding included) are fixed; prompts
+    may follow one another. On CUDA the decode step is captured before the first prompt and replayed; on other devices
+    it runs eagerly. compile: `torch.compile` the step first, as one graph.
+    Raises ValueError for a model or sizes that cannot work.
+    """
+
+    def __init__(self, model: nn.Module, *, batch_size: int, max_length: int, compile: bool = False) -> None:
+        check_int("batch_size", batch_size, 1)
+        check_int("max_length", max_length, 2)
+        self.model = _causal_lm(model)
+        self.batch_size, self.max_length = batch_size, max_length
+        config = self.model.config.get_text_config(decoder=True)
+        positions = max_learned_positions(config)
+        if positions is not None and max_length > positions:
+            raise ValueError(f"max_length must fit the model's {positions} learned positions, got {max_length}")
+        self.methods = condensed_layers(self.model)
+        self.cache = StaticCache(config=config, max_cache_len=max_length)
+        if any(self.cache.is_sliding):
+            raise ValueError("a layer with a sliding window cannot be decoded by a graph: use model.generate")
+        if self.methods:
+            ensure_layers(self.cache, self.methods)
+        device = self.model.device
+        self._ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        # padding of the prompt; everything after it is real
+        self._mask = torch.ones(batch_size, max_length, dtype=torch.bool, device=device)
+        self._forward = torch.compile(self._decode, fullgraph=True, dynamic=False) if compile else self._decode
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._logits: Tensor | None = None
+        self._is_prepared = False
+        self._length = 0
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        """Forget what was before, read a prompt and return the logits ``[B, V]`` of its last token.
+
+        input_ids int64 ``[B, L]``; attention_mask ``[B, L]``, 0 at padding, which stands on the left; chunk: tokens
+        per forward, None: all at once.
+        Raises ValueError, state unchanged, for another number of rows, a prompt that leaves no room, right padding,
+        and a chunk smaller than the prompt where a method looks ahead in it.
+        """
+        B, L = self._check_prompt(input_ids, attention_mask)
+        chunk = L if chunk is None else chunk
+        check_int("chunk", chunk, 1)
+        ahead = next((method for method in self.methods.values() if method.looks_ahead), None)
+        if ahead is not None and chunk < L:
+            raise ValueError(f"{ahead} needs the whole prompt in one forward: leave chunk out")
+        if not self._is_prepared:
+            self._prepare()
+        self._reset()
+        device = self._ids.device
+        input_ids = input_ids.to(device)
+        mask = None if attention_mask is None else attention_mask.to(device, torch.bool)
+        if mask is None or bool(mask.all()):
+            mask = None
+            positions = torch.arange(L, device=device).expand(B, L)
+        else:
+            self._mask[:, :L] = mask
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+        # some models compute logits for all tokens or for the last, OPT's oldest have no choice
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        for start in range(0, L, chunk):
+            stop = min(start + chunk, L)
+            out = self.model(
+                input_ids=input_ids[:, start:stop],
+                attention_mask=None if mask is None else mask[:, :stop],
+                position_ids=positions[:, start:stop],
+                past_key_values=self.cache,
+                use_cache=True,
+                **keep,
+            )
+        self._positions.copy_(positions[:, -1:] + 1)
+        self._length = L
+        return out.logits[:, -1]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read one token per row, int64 ``[B]``, and return the logits ``[B, V]`` that follow.
+
+        Raises ValueError, state unchanged, before a prefill, for another number of rows, and if there is no room.
+        """
+        if self._length == 0:
+            raise ValueError("step continues a prompt: call prefill first")
+        if tokens.shape != (self.batch_size,):
+            raise ValueError(f"tokens must have shape ({self.batch_size},), got {tuple(tokens.shape)}")
+        if self._length == self.max_length:
+            raise ValueError(f"the cache is full: {self.max_length} tokens (max_length) have been read; make it longer")
+        self._ids.copy_(tokens[:, None])
+        self._length += 1
+        if self._graph is None:
+            return self._forward()
+        self._graph.replay()
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        eos_token_id: int | Sequence[int] | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Greedy: ``[B, L + n]``, n at most max_new_tokens. A row that has ended goes on with the token that ended it.
+
+        Other arguments as `prefill`. Raises ValueError as `prefill`, and if prompt and new tokens do not fit.
+        """
+        check_int("max_new_tokens", max_new_tokens, 1)
+        if input_ids.ndim == 2 and input_ids.shape[1] + max_new_tokens > self.max_length:
+            raise ValueError(
+                f"prompt and new tokens must fit max_length={self.max_length}, got {input_ids.shape[1]} and "
+                f"{max_new_tokens}; make a longer decoder"
+            )
+        logits = self.prefill(input_ids, attention_mask, chunk)
+        ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ()))
+        ends = ends.to(logits.device, torch.int64)
+        tokens = logits.argmax(-1)
+        parts = [input_ids.to(tokens.device), tokens[:, None]]
+        ended = torch.isin(tokens, ends)
+        # without an end to look for, the host never waits
+        while len(parts) <= max_new_tokens and not (ends.numel() > 0 and bool(ended.all())):
+            tokens = torch.where(ended, tokens, self.step(tokens).argmax(-1))
+            parts.append(tokens[:, None])
+            ended = ended | torch.isin(tokens, ends)
+        return torch.cat(parts, dim=1)
+
+    def _decode(self) -> Tensor:
+        """One step on what stands in the buffers: the captured part."""
+        out = self.model(
+            input_ids=self._ids,
+            attention_mask=self._mask,
+            position_ids=self._positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            **({ALL_REAL: True} if self.methods else {}),
+        )
+        self._positions.add_(1)
+        return out.logits[:, -1]
+
+    def _prepare(self) -> None:
+        """Fill the buffers' addresses in and, on CUDA, capture a step; what it reads here is forgotten again."""
+        self._decode()
+        if self._ids.device.type == "cuda":
+            self._capture()
+        self._is_prepared = True
+
+    def _capture(self) -> None:
+        device = self._ids.device
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._reset()
+                self._forward()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._reset()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), torch.cuda.graph(graph):
+            self._logits = self._forward()
+        self._graph = graph
+
+    def _reset(self) -> None:
+        self.cache.reset()
+        self._positions.zero_()
+        self._mask.fill_(True)
+        self._length = 0
+
+    def _check_prompt(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[int, int]:
+        if input_ids.ndim != 2 or input_ids.shape[0] != self.batch_size or input_ids.shape[1] == 0:
+            raise ValueError(
+                f"input_ids must have shape ({self.batch_size}, tokens), got {tuple(input_ids.shape)}; make another "
+                "decoder for another batch"
+            )
+        if input_ids.shape[1] > self.max_length:
+            raise ValueError(
+                f"the prompt must fit max_length={self.max_length}, got {input_ids.shape[1]} tokens; make a longer "
+                "decoder"
+            )
+        if attention_mask is not None:
+            if attention_mask.shape != input_ids.shape:
+                raise ValueError(
+                    f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got "
+                    f"{tuple(attention_mask.shape)}"
+                )
+            if not bool((attention_mask[:, -1] != 0).all()):
+                raise ValueError("padding must stand on the left: the last column of attention_mask has zeros")
+        return input_ids.shape[0], input_ids.shape[1]
+
+
+def _causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside ``model`` (PEFT wrappers included)."""
+    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if base is None or not base.can_generate() or base.config.is_encoder_decoder:
+        raise ValueError(
+            f"model must be a decoder-only transformers model that can generate, got {type(model).__name__}"
+        )
+    if base.training:
+        raise ValueError("model must be in eval mode: call model.eval()")
+    return base

@@ -1,0 +1,77 @@
+"""The `torch` backend of summaries and pooling; any device, differentiable.
+
+Shapes: B rows, H query heads, K KV heads, L new queries, Q queries kept from before, D width,
+G windows of S queries or groups of c tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from condense.ops.aligned import head_mean
+from condense.ops.bounds import Windows
+
+
+def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+    """See `condense.ops.summarize`."""
+    K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    G, S, stride = windows.num, windows.size, windows.stride
+    agreed = windows.agreed()
+    if agreed is None:
+        return _ragged(q, tail, windows)
+    start, before, after = agreed
+    if start < max(0, before - Q) or start + stride * (G - 1) + S > after:
+        return _ragged(q, tail, windows)
+    # from the first query of the first window to the last of the last, counted from the first new one
+    lo, hi = start - before, start - before + stride * (G - 1) + S
+    first = L - (after - before)
+    new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
+    if lo >= 0 and stride > S:
+        # queries between the windows are never read
+        return head_mean(new.unfold(2, S, stride), K).mean(-1, dtype=wide)
+    means = head_mean(new, K)
+    if lo < 0:
+        means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
+    return means.unfold(2, S, stride).mean(-1, dtype=wide)
+
+
+def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+    """Windows that stand apart in each row, or reach beyond what is there."""
+    (B, K, Q, D), L = tail.shape, q.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    start, before, after = (x[:, None] for x in windows[:3])
+    first = L - (after - before)
+    lo = min(L, max(0, int((first + start - before).min())))
+    known = torch.cat([tail, head_mean(q[:, :, lo:], K)], dim=2)
+    total = known.new_zeros(B, K, windows.num, D, dtype=wide)
+    begin = start + windows.stride * torch.arange(windows.num)
+    for s in range(windows.size):
+        position = begin + s
+        inside = (position >= 0) & (position >= before - Q) & (position < after)
+        column = Q + position - before + torch.where(position < before, 0, first - lo)
+        index = torch.where(inside, column, 0).to(q.device, non_blocking=True)[:, None, :, None]
+        counts = inside.to(q.device, non_blocking=True)[:, None, :, None]
+        total = total + known.gather(2, index.expand(B, K, -1, D)).to(wide).masked_fill(~counts, 0.0)
+    count = (begin + windows.size).clamp(1, windows.size)
+    return total / count.to(q.device, non_blocking=True)[:, None, :, None]
+
+
+def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:
+    """See `condense.ops.group_scores`."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    # no matrix product: its order of summation may depend on a key's place in the group, and equal keys must tie
+    return (k.to(wide) * summary.to(wide)[..., None, :]).sum(-1) * scale
+
+
+def pool(x: Tensor, scores: Tensor, *, how: str) -> Tensor:
+    """See `condense.ops.pool`."""
+    if how == "weighted":
+        return (scores.softmax(-1)[..., None, :] @ x.to(scores.dtype))[..., 0, :].to(x.dtype)
+    if how == "mean":
+        return x.to(scores.dtype).mean(3).to(x.dtype)
+    if how == "max":
+        return x.amax(3)
+    anchor = scores.argmax(-1)[..., None, None].expand(*x.shape[:3], 1, x.shape[4])
+    return x.gather(3, anchor)[..., 0, :]

@@ -1,0 +1,124 @@
+"""One decode step over a static cache, in the `torch` backend: any method, any device, traceable as one graph.
+
+It computes a chunk in every step and keeps it if one is due, and reads all of the buffers under a mask: the price
+of doing the same work whatever is in them.
+
+Shapes as in `condense.ops.step`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from condense.ops.aligned import head_mean
+from condense.ops.step import Represent, StepPlan, StepState
+from condense.ops.torch_blocks import _block
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: StepState,
+    plan: StepPlan,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+    represent: Represent,
+    prefix_bias: Tensor | None = None,
+) -> Tensor:
+    """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.step`.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
+    prefix_bias float ``[1, 1, M]``: for entries that differ, instead of ``plan.group_bias`` on all of them.
+    """
+    t = state.seen
+    alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
+    seen = t + alive
+    _write(state.ring_k, t, k, alive)
+    _write(state.ring_v, t, v, alive)
+    if plan.num_summary > 0:
+        _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
+    if state.prefix_k.shape[2] > 0:
+        _append_entry(state, plan, t, seen, scale, represent)
+    out = _attend(q, state, plan, seen, alive, scale, prefix_bias)
+    state.seen.copy_(seen)
+    return out
+
+
+def _write(buffer: Tensor, position: Tensor, new: Tensor, chosen: Tensor) -> None:
+    """Columns ``new`` ``[B, K, n, D]`` into a ring from ``position`` ``[B]`` on, in the ``chosen`` rows."""
+    slot = (position[:, None] + torch.arange(new.shape[2], device=new.device)) % buffer.shape[2]
+    index = slot[:, None, :, None].expand_as(new)
+    buffer.scatter_(2, index, torch.where(chosen[:, None, None, None], new, buffer.gather(2, index)))
+
+
+def _read(ring: Tensor, start: Tensor, count: int) -> Tensor:
+    """Columns of positions ``[start, start + count)``, ``[B, K, count, D]``."""
+    slot = (start[:, None] + torch.arange(count, device=ring.device)) % ring.shape[2]
+    return ring.gather(2, slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3]))
+
+
+def _append_entry(
+    state: StepState, plan: StepPlan, t: Tensor, seen: Tensor, scale: float, represent: Represent
+) -> None:
+    rule, lag = plan.rule, plan.lag
+    chunk = rule.ready(t, lag)
+    first = chunk * rule.entries
+    due = (rule.ready(seen, lag) > chunk) & (first + rule.entries <= state.prefix_k.shape[2])
+    summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, rule.chunk)
+    new_k, new_v = represent(
+        _read(state.ring_k, chunk * rule.chunk, rule.chunk)[:, :, None],
+        _read(state.ring_v, chunk * rule.chunk, rule.chunk)[:, :, None],
+        summary,
+        first_chunk=chunk,
+        scale=scale,
+        backend="torch",
+    )
+    _write(state.prefix_k, first, new_k, due)
+    _write(state.prefix_v, first, new_v, due)
+
+
+def _summary(ring_q: Tensor, seen: Tensor, chunk: int) -> Tensor:
+    """Mean of the newest queries ``[B, K, 1, D]`` float32 or wider, none of them from before a row's start.
+
+    Summed in the order of `condense.ops.aligned.window_mean`, so that the entries are the same to the bit.
+    """
+    S, wide = ring_q.shape[2], torch.promote_types(ring_q.dtype, torch.float32)
+    queries = _read(ring_q, seen - S, S)
+    if chunk == S:
+        return queries.mean(2, keepdim=True, dtype=wide)
+    inside = (seen[:, None] - S + torch.arange(S, device=seen.device) >= 0)[:, None, :, None]
+    total = torch.zeros_like(queries[:, :, :1], dtype=wide)
+    for s in range(S):
+        total = total + queries[:, :, s : s + 1] * inside[:, :, s : s + 1]
+    return total / inside.sum(2, keepdim=True).clamp(min=1)
+
+
+def _attend(
+    q: Tensor, state: StepState, plan: StepPlan, seen: Tensor, alive: Tensor, scale: float, prefix_bias: Tensor | None
+) -> Tensor:
+    M, W = state.prefix_k.shape[2], state.ring_k.shape[2]
+    closed = plan.rule.closed(seen)
+    rep_end, raw_start = plan.rule.visible_entries(closed), closed * plan.rule.chunk
+    last = (seen - 1)[:, None]
+    # the newest position that stands in each slot; negative: none does
+    position = last - (last - torch.arange(W, device=q.device)) % W
+    sees = torch.cat(
+        [torch.arange(M, device=q.device) < rep_end[:, None], (position >= raw_start[:, None]) & (position >= 0)], dim=1
+    )
+    empty = ~(alive & sees.any(1))[:, None, None, None]
+    if prefix_bias is None and plan.group_bias != 0.0:
+        prefix_bias = torch.full((1, 1, M), plan.group_bias, dtype=torch.float64, device=q.device)
+    return _block(
+        q,
+        torch.cat([state.prefix_k, state.ring_k], dim=2),
+        torch.cat([state.prefix_v, state.ring_v], dim=2),
+        sees[:, None, None] | empty,
+        empty,
+        prefix_bias,
+        scale,
+        0.0,
+        False,
+    )[0]

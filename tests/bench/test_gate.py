@@ -1,0 +1,99 @@
+"""The gate lets through what is right and nothing else."""
+
+import pytest
+import torch
+
+import condense
+from condense.bench import gate
+from condense.bench.problems import HeadShape, Setting, pooled
+from condense.functional import attend_to, attention
+
+METHODS = {
+    "cca": condense.CCA(group_size=4, window=20),
+    "lca": condense.LCA(group_size=4, window=20),
+    "log_size": condense.CCA(group_size=4, window=20, summary="streaming", rep_bias="log_size"),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=["whole", "tail"])
+def length(request, monkeypatch):
+    """A problem that is checked at every query, and one that is checked at its end."""
+    if request.param == "tail":
+        monkeypatch.setattr(gate, "WHOLE", 64)
+        monkeypatch.setattr(gate, "TAIL", 16)
+    return 150
+
+
+def inputs_of(length, dtype):
+    return Setting(HeadShape(4, 2, 32, 32), 2, dtype, torch.device("cpu"), 0).inputs(length)
+
+
+def wronged(x):
+    """The same with one number off by the mean size."""
+    x = x.clone()
+    x.view(-1)[-1] += x.abs().mean() + 0.5
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_output(method, dtype, length):
+    inputs = inputs_of(length, dtype)
+    sources = pooled(method, inputs)
+    out = attend_to(sources, inputs.q, scale=inputs.scale)[0]
+    assert gate.check_output(out, inputs.q, sources, scale=inputs.scale).passed
+    assert not gate.check_output(wronged(out), inputs.q, sources, scale=inputs.scale).passed
+    without_one = sources._replace(prefix_k=sources.prefix_k.roll(1, 2))
+    wrong = attend_to(without_one, inputs.q, scale=inputs.scale)[0]
+    assert not gate.check_output(wrong, inputs.q, sources, scale=inputs.scale).passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_gradients(method, dtype, length):
+    inputs = inputs_of(length, dtype)
+    sources = pooled(method, inputs)
+
+    def gradients(upstream, wrong=None):
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, *sources[:4])]
+        out = attend_to(sources._make([*leaves[1:], *sources[4:]]), leaves[0], scale=inputs.scale)[0]
+        grads = torch.autograd.grad(out, leaves, upstream)
+        return [x * 1.5 if i == wrong else x for i, x in enumerate(grads)]
+
+    assert gate.check_gradients(gradients, inputs.q, sources, scale=inputs.scale).passed
+    for wrong in range(5):
+        verdict = gate.check_gradients(
+            lambda upstream, w=wrong: gradients(upstream, w), inputs.q, sources, scale=inputs.scale
+        )
+        assert not verdict.passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_entries(method, dtype, length):
+    inputs = inputs_of(length, dtype)
+    sources = pooled(method, inputs)
+    assert gate.check_entries(method, inputs, sources).passed
+    for name in ("prefix_k", "prefix_v"):
+        wrong = sources._replace(**{name: wronged(getattr(sources, name))})
+        assert not gate.check_entries(method, inputs, wrong).passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_layer(method, dtype):
+    inputs = inputs_of(150, dtype)
+    out = attention(*inputs, method=method)
+    assert gate.check_layer(out, method, inputs).passed
+    assert not gate.check_layer(wronged(out), method, inputs).passed
+    assert not gate.check_layer(attention(*inputs, method=method.replace(window=16)), method, inputs).passed
+
+
+def test_what_is_not_finite_is_wrong():
+    want = torch.ones(4, dtype=torch.float64)
+    got = torch.tensor([1.0, 1.0, float("nan"), 1.0])
+    verdict = gate.judge([got], [want], [want.float()])
+    assert not verdict.passed
+    assert verdict.to_dict()["passed"] is False
+    assert gate.judge([want.float()], [want], [want.float()]).passed

@@ -1,0 +1,136 @@
+"""Whole models: figures, the gate, and what happens to what is wrong or cannot run."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import condense
+from condense.bench import MODEL_SHAPES, ModelPlan, bench_model, random_model, ready, runners
+from condense.bench.model_gate import ModelGate
+
+METHODS = {
+    "cca": condense.CCA(group_size=4, window=8),
+    "lca": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.4,  # so that attention has a say in the logits
+    )
+    torch.manual_seed(0)
+    return ready(LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_every_row_has_its_figures(model, chunk):
+    plan = ModelPlan((40, 60), METHODS, ("dense", "condensed"), steps=3, prefill_chunk=chunk)
+    seen = []
+    content = bench_model(model, plan, on_row=seen.append)
+    assert len(content["rows"]) == len(seen) == 2 * len(plan.cases()) == 6
+    for row in content["rows"]:
+        assert row["first"]["median_ms"] > 0
+        assert row["step"]["runs"] == 3 * row["first"]["runs"]
+        if row["condensed"]:
+            assert row["gate"]["passed"] is True
+            assert row["speedup"]["first"].keys() == row["speedup"]["step"].keys() == {"dense"}
+    assert content["crossover"].keys() == {"first", "step"}
+    assert content["parameters"] == sum(p.numel() for p in model.parameters())
+    assert not condense.models.condensed_layers(model)
+
+
+def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
+    content = bench_model(model, ModelPlan((60,), METHODS, ("dense", "condensed"), steps=3))
+    # the last of the new tokens is not read
+    dense = 2 * 2 * 2 * 8 * 4 * (60 + 3)
+    assert content["rows"][0]["cache_bytes"] == dense
+    for row, method in zip(content["rows"][1:], METHODS.values(), strict=True):
+        with condense.use(model, method), torch.no_grad():
+            cache = model(torch.arange(63)[None], use_cache=True).past_key_values
+        assert row["cache_bytes"] == pytest.approx(condense.cache_nbytes(cache), rel=0.25)
+        assert row["cache_bytes"] < dense
+
+
+def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypatch):
+    stock = condense.caches.CondensedLayer.update
+
+    def forgetful(self, key_states, value_states, *arguments, **options):
+        if self.past is not None and self.past.prefix_k.shape[2] > 0:
+            self.past = self.past._replace(prefix_v=self.past.prefix_v.roll(1, 2))
+        return stock(self, key_states, value_states, *arguments, **options)
+
+    monkeypatch.setattr(condense.caches.CondensedLayer, "update", forgetful)
+    content = bench_model(model, ModelPlan((40,), METHODS, ("dense", "condensed"), steps=2))
+    dense, *condensed = content["rows"]
+    assert "error" not in dense
+    assert all(row["error"].startswith("wrong: logits") and "first" not in row for row in condensed)
+
+
+class EagerDecoder:
+    """`GraphDecoder`'s interface over a growing cache; wrong if told to skip a token."""
+
+    skip = False
+
+    def __init__(self, model, *, batch_size, max_length):
+        self.model, self.max_length = model, max_length
+
+    def prefill(self, ids, chunk=None):
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self.model.config)
+        ids = ids[:, 1:] if self.skip and ids.shape[1] > 1 else ids
+        for part in ids.split(chunk or ids.shape[1], dim=1):
+            logits = self.model(part, past_key_values=self.cache, use_cache=True).logits
+        return logits[:, -1]
+
+    def step(self, tokens):
+        assert self.cache.get_seq_length() < self.max_length
+        return self.model(tokens[:, None], past_key_values=self.cache, use_cache=True).logits[:, -1]
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_graph_decoder_is_held_to_the_eager_loop(model, monkeypatch, skip):
+    monkeypatch.setattr(EagerDecoder, "skip", skip)
+    monkeypatch.setattr(runners.models, "GraphDecoder", EagerDecoder, raising=False)
+    plan = ModelPlan((40,), METHODS, ("dense_graph", "condensed_graph"), steps=2, prefill_chunk=9)
+    for row in bench_model(model, plan)["rows"]:
+        assert row.get("error", "").startswith("wrong: logits" if skip else "")
+        assert ("first" in row) is not skip
+
+
+def test_a_method_that_looks_ahead_has_no_gate(model):
+    ahead = condense.CCA(group_size=4, window=8, summary="prompt")
+    assert ModelGate(model, ahead, 0).check(graph=False) is None
+
+
+def test_an_error_stands_in_its_row(model, monkeypatch):
+    def broken(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setitem(runners.RUNNERS, "dense", ("stock", broken))
+    dense, condensed = bench_model(model, ModelPlan((40,), {"cca": METHODS["cca"]}, ("dense", "condensed"), steps=2))[
+        "rows"
+    ]
+    assert dense["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
+    assert condensed["speedup"] == {"first": {}, "step": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    # as published with the models
+    [("llama-3.1-8b", 8.03), ("qwen2.5-7b", 7.62), ("deepseek-v2-lite", 15.7), ("minicpm3-4b", 4.07)],
+)
+def test_shapes_have_the_published_number_of_parameters(name, billions):
+    assert name in MODEL_SHAPES
+    model = random_model(name, dtype=torch.bfloat16, device=torch.device("meta"))
+    count = sum(p.numel() for p in model.parameters())
+    assert count == pytest.approx(billions * 1e9, rel=2e-3)
+    one = random_model(name, num_layers=1, dtype=torch.bfloat16, device=torch.device("meta"))
+    assert sum(p.numel() for p in one.parameters()) < count / 3

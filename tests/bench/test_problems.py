@@ -1,0 +1,71 @@
+"""Shapes, and the work that rows are held against."""
+
+import oracle
+import pytest
+import torch
+
+import condense
+from condense.bench.problems import (
+    HeadShape,
+    Setting,
+    attention_flops,
+    pooled,
+    pooling_bytes,
+    step_bytes,
+    visible_pairs,
+)
+
+CPU = torch.device("cpu")
+SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [("32/8/128/128", (32, 8, 128, 128)), ("64/4", (64, 4, 128, 128)), ("4/4/192", (4, 4, 192, 192))],
+)
+def test_shapes_are_read(text, shape):
+    assert HeadShape.parse(text) == HeadShape(*shape)
+
+
+@pytest.mark.parametrize("text", ["", "8", "8/3", "8/0", "8/8/8/8/8", "a/b", "8/-8", "8//8"])
+def test_other_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="shape must be H/Hkv/D/Dv"):
+        HeadShape.parse(text)
+
+
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_visible_pairs_are_counted_as_the_definition_does(method):
+    bounds = pooled(method, SETTING.inputs(37)).bounds
+    seen = [oracle.visible(method, t) for t in range(37)]
+    assert visible_pairs(bounds, 37, CPU) == sum(len(groups) + len(exact) for groups, exact in seen)
+
+
+def test_flops_of_one_pair():
+    shape = HeadShape(4, 2, 8, 6)
+    # scores and weighted values; then scores again, dV, dP, dQ, dK
+    assert attention_flops(shape, 3, 1, backward=False) == 3 * 4 * 2 * (8 + 6)
+    assert attention_flops(shape, 3, 1, backward=True) == 3 * 4 * 2 * ((8 + 6) + 8 + 6 + 6 + 8 + 8)
+
+
+def test_pooling_reads_groups_and_their_queries_once():
+    inputs, shape = SETTING.inputs(37), SETTING.shape
+    tokens, entries = 9 * 4 * 2 * (8 + 6), 9 * 2 * (8 + 6)
+    last = condense.CCA(group_size=4, window=8)
+    assert pooling_bytes(last, shape, inputs) == 4 * (tokens + entries + 9 * 4 * 8)
+    mean = last.replace(key_pooling="mean", value_pooling="max")
+    assert pooling_bytes(mean, shape, inputs) == 4 * (tokens + entries)
+    streaming = condense.CCA(group_size=4, window=9, summary="streaming")
+    assert pooling_bytes(streaming, shape, inputs) == 4 * (7 * 5 * 2 * (8 + 6) + 28 * 4 * 8)
+
+
+@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+def test_a_step_is_over_the_cache_that_the_method_keeps(method):
+    q, sources = SETTING.step(method, 37, draw=0)
+    k, v = SETTING.normal(2, 38, 8, draw=1), SETTING.normal(2, 38, 6, draw=2)
+    cache = condense.caches.CondensedLayer(method)
+    cache.update(k[:, :, :-1], v[:, :, :-1], query_states=SETTING.normal(4, 37, 8, draw=0), scale=1.0)
+    real, _ = cache.update(k[:, :, -1:], v[:, :, -1:], query_states=q, scale=1.0)
+    assert [x.shape for x in sources[:4]] == [x.shape for x in real[:4]]
+    assert sources.bounds.extents([(0, 1)]) == real.bounds.extents([(0, 1)])
+    groups, exact = oracle.visible(method, 37)
+    assert step_bytes(q, sources) == 4 * ((len(groups) + len(exact)) * 2 * (8 + 6) + 4 * (8 + 6))

@@ -1,0 +1,219 @@
+"""The static layer: what the growing layer computes, in place, within its size, and unchanged by what it refuses.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D width, W ring slots.
+"""
+
+import pytest
+import torch
+from models import tiny
+from torch.testing import assert_close
+
+import condense
+from condense.caches import CondensedLayer, StaticCondensedLayer
+from condense.functional import attend_to
+
+METHODS = tiny.METHODS | {
+    "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
+    "g-1": condense.LCA(group_size=1, window=3),
+    "no-window-streaming": condense.LCA(group_size=5, window=0),
+    "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
+}
+B, H, K, D = 3, 4, 2, 6
+SCALE = 0.7
+EXACT = {"rtol": 0, "atol": 1e-12}
+LENGTH = 400
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def method(request):
+    return request.param
+
+
+def _qkv(L, seed=0, rows=B):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, heads, L, D, generator=generator, dtype=torch.float64) for heads in (H, K, K)]
+
+
+def _read(layer, qkv, counts=None):
+    """Outputs of new tokens ``[B, H, L, D]``; rows with fewer than L get garbage or 0 before their first."""
+    q, k, v = qkv
+    if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1:
+        return layer.step(q, k, v, scale=SCALE, real=None if counts is None else counts > 0)
+    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts)
+    return attend_to(sources, q, scale=SCALE)[0]
+
+
+def _snapshot(layer):
+    return [x.clone() for x in (*layer.state, layer.num_slots)]
+
+
+def _unchanged(layer, snapshot):
+    return all(torch.equal(x, y) for x, y in zip((*layer.state, layer.num_slots), snapshot, strict=True))
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+def test_300_steps_and_chunks_equal_the_growing_layer(method, ragged):
+    static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
+    generator = torch.Generator().manual_seed(3)
+    for seed, L in enumerate((9, *[1] * 60, 30, 1, 2, *[1] * 180, 17, *[1] * 60)):
+        counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
+        qkv = _qkv(L, seed)
+        addresses = None if static.state is None else [x.data_ptr() for x in static.state]
+        got, want = _read(static, qkv, counts), _read(growing, qkv, counts)
+        for row in range(B):
+            n = L if counts is None else int(counts[row])
+            assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
+        assert static.state.seen.tolist() == growing.past.seen.tolist()
+        assert int(static.get_seq_length()) == growing.get_seq_length()
+        assert addresses is None or [x.data_ptr() for x in static.state] == addresses
+
+
+def test_entries_after_chunks_are_those_of_the_growing_layer(method):
+    static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
+    counts = torch.tensor([20, 33, 27])
+    for qkv, n in ((_qkv(33), counts), (_qkv(1, 1), None), (_qkv(12, 2), torch.tensor([12, 0, 5])), (_qkv(1, 3), None)):
+        _read(static, qkv, n)
+        _read(growing, qkv, n)
+    for row, made in enumerate(condense.functional.num_entries(method, growing.past.seen).tolist()):
+        for mine, theirs in zip(static.state[:2], growing.past[:2], strict=True):
+            assert_close(mine[row, :, :made], theirs[row, :, :made], rtol=0, atol=1e-14)
+
+
+def test_reorder_is_in_place(method):
+    static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
+    counts = torch.tensor([20, 33, 27])
+    for layer in (static, growing):
+        layer.reorder_cache(torch.tensor([2, 1, 0]))  # nothing there yet
+        _read(layer, _qkv(33), counts)
+    addresses = [x.data_ptr() for x in static.state]
+    for layer in (static, growing):
+        layer.reorder_cache(torch.tensor([2, 0, 0]))
+    assert [x.data_ptr() for x in static.state] == addresses
+    for i in range(20):
+        assert_close(_read(static, _qkv(1, i)), _read(growing, _qkv(1, i)), **EXACT)
+
+
+def test_reset_is_in_place(method):
+    layer = StaticCondensedLayer(method, LENGTH)
+    layer.reset()
+    _read(layer, _qkv(33))
+    addresses = [x.data_ptr() for x in (*layer.state, layer.num_slots)]
+    layer.reset()
+    assert int(layer.get_seq_length()) == 0
+    assert not any(bool(x.any()) for x in layer.state)
+    fresh = StaticCondensedLayer(method, LENGTH)
+    for L in (21, 1, 1, 5):
+        assert torch.equal(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)))
+    assert [x.data_ptr() for x in (*layer.state, layer.num_slots)] == addresses
+
+
+def test_the_first_tokens_may_come_one_by_one(method):
+    layer = StaticCondensedLayer(method, 40)
+    qkv = _qkv(40)
+    got = torch.cat([_read(layer, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
+    # token by token there is no prompt to look ahead in
+    streaming = method.replace(summary="streaming") if method.looks_ahead else method
+    assert_close(got, condense.attention(*qkv, method=streaming, scale=SCALE), **EXACT)
+
+
+def test_contract():
+    layer = StaticCondensedLayer(tiny.CCA, 50)
+    assert (layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized) == (
+        True,
+        False,
+        False,
+        False,
+    )
+    assert layer.get_seq_length() == 0
+    assert layer.keys is None
+    assert layer.values is None
+    assert layer.get_max_length() == layer.get_max_cache_shape() == 50
+    layer.lazy_initialization(*_qkv(0)[1:])  # as transformers' early_initialization does
+    assert layer.is_initialized
+    assert layer.batch_size == B
+    _read(layer, _qkv(20))
+    assert layer.get_seq_length() == 20
+    assert layer.get_mask_sizes(1) == layer.get_mask_sizes(7) == (50, 0)
+    assert layer.keys.shape == layer.values.shape == (B, K, tiny.G + tiny.W, D)
+
+
+def test_gradients_reach_new_tokens_and_no_graph_is_kept():
+    layer = StaticCondensedLayer(tiny.STREAMING_6, LENGTH)
+    qkv = [x.requires_grad_() for x in _qkv(30)]
+    _read(layer, qkv).sum().backward()
+    assert all(x.grad is not None for x in qkv)
+    assert not any(x.requires_grad for x in layer.state)
+
+
+REFUSED = {
+    "crop": (lambda layer: layer.crop(-1), "cannot take tokens back"),
+    "repeat": (lambda layer: layer.batch_repeat_interleave(2), "keeps its number of rows"),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([0])), "keeps its number of rows"),
+    "offload": (lambda layer: layer.offload(), "stays where it is"),
+    "stock": (lambda layer: layer.update(*_qkv(3)[1:]), "fill: call condense.apply"),
+    "more-rows": (lambda layer: _read(layer, _qkv(2, rows=4)), "wanted 3 rows, for which it was made, got 4"),
+    "more-rows-step": (lambda layer: _read(layer, _qkv(1, rows=4)), "wanted 3 rows, for which it was made, got 4"),
+    "fewer-rows": (lambda layer: _read(layer, _qkv(2, rows=1)), "got 1; make a new cache for another batch"),
+    "dtype": (
+        lambda layer: _read(layer, [x.float() for x in _qkv(1)]),
+        "wanted torch.float64, for which it was made, got torch.float32; .* autocast in all calls or in none",
+    ),
+    "too-many": (
+        lambda layer: _read(layer, _qkv(7)),
+        r"wanted at most 40 tokens \(max_cache_len\), got 34 and 7 more; make it longer, or use a cache that grows",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_and_unchanged(call, message):
+    layer = StaticCondensedLayer(tiny.STREAMING_6, 40)
+    _read(layer, _qkv(34))
+    before = _snapshot(layer)
+    with pytest.raises(ValueError, match=message):
+        call(layer)
+    assert _unchanged(layer, before)
+    want = condense.attention(*_joined(34, 6), method=tiny.STREAMING_6, scale=SCALE)[:, :, 34:]
+    assert_close(_read(layer, _qkv(6, 5)), want, **EXACT)
+
+
+def _joined(first, second):
+    return [torch.cat(xs, dim=2) for xs in zip(_qkv(first), _qkv(second, 5), strict=True)]
+
+
+@pytest.mark.parametrize("L", [1, 3])
+def test_a_full_cache(L):
+    layer = StaticCondensedLayer(tiny.CCA, 40)
+    _read(layer, _qkv(40))
+    before = _snapshot(layer)
+    with pytest.raises(ValueError, match=f"got 40 and {L} more; make it longer"):
+        _read(layer, _qkv(L))
+    assert _unchanged(layer, before)
+
+
+def test_a_prompt_that_does_not_fit_takes_no_memory():
+    layer = StaticCondensedLayer(tiny.CCA, 40)
+    with pytest.raises(ValueError, match="got 0 and 41 more"):
+        _read(layer, _qkv(41))
+    assert not layer.is_initialized
+
+
+def _nbytes(method, length):
+    layer = StaticCondensedLayer(method, length)
+    layer.lazy_initialization(*[torch.zeros(1, 1, 0, 8)] * 2)
+    return sum(x.untyped_storage().nbytes() for x in (*layer.state, layer.num_slots))
+
+
+def _dense_nbytes(length):
+    return length * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("method", [condense.CCA(), condense.LCA(), condense.LCA(rep_bias="log_size")], ids=str)
+def test_bytes_at_128k(method):
+    """(131072 / 16 representatives + 1024 + 16 exact tokens) / 131072 = 7.04 %, and 16 queries for LCA."""
+    assert _nbytes(method, 131072) <= 0.072 * _dense_nbytes(131072)
+
+
+def test_bytes_of_a_short_cache_are_at_most_those_of_tokens_and_their_entries():
+    method = condense.CCA()
+    assert _nbytes(method, 512) <= _dense_nbytes(512) * (1 + 1 / 16) + 8 * 8 * 4

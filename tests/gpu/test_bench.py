@@ -1,0 +1,43 @@
+"""On a CUDA device (collected only there): every row of the kernel benchmark, and a small model."""
+
+import torch
+
+import condense
+from condense.bench import (
+    GPU_BASELINES,
+    HeadShape,
+    KernelPlan,
+    ModelPlan,
+    Setting,
+    bench_kernel,
+    bench_model,
+    random_model,
+)
+
+METHODS = {
+    "cca": condense.CCA(group_size=16, window=256),
+    "lca": condense.LCA(group_size=16, window=256, rep_bias="log_size"),
+}
+
+
+def test_kernel_rows_are_right_and_every_baseline_runs():
+    setting = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
+    content = bench_kernel(KernelPlan(setting, (1024, 4096), METHODS, GPU_BASELINES, budget_s=0.02))
+    assert [row for row in content["rows"] if "error" in row] == []
+    assert content["claims"] is True
+    assert all(row["peak_bytes"] > 0 for row in content["rows"] if row["op"] != "decode")
+    assert all(0 < row["share_of_copy"] < 1.5 for row in content["rows"] if row["op"] == "decode")
+
+
+def test_model_rows_are_right():
+    device = torch.device("cuda")
+    model = random_model("llama-3.1-8b", num_layers=2, dtype=torch.bfloat16, device=device)
+    rows = bench_model(model, ModelPlan((2048,), METHODS, ("dense", "condensed"), steps=4))["rows"]
+    assert [row for row in rows if "error" in row] == []
+    dense, *condensed = rows
+    assert all(row["cache_bytes"] < dense["cache_bytes"] / 2 for row in condensed)
+    assert all(row["peak_bytes"] > weight_bytes(model) for row in rows)
+
+
+def weight_bytes(model):
+    return sum(parameter.nbytes for parameter in model.parameters())

@@ -1,0 +1,100 @@
+"""On a CUDA device (collected only there): replayed graphs and compiled decode give the growing cache's tokens."""
+
+import pytest
+import torch
+from models import tiny
+
+import condense
+
+METHODS = {
+    "cca": condense.CCA(group_size=16, window=64),
+    "streaming": condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size"),
+    "streaming-llm": condense.StreamingLLM(sink=4, window=60),
+}
+# llama on its own layers, and beside dense ones in the same static cache
+CHOICES = {name: (method, None) for name, method in METHODS.items()} | {"one-layer": (METHODS["cca"], (1,))}
+STEPS = 300
+
+
+@pytest.fixture(params=CHOICES.values(), ids=CHOICES)
+def model(request):
+    """Float32 with greedy choices far apart: equal tokens for 300 steps mean equal attention."""
+    method, layers = request.param
+    model = tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
+    return condense.apply(model, method, layers=layers)
+
+
+def _greedy(model, ids, mask, steps=STEPS):
+    return model.generate(ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=1)
+
+
+def _agree(got, want, start, model, mask):
+    """Equal tokens; where they part, the growing cache must have seen a near tie there."""
+    parted = (got != want).any(0).nonzero()
+    if parted.numel() == 0:
+        return
+    at = int(parted[0])
+    assert at > start + 20, f"parted at {at - start}"
+    with torch.no_grad():
+        whole = torch.cat([mask, mask.new_ones(mask.shape[0], at - mask.shape[1])], dim=1)
+        positions = (whole.cumsum(1) - 1).clamp(min=0)
+        logits = model(want[:, :at], attention_mask=whole, position_ids=positions, use_cache=False).logits[:, -1]
+    rows = got[:, at] != want[:, at]
+    gap = logits.gather(1, want[:, at, None]) - logits.gather(1, got[:, at, None])
+    assert float(gap[rows].abs().max()) < 1e-3 * float(logits.abs().max()), f"parted at {at - start}"
+
+
+def test_graph_of_a_padded_batch_and_of_a_second_prompt(model):
+    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
+    for chunk, prompt, real in ((None, ids, mask), (64, tiny.tokens(2, 130, seed=9).cuda(), None)):
+        got = decoder.generate(prompt, real, max_new_tokens=STEPS, chunk=chunk)
+        real = torch.ones_like(prompt) if real is None else real
+        _agree(got, _greedy(model, prompt, real), prompt.shape[1], model, real)
+    assert decoder._graph is not None
+
+
+def test_graph_of_the_stock_model():
+    model = tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
+    ids = tiny.tokens(2, 130, seed=9).cuda()
+    got = condense.GraphDecoder(model, batch_size=2, max_length=512).generate(ids, max_new_tokens=100)
+    _agree(got, _greedy(model, ids, torch.ones_like(ids), 100), 130, model, torch.ones_like(ids))
+
+
+# inductor has advice to give, on TensorFloat32 for one
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled-and-captured"])
+def test_logits_in_bfloat16(compiled):
+    """300 given tokens: a graph's logits are as far from float32's as the growing cache's are."""
+    exact = tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
+    low = tiny.model("llama", torch.bfloat16, max_position_embeddings=1024).to("cuda")
+    ids = tiny.tokens(1, 430, seed=4).cuda()
+    # last queries and weighted keys: no anchor, whose choice is a matter of rounding
+    want, eager = (tiny.logits(condense.apply(m, METHODS["cca"]), ids)[:, 130:] for m in (exact, low))
+    decoder = condense.GraphDecoder(low, batch_size=1, max_length=430, compile=compiled)
+    decoder.prefill(ids[:, :130])
+    got = torch.stack([decoder.step(ids[:, i]) for i in range(130, 430)], dim=1)
+    assert (got - want).abs().mean() <= 1.5 * (eager - want).abs().mean()
+    assert (got - want).abs().max() <= 2 * (eager - want).abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_generate_with_a_static_cache_compiled_by_transformers(model):
+    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (90, 61)]))
+    settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
+    out = model.generate(ids, cache_implementation="static", return_dict_in_generate=True, **settings)
+    assert out.past_key_values.is_compileable
+    assert hasattr(model, "_compiled_call")
+    _agree(out.sequences, _greedy(model, ids, mask, 60), 90, model, mask)
+
+
+def test_a_graph_leaves_the_state_where_the_prompt_left_it():
+    """Warming up and capturing read tokens; none of them may be seen afterwards."""
+    model = condense.apply(tiny.model("llama", torch.float32).to("cuda"), METHODS["cca"])
+    decoder = condense.GraphDecoder(model, batch_size=1, max_length=200)
+    ids = tiny.tokens(1, 90).cuda()
+    decoder.prefill(ids)
+    assert [int(layer.num_slots) for layer in decoder.cache.layers] == [90] * tiny.NUM_LAYERS
+    decoder.step(ids[:, 0])
+    assert [layer.state.seen.tolist() for layer in decoder.cache.layers] == [[91]] * tiny.NUM_LAYERS
+    assert int(decoder._positions) == 91

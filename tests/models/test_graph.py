@@ -1,0 +1,146 @@
+"""GraphDecoder without a GPU: the tokens of generate, prompts one after another, and what it refuses."""
+
+import pytest
+import torch
+from models import tiny
+
+import condense
+
+METHODS = {
+    "llama-cca": ("llama", "cca", None),
+    "gpt2-streaming-6": ("gpt2", "streaming-6", None),
+    "opt-lca": ("opt", "lca", None),
+    "qwen2-one-layer": ("qwen2", "streaming-select-log", (1,)),
+    "stock": ("llama", None, None),
+}
+ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
+IDS, MASK = tiny.left_padded(ROWS)
+NEW = 30
+
+
+def _model(name, method, layers):
+    model = tiny.model(name)
+    return model if method is None else condense.apply(model, tiny.METHODS[method], layers=layers)
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def model(request):
+    return _model(*request.param)
+
+
+@pytest.fixture
+def decoder():
+    return condense.GraphDecoder(_model("llama", "cca", None), batch_size=3, max_length=80)
+
+
+def _wanted(model, ids=IDS, mask=MASK, **kwargs):
+    return tiny.generate(model, ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
+
+
+def test_tokens_of_generate_prompt_after_prompt(model):
+    decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
+    others = tiny.tokens(3, 44, seed=8)
+    addresses = None
+    for chunk in (None, 7):
+        assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=NEW, chunk=chunk), _wanted(model))
+        assert torch.equal(
+            decoder.generate(others, max_new_tokens=NEW, chunk=chunk), _wanted(model, others, torch.ones_like(others))
+        )
+        layers = decoder.cache.layers
+        states = [x.data_ptr() for layer in layers for x in (getattr(layer, "state", None) or (layer.keys,))]
+        assert addresses in (None, states)
+        addresses = states
+
+
+def test_logits_of_prefill_and_steps(model):
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=61)
+    ids = tiny.tokens()
+    want = tiny.logits(model, ids)
+    torch.testing.assert_close(decoder.prefill(ids[:, :20]), want[:, 19], **tiny.EXACT)
+    for i in range(20, 61):
+        torch.testing.assert_close(decoder.step(ids[:, i]), want[:, i], **tiny.EXACT)
+    with pytest.raises(ValueError, match=r"the cache is full: 61 tokens \(max_length\) have been read; make it longer"):
+        decoder.step(ids[:, 0])
+    torch.testing.assert_close(decoder.prefill(ids), want[:, -1], **tiny.EXACT)
+
+
+def test_rows_end(decoder):
+    plain = decoder.generate(IDS, MASK, max_new_tokens=NEW)
+    ends = [int(plain[0, 44]), int(plain[1, 41])]
+    out = decoder.generate(IDS, MASK, max_new_tokens=NEW, eos_token_id=ends)
+    for row, free in zip(out[:, 39:].tolist(), plain[:, 39:].tolist(), strict=True):
+        end = next((i for i, token in enumerate(free) if token in ends), NEW - 1)
+        assert row[: end + 1] == free[: end + 1][: len(row)]
+        assert set(row[end:]) == {free[end]} or end == NEW - 1
+    one = condense.GraphDecoder(decoder.model, batch_size=1, max_length=80)
+    free = one.generate(IDS[:1], max_new_tokens=NEW)
+    first = free[0, 39:].tolist().index(ends[0])
+    assert torch.equal(one.generate(IDS[:1], max_new_tokens=NEW, eos_token_id=ends[0]), free[:, : 40 + first])
+
+
+def test_under_inference_mode(decoder):
+    with torch.inference_mode():
+        first = decoder.generate(IDS, MASK, max_new_tokens=4)
+    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=4), first)
+
+
+def test_no_gradients(decoder):
+    assert not decoder.prefill(IDS, MASK).requires_grad
+    assert not decoder.step(IDS[:, 0]).requires_grad
+
+
+ONES = torch.ones_like(IDS)
+CALLS = {
+    "rows": (lambda d: d.prefill(IDS[:2]), r"input_ids must have shape \(3, tokens\), got \(2, 39\); make another"),
+    "rank": (lambda d: d.prefill(IDS[0]), r"input_ids must have shape \(3, tokens\), got \(39,\)"),
+    "empty": (lambda d: d.prefill(IDS[:, :0]), r"input_ids must have shape \(3, tokens\), got \(3, 0\)"),
+    "long": (lambda d: d.prefill(IDS.repeat(1, 3)), "prompt must fit max_length=80, got 117 tokens; make a longer"),
+    "mask": (lambda d: d.prefill(IDS, MASK[:, 1:]), r"attention_mask must have the shape of input_ids, \(3, 39\), got"),
+    "right": (lambda d: d.prefill(IDS, MASK.flip(1)), "padding must stand on the left"),
+    "chunk": (lambda d: d.prefill(IDS, chunk=0), "chunk must be an integer >= 1, got 0"),
+    "tokens": (lambda d: d.step(IDS[:2, 0]), r"tokens must have shape \(3,\), got \(2,\)"),
+    "new": (lambda d: d.generate(IDS, max_new_tokens=42), "must fit max_length=80, got 39 and 42; make a longer"),
+    "none": (lambda d: d.generate(IDS, max_new_tokens=0), "max_new_tokens must be an integer >= 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_calls_refused_and_unchanged(decoder, call, message):
+    with pytest.raises(ValueError, match="step continues a prompt: call prefill first"):
+        decoder.step(IDS[:, 0])
+    logits = decoder.prefill(IDS, MASK)
+    for _ in range(6):
+        with pytest.raises(ValueError, match=message):
+            call(decoder)
+        logits = decoder.step(logits.argmax(-1))
+    out = torch.cat([_wanted(decoder.model)[:, :45], logits.argmax(-1)[:, None]], dim=1)
+    assert torch.equal(out, _wanted(decoder.model)[:, :46])
+
+
+MODELS = {
+    "linear": (lambda: torch.nn.Linear(2, 2), {}, "must be a decoder-only transformers model .* got Linear"),
+    "headless": (lambda: tiny.model("llama").model, {}, "that can generate, got LlamaModel"),
+    "training": (lambda: tiny.model("llama").train(), {}, "call model.eval"),
+    "sliding": (lambda: tiny.model("mistral-sliding"), {}, "sliding window .* use model.generate"),
+    "positions": (
+        lambda: tiny.model("gpt2"),
+        {"max_length": 129},
+        "must fit the model's 128 learned positions, got 129",
+    ),
+    "batch": (lambda: tiny.model("llama"), {"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+    "length": (lambda: tiny.model("llama"), {"max_length": 1}, "max_length must be an integer >= 2, got 1"),
+}
+
+
+@pytest.mark.parametrize(("make", "sizes", "message"), MODELS.values(), ids=MODELS)
+def test_models_refused(make, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        condense.GraphDecoder(make(), **({"batch_size": 1, "max_length": 60} | sizes))
+
+
+def test_a_prompt_summary_reads_the_prompt_at_once():
+    model = condense.apply(tiny.model("llama"), tiny.CCA.replace(summary="prompt"))
+    decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
+    with pytest.raises(ValueError, match="needs the whole prompt in one forward: leave chunk out"):
+        decoder.prefill(IDS, MASK, chunk=20)
+    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=NEW), _wanted(model))

@@ -1,0 +1,201 @@
+"""One decode step over buffers at fixed addresses: any method, padded and dead rows, the entries of the growing path.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix entries, W and Q ring slots.
+"""
+
+import oracle
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import condense
+from condense.functional import attend_to, extend, num_entries, step_plan
+from condense.ops import StepState, decode_step, resolve_step_backend
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+GRID = {
+    "g-1": condense.LCA(group_size=1, window=3),
+    "g-1-window-0": condense.CCA(group_size=1, window=0, rep_bias="log_size"),
+    "window-0": condense.CCA(group_size=4, window=0),
+    "window-0-streaming": condense.LCA(group_size=4, window=0),
+    "window-below-g": condense.LCA(group_size=7, window=5, rep_bias="log_size"),
+    "more-queries-than-g": condense.LCA(group_size=4, window=6, num_summary_queries=9),
+    "more-queries-than-tokens": condense.LCA(group_size=2, window=1, num_summary_queries=11),
+    "fewer-queries": condense.CCA(group_size=6, window=8, summary="streaming", num_summary_queries=2),
+    "select-max": condense.CCA(group_size=4, window=8, key_pooling="select", value_pooling="max"),
+    "no-scores": condense.CCA(group_size=4, window=8, key_pooling="max", value_pooling="mean"),
+    "no-sinks": condense.StreamingLLM(sink=0, window=9),
+}
+METHODS = oracle.PLANS | GRID
+B, H, K, D, DV = 2, 4, 2, 6, 5
+SCALE = 0.6
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def method(request):
+    return request.param
+
+
+def empty_state(method, length, rows=B, dtype=torch.float64):
+    """Buffers for ``length`` tokens, as `condense.ops.step` describes them."""
+    rule = method.rule
+    W = length if rule.window is None else rule.window + rule.chunk
+    M = int(num_entries(method, torch.tensor(length)))
+    shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.num_summary, D))
+    buffers = [torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes]
+    return StepState(*buffers, torch.zeros(rows, dtype=torch.int64))
+
+
+def take(method, state, qkv, real=None):
+    fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, state), "backend": "torch"}
+    return decode_step(*qkv, state, step_plan(method), scale=SCALE, real=real, **fixed)
+
+
+def entry_bias(method, state):
+    """As a static layer has it: for methods whose entries differ."""
+    return method.prefix_bias(state.prefix_k.shape[2], torch.device("cpu")) if method.pooling is None else None
+
+
+def columns(qkv, start, stop):
+    return [x[:, :, start:stop] for x in qkv]
+
+
+def test_300_steps_equal_the_whole(method):
+    qkv = oracle.random_qkv(B, H, K, 300, D, DV)
+    want = condense.attention(*qkv, method=method, scale=SCALE, backend="reference")
+    state = empty_state(method, 300)
+    addresses = [x.data_ptr() for x in state]
+    got = torch.cat([take(method, state, columns(qkv, i, i + 1)) for i in range(300)], dim=2)
+    torch.testing.assert_close(got, want, **EXACT)
+    assert state.seen.tolist() == [300, 300]
+    assert [x.data_ptr() for x in state] == addresses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
+    """An anchor is a discontinuous choice: what differs in the last bit would part sooner or later."""
+    qkv = [x.to(dtype) for x in oracle.random_qkv(B, H, K, 90, D, DV)]
+    state, past = empty_state(method, 90, dtype=dtype), None
+    for i in range(90):
+        new = columns(qkv, i, i + 1)
+        _, past = extend(method, past, new[1], new[2], new[0], scale=SCALE, backend="torch")
+        take(method, state, new)
+        n = past.prefix_k.shape[2]
+        assert torch.equal(state.prefix_k[:, :, :n], past.prefix_k)
+        assert torch.equal(state.prefix_v[:, :, :n], past.prefix_v)
+    assert n == state.prefix_k.shape[2]
+
+
+@pytest.mark.parametrize("integer", [False, True], ids=["bool", "int"])
+def test_rows_that_are_not_real(method, integer):
+    """Rows pause at random, with NaN in what they are given: they change nothing and get 0."""
+    generator = torch.Generator().manual_seed(5)
+    real = torch.rand(3, 120, generator=generator) < torch.tensor([0.9, 0.5, 0.0])[:, None]
+    qkv = oracle.random_qkv(3, H, K, 120, D, DV)
+    state = empty_state(method, 120, rows=3)
+    outs = []
+    for i in range(120):
+        dead = ~real[:, i]
+        new = [x.masked_fill(dead[:, None, None, None], float("nan")) for x in columns(qkv, i, i + 1)]
+        before = [x[dead].clone() for x in state]
+        outs.append(take(method, state, new, real[:, i].int() if integer else real[:, i]))
+        assert all(torch.equal(x[dead], y) for x, y in zip(state, before, strict=True))
+        assert not outs[-1][dead].any()
+    out = torch.cat(outs, dim=2)
+    for row in range(3):
+        mine = [x[row : row + 1][:, :, real[row]] for x in (*qkv, out)]
+        if mine[0].shape[2]:
+            want = condense.attention(*mine[:3], method=method, scale=SCALE, backend="reference")
+            torch.testing.assert_close(mine[3], want, **EXACT)
+    assert state.seen.tolist() == real.sum(1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["cca", "cca-log_size", "lca-log_size"])
+def test_low_precision_keeps_the_rounding_of_the_growing_path(name, dtype):
+    """Same entries, same keys, one softmax: only the order of sums differs, a unit or two in the last place."""
+    method = METHODS[name]
+    qkv = [x.to(dtype) for x in oracle.random_qkv(B, H, K, 80, D, DV)]
+    state, past = empty_state(method, 80, dtype=dtype), None
+    for i in range(80):
+        new = columns(qkv, i, i + 1)
+        sources, past = extend(method, past, new[1], new[2], new[0], scale=SCALE, backend="torch")
+        want = attend_to(sources, new[0], scale=SCALE, backend="torch")[0]
+        limit = 2 * torch.finfo(dtype).eps * float(want.abs().max())
+        assert float((take(method, state, new) - want).abs().max()) <= limit
+
+
+def test_a_step_too_many_stays_inside():
+    """A compiled step cannot look how full the buffers are: what has no room is dropped, the rest stands."""
+    method = condense.CCA(group_size=2, window=3)
+    qkv = oracle.random_qkv(B, H, K, 60, D, DV)
+    state, larger = empty_state(method, 20), empty_state(method, 60)
+    for i in range(60):
+        out = take(method, state, columns(qkv, i, i + 1))
+        want = take(method, larger, columns(qkv, i, i + 1))
+        assert bool(out.isfinite().all())
+        if i < 20:
+            torch.testing.assert_close(out, want, **EXACT)
+    assert torch.equal(state.prefix_k, larger.prefix_k[:, :, : state.prefix_k.shape[2]])
+
+
+def test_one_graph_for_all_steps(method):
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+
+    plan, qkv = step_plan(method), oracle.random_qkv(B, H, K, 40, D, DV)
+    eager, traced = empty_state(method, 40), empty_state(method, 40)
+    fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, eager), "backend": "torch"}
+
+    def step(q, k, v, real, *state):
+        return decode_step(q, k, v, StepState(*state), plan, scale=SCALE, real=real, **fixed)
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=False)
+    for i in range(40):
+        real = torch.tensor([i % 5 != 0, True])
+        new = columns(qkv, i, i + 1)
+        assert torch.equal(compiled(*new, real, *traced), take(method, eager, new, real))
+    assert all(torch.equal(x, y) for x, y in zip(traced, eager, strict=True))
+    assert counter.frame_count == 1
+
+
+POOLINGS = {
+    "cca": (condense.CCA(), ("weighted", "weighted")),
+    "lca": (condense.LCA(value_pooling="max"), ("select", "max")),
+    "streaming_llm": (condense.StreamingLLM(), ("mean", "mean")),
+    "lm_infinite": (condense.LMInfinite(), ("mean", "mean")),
+    "dense": (condense.Dense(), ("mean", "mean")),
+}
+
+
+@pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
+def test_pooling_says_what_represent_does(method, pooling):
+    assert method.pooling == pooling
+    c = method.rule.chunk
+    k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
+    first = torch.zeros(1, dtype=torch.int64)
+    got = method.represent(k, v, summary.double(), first_chunk=first, scale=0.5, backend="torch")
+    scores = condense.ops.group_scores(summary.double(), k, scale=0.5)
+    want = (condense.ops.pool(x, scores, how=how) for x, how in zip((k, v), pooling, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_plan():
+    plan = step_plan(condense.LCA(group_size=8, window=5, rep_bias="log_size"))
+    assert plan.group_bias == pytest.approx(torch.tensor(8.0).double().log().item(), abs=1e-15)
+    assert (plan.lag, plan.num_summary, plan.key_pooling, plan.value_pooling) == (5, 8, "select", "weighted")
+    assert plan.rule == condense.LCA(group_size=8, window=5).rule
+    assert step_plan(condense.CCA()).group_bias == 0.0
+
+
+def test_backends_of_a_step():
+    plan = step_plan(condense.CCA())
+    cpu = torch.device("cpu")
+    assert resolve_step_backend("auto", cpu, torch.bfloat16, (128, 128), plan) == "torch"
+    assert resolve_step_backend("torch", cpu, torch.float64, (3, 5), plan) == "torch"
+    with pytest.raises(ValueError, match=r"'reference' has no decode step .* use backend='torch'"):
+        resolve_step_backend("reference", cpu, torch.float64, (3, 5), plan)
+    with pytest.raises(ValueError, match=r"^backend must be"):
+        resolve_step_backend("numpy", cpu, torch.float64, (3, 5), plan)
+    with pytest.raises(ValueError, match=r"^backend 'triton' .*; use backend='torch'"):
+        resolve_step_backend("triton", cpu, torch.bfloat16, (128, 128), plan)

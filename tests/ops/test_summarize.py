@@ -1,0 +1,164 @@
+"""`condense.ops.summarize` and `pool_groups` on every backend of a CPU: windows by definition, rows anywhere."""
+
+import pytest
+import torch
+
+import condense
+from condense.functional import extend
+from condense.ops import POOLINGS, Windows, group_scores, pool, pool_groups, summarize
+
+BACKENDS = ["reference", "torch"]
+EXACT = {"rtol": 1e-13, "atol": 1e-13}
+B, H, K, L, D, Q = 2, 6, 2, 23, 5, 7
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def by_definition(q, tail, windows):
+    """Every position of every window, one after another."""
+    out = torch.zeros(B, K, windows.num, D, dtype=q.dtype)
+    for b in range(B):
+        start, before, after = (int(x[b]) for x in windows[:3])
+        for j in range(windows.num):
+            positions = [
+                p for p in range(start + j * windows.stride, start + j * windows.stride + windows.size) if p >= 0
+            ]
+            for head in range(K):
+                queries = []
+                for p in positions:
+                    if p < before:
+                        queries.append(tail[b, head, Q - (before - p)])
+                    elif p < after:
+                        column = L - (after - p)
+                        queries.append(sum(q[b, head * 3 + r, column] for r in range(3)) / 3)
+                out[b, head, j] = sum(queries, torch.zeros(D, dtype=q.dtype)) / max(1, len(positions))
+    return out
+
+
+WINDOWS = {
+    "tiles": Windows(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 4, 4),
+    "last queries": Windows(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 1, 4),
+    "gaps": Windows(numbers(2, 2), numbers(0, 0), numbers(23, 23), 4, 3, 5),
+    "overlap": Windows(numbers(0, 0), numbers(0, 0), numbers(23, 23), 3, 9, 4),
+    "one at the end": Windows(numbers(10, 10), numbers(0, 0), numbers(23, 23), 1, 13, 4),
+    "from the tail": Windows(numbers(15, 15), numbers(20, 20), numbers(43, 43), 5, 6, 4),
+    "only the tail": Windows(numbers(14, 14), numbers(20, 20), numbers(43, 43), 6, 1, 1),
+    "past the end": Windows(numbers(38, 38), numbers(20, 20), numbers(43, 43), 3, 4, 4),
+    "rows apart": Windows(numbers(15, 3), numbers(20, 8), numbers(43, 23), 4, 4, 4),
+    "before the rows' start": Windows(numbers(-3, -12), numbers(0, 0), numbers(23, 17), 3, 10, 4),
+    "rows alike before their start": Windows(numbers(-3, -3), numbers(0, 0), numbers(23, 23), 3, 10, 4),
+    "nothing new in a row": Windows(numbers(15, 14), numbers(20, 20), numbers(43, 20), 6, 1, 1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_summarize(windows, backend):
+    q, tail = draw(B, H, L, D), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
+    torch.testing.assert_close(summarize(q, tail, windows, backend=backend), by_definition(q, tail, windows), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "only the tail"])
+def test_summarize_gradients(name, backend):
+    windows = WINDOWS[name]
+    q, tail = draw(B, H, L, D).requires_grad_(), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
+    weight = draw(B, K, windows.num, D, seed=2)
+    got, want = (
+        torch.autograd.grad((out * weight).sum(), q)
+        for out in (summarize(q, tail, windows, backend=backend), by_definition(q, tail, windows))
+    )
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["tiles", "last queries", "gaps", "overlap", "one at the end", "rows apart"])
+def test_queries_outside_the_windows_do_not_matter(name):
+    windows = WINDOWS[name]
+    q, tail = draw(B, H, L, D), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
+    want = summarize(q, tail, windows, backend="torch")
+    weight = draw(B, K, windows.num, D, seed=2)
+    for b in range(B):
+        start, _, after = (int(x[b]) for x in windows[:3])
+        for p in range(after - L, after):
+            begins = [start + j * windows.stride for j in range(windows.num)]
+            if not any(begin <= p < begin + windows.size for begin in begins):
+                q[b, :, L - (after - p)] = torch.nan
+    assert bool(q.isnan().any())
+    q.requires_grad_()
+    out = summarize(q, tail, windows, backend="torch")
+    assert torch.equal(out, want)
+    (grad,) = torch.autograd.grad((out * weight).sum(), q)
+    assert bool((grad[q.isnan()] == 0).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend):
+    """So that a cache may keep mean queries: the same, to the bit, whether they come from the tail or are new."""
+    q = draw(B, H, L, D, dtype=dtype)
+    none = q.new_empty(B, K, 0, D)
+    each = summarize(q, none, Windows(numbers(0, 0), numbers(0, 0), numbers(L, L), L, 1, 1), backend=backend)
+    means = each.to(dtype)
+    assert each.dtype == torch.float32
+    assert torch.equal(means.float(), each)
+    assert bool(((each - q.float().unflatten(1, (K, 3)).mean(2)).abs() > 0).any())
+    windows = Windows(numbers(1, 1), numbers(0, 0), numbers(L, L), 5, 4, 4)
+    whole = summarize(q, none, windows, backend=backend)
+    later = windows._replace(before=numbers(7, 7))
+    assert torch.equal(summarize(q[:, :, 7:], means[:, :, :7], later, backend=backend), whole)
+    torch.testing.assert_close(whole, means[:, :, 1:21].float().unflatten(2, (5, 4)).mean(3), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", POOLINGS)
+@pytest.mark.parametrize("start", [(2, 2), (0, 5)], ids=["rows alike", "rows apart"])
+def test_pool_groups_is_scores_and_pooling_of_each_row(start, how, backend):
+    k, v, summary = draw(2, 3, 20, 4), draw(2, 3, 20, 6, seed=1), draw(2, 3, 5, 4, seed=2)
+    key, value = pool_groups(
+        k, v, summary, start=numbers(*start), num_groups=5, group_size=3, scale=0.3,
+        key_pooling=how, value_pooling="weighted", backend=backend,
+    )  # fmt: skip
+    for b, first in enumerate(start):
+        groups_k, groups_v = (x[b : b + 1, :, first : first + 15].unflatten(2, (5, 3)) for x in (k, v))
+        scores = group_scores(summary[b : b + 1], groups_k, scale=0.3)
+        torch.testing.assert_close(key[b : b + 1], pool(groups_k, scores, how=how), **EXACT)
+        torch.testing.assert_close(value[b : b + 1], pool(groups_v, scores, how="weighted"), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
+    k = draw(1, 2, 10, 4)
+    for how in POOLINGS:
+        key, value = pool_groups(
+            k.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1)[..., :0], draw(2, 2, 4, 4), start=numbers(0, 3),
+            num_groups=4, group_size=3, scale=1.0, key_pooling=how, value_pooling=how, backend=backend,
+        )  # fmt: skip
+        assert bool(key.isfinite().all())
+        assert value.shape == (2, 2, 4, 0)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_represent_of_chunks_is_represent_of_the_band(group):
+    method = condense.LCA(group_size=group)
+    k, v, summary = draw(2, 2, 3 * group, 4), draw(2, 2, 3 * group, 5, seed=1), draw(2, 2, 3, 4, seed=2)
+    keywords = {"first_chunk": numbers(0, 0), "scale": 0.4, "backend": "torch"}
+    whole = method.represent_band(k, v, numbers(0, 0), 3, summary, **keywords)
+    chunks = method.represent(k.unflatten(2, (3, group)), v.unflatten(2, (3, group)), summary, **keywords)
+    assert all(torch.equal(x, y) for x, y in zip(whole, chunks, strict=True))
+
+
+def test_extend_with_the_groups_own_last_queries_looks_at_no_other():
+    method = condense.CCA(group_size=4, window=3)
+    q, k, v = draw(1, 4, 21, 4), draw(1, 2, 21, 4, seed=1), draw(1, 2, 21, 4, seed=2)
+    want, _ = extend(method, None, k, v, q, scale=0.5)
+    q[:, :, [i for i in range(21) if i % 4 != 3]] = torch.nan
+    got, past = extend(method, None, k, v, q, scale=0.5)
+    assert torch.equal(got.prefix_k, want.prefix_k)
+    assert torch.equal(got.prefix_v, want.prefix_v)
+    assert past.summary_q.shape == (1, 2, 0, 4)

@@ -1,0 +1,242 @@
+"""The summary and pooling kernels: interpreted in float32 on a CPU, every dtype and width on a GPU.
+
+Held to the float64 reference by twice the error of the torch backend in the same dtype.
+"""
+
+import itertools
+
+import pytest
+import torch
+from budget import band, errors
+
+import condense
+from condense.functional import extend
+from condense.ops import POOLINGS, Windows, pool_groups, summarize
+from condense.ops.checks import MAX_POOLING_WIDTH, POOLING_DTYPES
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = POOLING_DTYPES if DEVICE == "cuda" else [torch.float32]
+WIDTHS = [(24, 16), (16, 40), (80, 80), (40, 0), (16, 1)]
+if DEVICE == "cuda":
+    WIDTHS += [(64, 64), (96, 64), (128, 128), (192, 128), (256, 256), (288, 256), (576, 0), (576, 512), (1024, 1024)]
+
+
+def tensors(*shapes, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def check(run, low, weights):
+    """Results and gradients of ``run(backend, *inputs)`` within the budget. weights: gradients of the results."""
+    dtype = low[0].dtype
+    lanes = {
+        "reference": [x.double().requires_grad_() for x in low],
+        "torch": [x.to(DEVICE).requires_grad_() for x in low],
+        "triton": [x.to(DEVICE).requires_grad_() for x in low],
+    }
+    results = {}
+    for backend, inputs in lanes.items():
+        outs = [x for x in run(backend, *inputs) if x.numel()]
+        back = [weight.to(x) for x, weight in zip(outs, weights, strict=True)]
+        grads = torch.autograd.grad(outs, inputs, back, allow_unused=True, materialize_grads=True)
+        results[backend] = [x.detach().cpu() for x in (*outs, *grads)]
+    assert all(x.dtype == y.dtype for x, y in zip(results["triton"], results["torch"], strict=True))
+    for want, yardstick, got in zip(*results.values(), strict=True):
+        if want.numel():
+            assert bool((errors(got, want) <= 2 * errors(yardstick, want) + band(want, dtype)).all())
+
+
+def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted"):
+    B, N = len(start), max(start) + g * G + 2
+    scored = bool({"weighted", "select"} & {keys, values})
+    low = tensors((B, K, N, D), (B, K, N, Dv), dtype=dtype)
+    # the summary is float32 whatever the dtype of keys: see to it that all backends choose by the same numbers
+    summary = tensors((B, K, G, D), dtype=torch.float32, seed=1)
+
+    def run(backend, k, v, qbar=None):
+        return pool_groups(
+            k, v, qbar, start=numbers(*start), num_groups=G, group_size=g, scale=D**-0.5,
+            key_pooling=keys, value_pooling=values, backend=backend,
+        )  # fmt: skip
+
+    weights = tensors((B, K, G, D), (B, K, G, Dv), dtype=dtype, seed=2)[: 2 if Dv else 1]
+    check(run, low + summary * scored, weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("keys", "values"), list(itertools.product(POOLINGS, POOLINGS)))
+def test_every_pair_of_poolings(keys, values, dtype):
+    check_pooling(dtype, keys=keys, values=values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("g", [1, 3, 7, 16, 20])
+@pytest.mark.parametrize("start", [(2, 2), (0, 5)], ids=["rows alike", "rows apart"])
+def test_every_group_size(g, start, dtype):
+    check_pooling(dtype, g=g, G=9, start=start, keys="select")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("g", [256, 1000] if DEVICE == "cuda" else [256])
+def test_long_groups(g, dtype):
+    """Sums over many tokens must not lose more than PyTorch's."""
+    check_pooling(dtype, g=g, G=2, K=1, start=(3,), keys="select")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("D", "Dv"), WIDTHS)
+@pytest.mark.parametrize("how", POOLINGS)
+def test_every_width(how, D, Dv, dtype):
+    check_pooling(dtype, D=D, Dv=Dv, keys=how, values=how)
+
+
+# before and after are tokens read, start is where window 0 begins: row by row
+ROWS = {
+    "fresh": ((3, 3), (0, 0), (37, 37)),
+    "fresh, left padding": ((3, 3), (0, 0), (37, 29)),
+    "chunk": ((17, 17), (20, 20), (57, 57)),
+    "chunk, rows apart": ((18, 11), (20, 14), (57, 40)),
+    "before the row's start": ((-7, 2), (0, 0), (37, 29)),
+}
+
+
+def check_summaries(dtype, rows, *, R=3, D=24, Q=6, S=4, stride=4, G=6):
+    K, L = 2, 37
+    windows = Windows(*(numbers(*x) for x in rows), G, S, stride)
+    B = len(rows[0])
+    tail = tensors((B, K, Q if max(rows[1]) else 0, D), dtype=dtype, seed=1)[0]
+
+    def run(backend, q):
+        return (summarize(q, tail.to(q), windows, backend=backend),)
+
+    check(run, tensors((B, R * K, L, D), dtype=dtype), tensors((B, K, G, D), dtype=torch.float32, seed=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("size", [1, 3, 4, 13])
+def test_every_window(rows, size, dtype):
+    check_summaries(dtype, rows, S=size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_queries_than_the_windows_apart(dtype):
+    check_summaries(dtype, ((0, -11), (0, 0), (37, 25)), S=40, stride=3, G=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("R", [1, 2, 4, 7, 12])
+def test_every_ratio(R, dtype):
+    check_summaries(dtype, ROWS["chunk, rows apart"], R=R)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", sorted({D for D, _ in WIDTHS}))
+def test_every_width_of_a_summary(D, dtype):
+    check_summaries(dtype, ROWS["fresh"], D=D, R=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [2, 7, 16, 33])
+def test_ties_go_to_the_lowest_position(size, dtype):
+    one, summary = tensors((2, 2, 3, 1, 40), (2, 2, 3, 40), dtype=dtype)
+    k = one.expand(-1, -1, -1, size, -1).flatten(2, 3).to(DEVICE)
+    v = torch.arange(size).to(k).repeat(3)[:, None].expand(2, 2, -1, 16)
+    _, value = pool_groups(
+        k, v, summary.float().to(DEVICE), start=numbers(0, 0), num_groups=3, group_size=size, scale=0.3,
+        key_pooling="weighted", value_pooling="select", backend="triton",
+    )  # fmt: skip
+    assert bool((value == 0).all())
+
+
+def test_equal_largest_numbers_share_the_gradient():
+    k = torch.tensor([1.0, 4.0, 4.0, 2.0, 4.0, -1.0, 0.0])[:, None].repeat(1, 16).expand(1, 1, -1, -1)
+    k = k.to(DEVICE, DTYPES[0]).requires_grad_()
+    key, _ = pool_groups(
+        k, k[..., :0], None, start=numbers(1), num_groups=1, group_size=5, scale=1.0,
+        key_pooling="max", value_pooling="mean", backend="triton",
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(key.sum() * 6, k)
+    assert grad[0, 0, :, 0].tolist() == [0, 2, 2, 0, 2, 0, 0]
+
+
+def both(k, v, q, start, *, g=4, G=3):
+    """Summaries of the groups' own queries, then representatives; gradients of k, v and q."""
+    windows = Windows(numbers(0, 0), numbers(0, 0), q.shape[2] - start, G, g, g)
+    summary = summarize(q, k[:, :, :0].detach(), windows, backend="triton")
+    out = pool_groups(
+        k, v, summary, start=start, num_groups=G, group_size=g, scale=0.2,
+        key_pooling="select", value_pooling="weighted", backend="triton",
+    )  # fmt: skip
+    return [*out, *torch.autograd.grad(sum(x.float().square().sum() for x in out), (k, v, q))]
+
+
+def leaves(dtype):
+    return [x.to(DEVICE).requires_grad_() for x in tensors((2, 2, 19, 24), (2, 2, 19, 40), (2, 4, 19, 24), dtype=dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_of_no_group_do_not_matter(dtype):
+    """NaN before and behind the groups changes no bit, and gets no gradient."""
+    start, inputs = numbers(6, 2), leaves(dtype)
+    want = both(*inputs, start)
+    outside = torch.ones(2, 1, 19, 1, dtype=torch.bool)
+    outside[0, :, 6:18], outside[1, :, 2:14] = False, False
+    outside = outside.to(DEVICE)
+    poisoned = [x.detach().masked_fill(outside, torch.nan).requires_grad_() for x in inputs]
+    got = both(*poisoned, start)
+    assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
+    for x in got[2:]:
+        assert bool((x.masked_fill(~outside, 0) == 0).all())
+
+
+def test_inputs_of_any_layout():
+    start, inputs = numbers(6, 2), leaves(DTYPES[0])
+    want = both(*inputs, start)
+    heads_last = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
+    across = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs]
+    for other in (heads_last, across):
+        assert all(torch.equal(x, y) for x, y in zip(want, both(*other, start), strict=True))
+
+
+def test_repeats_are_bit_equal():
+    start, inputs = numbers(6, 2), leaves(DTYPES[0])
+    first = both(*inputs, start)
+    for _ in range(50 if DEVICE == "cuda" else 2):
+        assert all(torch.equal(x, y) for x, y in zip(first, both(*inputs, start), strict=True))
+
+
+@pytest.mark.parametrize("summary", ["last", "streaming"])
+@pytest.mark.parametrize("queries", [None, 3, 11])
+def test_chunks_give_what_one_call_gives(summary, queries):
+    """The same representatives to the bit, with left padding, however the tokens arrive."""
+    method = condense.CCA(group_size=4, window=6, summary=summary, num_summary_queries=queries)
+    q, k, v = (x.to(DEVICE) for x in tensors((2, 6, 40, 24), (2, 2, 40, 24), (2, 2, 40, 16), dtype=DTYPES[0]))
+    keywords = {"scale": 0.2, "backend": "triton"}
+    whole, _ = extend(method, None, k, v, q, counts=numbers(40, 33), **keywords)
+    past = None
+    for lo, hi in itertools.pairwise([0, 13, 26, 27, 28, 40]):
+        parts = (x[:, :, lo:hi] for x in (k, v, q))
+        sources, past = extend(method, past, *parts, counts=(numbers(40, 33) - 40 + hi).clamp(0, hi - lo), **keywords)
+    # the shorter row's surplus entries are seen by nobody
+    for x, y in zip(sources[:2], whole[:2], strict=True):
+        assert torch.equal(x[0], y[0])
+        num = 8 if summary == "last" else 6
+        assert torch.equal(x[1, :, :num], y[1, :, :num])
+
+
+def test_what_triton_cannot_pool_is_named():
+    k = torch.zeros(1, 1, 8, 16, dtype=torch.float64, device=DEVICE)
+    settings = {
+        "start": numbers(0), "num_groups": 2, "group_size": 4, "scale": 1.0, "key_pooling": "mean",
+        "value_pooling": "mean", "backend": "triton",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"^backend 'triton' pools .*float32, got torch.float64; use backend='torch'"):
+        pool_groups(k, k, None, **settings)
+    wide = torch.zeros(1, 1, 8, MAX_POOLING_WIDTH + 1, device=DEVICE)
+    with pytest.raises(ValueError, match=r"^backend 'triton' pools head widths up to 1024, got \(1025, 16\)"):
+        pool_groups(wide, k.float(), None, **settings)
