@@ -92,7 +92,7 @@ class Method(MethodConfig):
         self,
         band_k: Tensor,
         band_v: Tensor,
-        start: Tensor,
+        start: Tensor | int,
         num_chunks: int,
         summary: Tensor | None,
         *,
@@ -102,9 +102,9 @@ class Method(MethodConfig):
     ) -> tuple[Tensor, Tensor]:
         """`represent` of the chunks that stand one after another in the band from column ``start[b]`` on.
 
-        band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, start int64 CPU ``[B]``. This is what `condense.functional`
-        calls; a method whose kernels find the chunks themselves overrides it and saves the copy that rows of
-        different lengths need.
+        band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, start int64 CPU ``[B]`` or the same for all. This is what
+        `condense.functional` calls; a method whose kernels find the chunks themselves overrides it and saves the
+        copy that rows of different lengths need.
         """
         k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (band_k, band_v))
         return self.represent(k, v, summary, first_chunk=first_chunk, scale=scale, backend=backend)

@@ -93,11 +93,10 @@ class GroupPooling(Method):
         self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
-        start = torch.zeros(k.shape[0], dtype=torch.int64)
         return self.represent_band(
             k.flatten(2, 3),
             v.flatten(2, 3),
-            start,
+            0,
             k.shape[2],
             summary,
             first_chunk=first_chunk,
@@ -109,7 +108,7 @@ class GroupPooling(Method):
         self,
         band_k: Tensor,
         band_v: Tensor,
-        start: Tensor,
+        start: Tensor | int,
         num_chunks: int,
         summary: Tensor | None,
         *,

@@ -49,10 +49,10 @@ def append_prefix(old: Tensor, new: Tensor, start: Tensor, stop: Tensor) -> Tens
     return wide.scatter(2, index.expand_as(new), new)[:, :, : int(stop.max())]
 
 
-def chunks(band: Tensor, start: Tensor, G: int, c: int) -> Tensor:
-    """``[B, K, G, c, D]``: G chunks of c band columns from column ``start[b]`` on."""
-    first = int(start[0])
-    if bool((start == first).all()):
+def chunks(band: Tensor, start: Tensor | int, G: int, c: int) -> Tensor:
+    """``[B, K, G, c, D]``: G chunks of c band columns from column ``start[b]`` on, or from the same one in all rows."""
+    first = start if isinstance(start, int) else int(start[0])
+    if isinstance(start, int) or bool((start == first).all()):
         return band[:, :, first : first + G * c].unflatten(2, (G, c))
     column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device, non_blocking=True)
     index = column[:, None, :, None].expand(-1, band.shape[1], -1, band.shape[3])

@@ -113,7 +113,7 @@ def pool_groups(
     v: Tensor,
     summary: Tensor | None,
     *,
-    start: Tensor,
+    start: Tensor | int,
     num_groups: int,
     group_size: int,
     scale: float,
@@ -124,9 +124,9 @@ def pool_groups(
     """Representative key and value ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of G groups of c tokens.
 
     k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j of row b holds columns ``[start[b] + c * j,
-    start[b] + c * (j + 1))``, start int64 CPU ``[B]``, >= 0. summary ``[B, K, G, D]`` float32 or wider weighs the
-    groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see `pool`) asks
-    for scores. What a group past the band's end gives is finite and means nothing.
+    start[b] + c * (j + 1))``, start int64 CPU ``[B]`` or the same for all, >= 0. summary ``[B, K, G, D]`` float32 or
+    wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see
+    `pool`) asks for scores. What a group past the band's end gives is finite and means nothing.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     chosen = resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))
@@ -166,9 +166,9 @@ def decode_step(
     Returns ``[B, H, 1, Dv]``.
     """
     if backend == "triton":
-        from condense.ops import triton_step  # type: ignore[attr-defined]
+        from condense.ops import triton_step
 
-        return triton_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent)
+        return triton_step.step(q, k, v, state, plan, scale=scale, real=real)
     return torch_step.step(q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias)
 
 

@@ -20,6 +20,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # the pooling kernels loop over a group's tokens: any group size, any width up to a row that fits in registers
 POOLING_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_POOLING_WIDTH = 1024
+MAX_STEP_WIDTH = 256
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -137,12 +138,13 @@ def resolve_step_backend(
         return backend
     if backend == "reference":
         raise ValueError("backend 'reference' has no decode step over a static cache; use backend='torch'")
-    if importlib.util.find_spec("condense.ops.triton_step") is None:
-        obstacle: str | None = "has no decode step in this version"
-    elif plan.key_pooling is None:
+    obstacle = _triton_absence(device)
+    if obstacle is None and plan.key_pooling is None:
         obstacle = "knows no method that makes its entries itself"
-    else:
-        obstacle = _triton_obstacle(device, dtype, widths, 0.0)
+    if obstacle is None and dtype not in TRITON_DTYPES:
+        obstacle = f"takes {', '.join(map(str, TRITON_DTYPES))}, got {dtype}"
+    if obstacle is None and max(widths) > MAX_STEP_WIDTH:
+        obstacle = f"decodes head widths up to {MAX_STEP_WIDTH}, got {widths}"
     if backend == "auto":
         return "triton" if obstacle is None and device.type == "cuda" else "torch"
     if obstacle is not None:

@@ -30,11 +30,21 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
     if lo >= 0 and stride > S:
         # queries between the windows are never read
-        return head_mean(new.unfold(2, S, stride), K).mean(-1, dtype=wide)
+        return _mean([head_mean(new[:, :, s::stride][:, :, :G], K) for s in range(S)], wide)
     means = head_mean(new, K)
     if lo < 0:
         means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
-    return means.unfold(2, S, stride).mean(-1, dtype=wide)
+    if stride == S:
+        return means.unfold(2, S, stride).mean(-1, dtype=wide)
+    return _mean([means[:, :, s::stride][:, :, :G] for s in range(S)], wide)
+
+
+def _mean(queries: list[Tensor], wide: torch.dtype) -> Tensor:
+    """Mean of S tensors, one after the other, as `condense.ops.torch_step` does: the same entries to the bit."""
+    total = queries[0].to(wide)
+    for other in queries[1:]:
+        total = total + other
+    return total / len(queries)
 
 
 def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:

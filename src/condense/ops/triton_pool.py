@@ -184,7 +184,7 @@ def pool_groups(
     k: Tensor,
     v: Tensor,
     summary: Tensor | None,
-    start: Tensor,
+    start: Tensor | int,
     num_groups: int,
     group_size: int,
     scale: float,
@@ -192,9 +192,11 @@ def pool_groups(
     value_pooling: str,
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.pool_groups`."""
-    columns = start.tolist()
+    columns = [start] if isinstance(start, int) else start.tolist()
     earliest, latest = min(columns), max(columns)
-    place = latest if earliest == latest else start.to(torch.int32).to(k.device, non_blocking=True)
+    place = start
+    if isinstance(start, Tensor):
+        place = latest if earliest == latest else start.to(torch.int32).to(k.device, non_blocking=True)
     settings = _Settings(num_groups, group_size, earliest, latest, scale, key_pooling, value_pooling)
     with torch.cuda.device_of(k):
         out: tuple[Tensor, Tensor] = _Pool.apply(k, v, summary, place, settings)

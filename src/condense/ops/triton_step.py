@@ -1,0 +1,224 @@
+"""One decode step over a fixed-address condensed cache in Triton: two kernels, no wait for the host, no atomics.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W ring slots, Q summary queries,
+S splits, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
+
+if TYPE_CHECKING:
+    from condense.ops.step import StepPlan, StepState
+
+_LOG2E = math.log2(math.e)
+_NEVER = 2**31 - 1
+_MAX_WIDTH, _MAX_LATENT = 256, 512
+# fewer columns cannot be shared out to four warps, which would all compute the whole tile
+_MIN_TILE = 32
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: StepState,
+    plan: StepPlan,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+    latent: int = 0,
+) -> Tensor:
+    """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.step.StepState`; bfloat16,
+    float16 or float32, one dtype; K divides H; any strides, the state's last dimensions contiguous. ``real`` bool
+    or integer ``[B]``: rows without a token are not touched and give 0 (None: all have one).
+    latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
+    the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
+    Entries beyond the capacity are dropped and never seen: ``seen`` is on the device, where nobody can raise.
+    Raises ValueError for a device without kernels, another dtype, more than one entry per chunk, a width above 256
+    (512 of a latent) and a state that does not fit.
+    """
+    _check(q, k, v, state, plan, real, latent)
+    rule = plan.rule
+    out: Tensor = _step(
+        q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary,
+        plan.key_pooling, plan.value_pooling, plan.group_bias, scale, latent,
+    )  # fmt: skip
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, real: Tensor | None, latent: int) -> None:
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"the Triton step needs a CUDA device, got {q.device.type}; use the torch step")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"the Triton step takes bfloat16, float16 or float32, got {q.dtype}; use the torch step")
+    if plan.rule.entries != 1:
+        raise ValueError(f"the Triton step makes one entry per chunk, got {plan.rule.entries}; use the torch step")
+    if None in (plan.key_pooling, plan.value_pooling) and plan.rule.max_chunks != 0:
+        raise ValueError("the Triton step makes entries by key_pooling and value_pooling, got None; use the torch step")
+    D, Dv = k.shape[3], v.shape[3]
+    if latent and not (0 < latent < D and latent <= _MAX_LATENT and D - latent <= _MAX_WIDTH and Dv == 0):
+        raise ValueError(
+            f"latent must be up to {_MAX_LATENT} columns of the keys, with up to {_MAX_WIDTH} others and values of "
+            f"width 0, got {latent} of {D} and values of width {Dv}; use the torch step"
+        )
+    if not latent and not all(1 <= width <= _MAX_WIDTH for width in (D, Dv)):
+        raise ValueError(f"the Triton step takes widths up to {_MAX_WIDTH}, got {D} and {Dv}; use the torch step")
+    B, K, M, W = k.shape[0], k.shape[1], state.prefix_k.shape[2], state.ring_k.shape[2]
+    wanted = {
+        "k": (k, (B, K, 1, D)),
+        "v": (v, (B, K, 1, Dv)),
+        "q": (q, (B, q.shape[1] // K * K, 1, D)),
+        "prefix_k": (state.prefix_k, (B, K, M, D)),
+        "prefix_v": (state.prefix_v, (B, K, M, Dv)),
+        "ring_k": (state.ring_k, (B, K, W, D)),
+        "ring_v": (state.ring_v, (B, K, W, Dv)),
+        "ring_q": (state.ring_q, (B, K, plan.num_summary, D)),
+    }
+    for name, (x, shape) in wanted.items():
+        if x.shape != shape or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must be {shape} in {q.dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
+            )
+    if state.seen.shape != (B,) or state.seen.dtype != torch.int64 or state.seen.device != q.device:
+        raise ValueError(f"seen must be int64 of shape ({B},) on {q.device}, got {state.seen}")
+    if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
+        raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
+    for name, x in zip(state._fields, state[:-1], strict=False):
+        if x.stride(3) != 1 and x.shape[3] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
+
+
+def _split_width(width: int) -> tuple[int, int]:
+    """A power of two and what is left: 80 is 64 + 16, 192 is 128 + 64."""
+    first = min(width, max(_MIN_TILE, 1 << (width.bit_length() - 1)))
+    return first, width - first
+
+
+def _padded(width: int) -> int:
+    """Columns of the tile that holds a width."""
+    return max(_MIN_TILE, int(triton.next_power_of_2(width)))
+
+
+def _widths(D: int, Dv: int, latent: int) -> dict[str, int]:
+    (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (_split_width(D), _split_width(Dv))
+    return {
+        "D0": D0, "D1": D1, "P0": _padded(D0), "P1": _padded(D1),
+        "V0": V0, "V1": V1, "U0": _padded(V0), "U1": _padded(V1),
+    }  # fmt: skip
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class _Tiles(NamedTuple):
+    """Most rows, and keys per tile; warps, stages; programs wanted per multiprocessor; reduce started up early."""
+
+    rows: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    waves: int
+    early: bool
+
+
+def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
+    """The shipped table, by the wider of keys and values; neither length nor capacity is part of the choice."""
+    if not q.is_cuda:  # the interpreter
+        return _Tiles(64, 16, 4, 1, 1, False)
+    if q.dtype == torch.float32:  # multiplied without tensor cores, whole rows in registers: more warps, small tiles
+        return _Tiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2, False)
+    if latent:  # a program's output is up to 512 columns wide, so few splits
+        return _Tiles(32 if latent > 256 else 64, 32, 8, 3, 1, False)
+    return _Tiles(64, 64 if width <= 128 else 32, 4, 3, 2, False)
+
+
+def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
+    """Splits that share the keys, by capacity, plus the one with the new token."""
+    wanted = tiles.waves * _num_sms(q.device) // programs if q.is_cuda else 2
+    return 1 + max(1, min(wanted, triton.cdiv(capacity, tiles.BN)))
+
+
+def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, S, Dv]`` and log-sum-exp ``[B, H, S]`` of every split."""
+    B, H = q.shape[:2]
+    part = torch.empty(B, H, S, Dv, dtype=torch.float32, device=q.device)
+    return part, torch.empty(B, H, S, dtype=torch.float32, device=q.device)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """The last dimension contiguous, as the kernels read whole rows."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@torch.library.custom_op("condense::step", mutates_args=("prefix_k", "prefix_v", "ring_k", "ring_v", "ring_q", "seen"))
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix_k: Tensor,
+    prefix_v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    ring_q: Tensor,
+    seen: Tensor,
+    real: Tensor | None,
+    chunk: int,
+    window: int | None,
+    max_chunks: int | None,
+    lag: int,
+    num_summary: int,
+    key_pooling: str | None,
+    value_pooling: str | None,
+    group_bias: float,
+    scale: float,
+    latent: int,
+) -> Tensor:
+    q, k, v = (_dense_rows(x) for x in (q, k, v))
+    (B, H, _, D), K, Dv = q.shape, k.shape[1], latent or v.shape[3]
+    R, M, W = H // K, prefix_k.shape[2], ring_k.shape[2]
+    tiles = _tiles(q, max(D, Dv), latent)
+    BR = min(tiles.rows, max(16, int(triton.next_power_of_2(R))))
+    row_tiles = triton.cdiv(R, BR)
+    S = _num_splits(q, row_tiles * B * K, M + W, tiles)
+    part, lse = _scratch(q, S, Dv)
+    out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=q.device)
+    # kernels start on the current device, which need not be the tensors' in a model spread over several
+    with torch.cuda.device_of(q):
+        step_split_kernel[S, row_tiles, B * K](
+            q, k, v, prefix_k, prefix_v, ring_k, ring_v, ring_q, seen, seen if real is None else real, part, lse,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
+            *ring_q.stride()[:3], K, R, W, num_summary, chunk,
+            _NEVER if window is None else window, min(_NEVER if max_chunks is None else max_chunks, M), lag,
+            scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
+            LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )  # fmt: skip
+        BC = min(64, _padded(Dv))
+        step_reduce_kernel[triton.cdiv(Dv, BC), B * H](
+            part, lse, out, seen, seen if real is None else real, H, S,
+            DV=Dv, BC=BC, BS=64, HAS_REAL=real is not None, EARLY=tiles.early,
+            **({"launch_pdl": True} if tiles.early else {}),
+        )  # fmt: skip
+    return out
+
+
+@_step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    latent = args[-1]
+    return q.new_empty(*q.shape[:3], latent or v.shape[3])

@@ -1,0 +1,411 @@
+"""The decode step against the oracle: interpreted in float32 on a CPU, compiled for every dtype on a GPU."""
+
+import dataclasses
+import math
+import warnings
+from contextlib import contextmanager
+
+import oracle
+import pytest
+import torch
+from budget import band, errors
+
+import condense
+from condense.functional import attend_to, extend
+from condense.ops import UniformRule, triton_step
+from condense.ops.step import StepPlan, StepState
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def plan_of(method):
+    bias = math.log(method.group_size) if getattr(method, "rep_bias", "none") == "log_size" else 0.0
+    poolings = (getattr(method, f"{name}_pooling", "select") for name in ("key", "value"))
+    return StepPlan(method.rule, method.lag, method.num_summary, *poolings, bias)
+
+
+def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
+    """Room for ``tokens`` per row, NaN in every slot."""
+    rule = method.rule
+    M = rule.visible_entries(tokens // rule.chunk) + spare
+    W = tokens if rule.window is None else min(tokens, rule.window + rule.chunk + spare)
+    sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.num_summary, D))
+    slots = (torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes)
+    return StepState(*slots, torch.zeros(B, dtype=torch.int64, device=DEVICE))
+
+
+def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
+    """Every token one step; ``arrivals`` bool ``[steps, B]`` says who has one in a step. Outputs ``[B, H, L, Dv]``."""
+    B, H, L, D = q.shape
+    scale = D**-0.5 if scale is None else scale
+    out = q.new_full((B, H, L, latent or v.shape[3]), torch.nan)
+    for step in range(L if arrivals is None else len(arrivals)):
+        real = torch.ones(B, dtype=torch.bool, device=q.device) if arrivals is None else arrivals[step].to(q.device)
+        at = state.seen.clamp(max=L - 1)
+        rows = torch.arange(B, device=q.device)
+        now = [x[rows, :, at][:, :, None].clone() for x in (q, k, v)]
+        for x in now:
+            x[~real] = torch.nan
+        result = triton_step.step(
+            *now, state, plan_of(method), scale=scale, real=None if arrivals is None else real, latent=latent
+        )
+        assert bool((result[~real] == 0).all())
+        out[rows[real], :, at[real]] = result[real][:, :, 0]
+    return out
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch(monkeypatch):
+    """What a split does not write must not be read."""
+    original = triton_step._scratch
+    monkeypatch.setattr(triton_step, "_scratch", lambda *args: tuple(x.fill_(torch.nan) for x in original(*args)))
+
+
+CASES = {
+    "dense": condense.Dense(),
+    "streaming_llm": condense.StreamingLLM(sink=3, window=11),
+    "streaming_llm-no-sink": condense.StreamingLLM(sink=0, window=5),
+    "cca": condense.CCA(group_size=4, window=9),
+    "cca-window0": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
+    "cca-g1": condense.CCA(group_size=1, window=3),
+    "cca-g20": condense.CCA(group_size=20, window=5),
+    "streaming": condense.CCA(group_size=4, window=6, summary="streaming"),
+    "streaming-window0": condense.CCA(group_size=5, window=0, summary="streaming"),
+    "lca-log_size": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
+    "lca-1-query": condense.LCA(group_size=4, window=6, num_summary_queries=1),
+    "lca-3-queries": condense.LCA(group_size=4, window=6, num_summary_queries=3),
+    "lca-9-queries": condense.LCA(group_size=4, window=3, num_summary_queries=9),
+    "lca-20-queries": condense.LCA(group_size=4, window=3, num_summary_queries=20),
+    "mean-max": condense.LCA(group_size=4, window=6, key_pooling="mean", value_pooling="max"),
+    "max-select": condense.CCA(group_size=18, window=2, key_pooling="max", value_pooling="select"),
+}
+
+
+# on a GPU every width and dtype, interpreted a whole tile, one with a rest and one split in two
+WIDTHS = (64, 80, 96, 128, 256, (192, 128), (96, 64)) if DEVICE == "cuda" else ((16, 40), (96, 24))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
+PADDED_LCA = condense.LCA(group_size=4, window=5, rep_bias="log_size")
+
+
+def exact_to_rounding(out, want, largest, width=128):
+    """Weights, sums and rounded entries in float32: a few units in the last place of the largest value.
+
+    More where a score is the sum of more products.
+    """
+    units = 16 * max(1.0, width / 128)
+    return float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(torch.float32).eps * float(largest)
+
+
+@contextmanager
+def no_waiting():
+    """Raises if the host waits for the device. PyTorch warns that it does not notice every wait."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sixty_four_steps_against_the_definition(name):
+    method, (B, H, K, L, D, Dv) = CASES[name], (1, 1, 1, 64, 16, 24)
+    q, k, v = oracle.random_qkv(B, H, K, L, D, Dv, dtype=torch.float32)
+    state = empty_state(method, B, K, D, Dv, L, dtype=torch.float32)
+    out = decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
+    assert exact_to_rounding(out, oracle.attention(q, k, v, method=method)[0], v.abs().max())
+    assert state.seen.tolist() == [L]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (7, 1)], ids=str)
+def test_rows_that_come_and_go(heads):
+    """Each row at its own position, some without a token in a step: they stay as they are."""
+    (H, K), B, L, D, steps = heads, 2, 21, 16, 26
+    q, k, v = oracle.random_qkv(B, H, K, L, D, D, dtype=torch.float32)
+    state = empty_state(PADDED_LCA, B, K, D, D, L, dtype=torch.float32, spare=3)
+    arrivals = torch.ones(steps, B, dtype=torch.bool)
+    arrivals[[0, 1, 2, 9, 17], 0] = False
+    arrivals[[3, 14, 15, 16, 25], 1] = False
+    before = [x.clone() for x in state]
+    out = decode(PADDED_LCA, *(x.to(DEVICE) for x in (q, k, v)), state, arrivals=arrivals[:3])
+    assert all(torch.equal(x[0].nan_to_num(7.0), y[0].nan_to_num(7.0)) for x, y in zip(before, state, strict=True))
+    assert state.seen.tolist() == [0, 3]
+    rest = decode(PADDED_LCA, *(x.to(DEVICE) for x in (q, k, v)), state, arrivals=arrivals[3:])
+    assert state.seen.tolist() == [L, L]
+    want = oracle.attention(q, k, v, method=PADDED_LCA)[0]
+    assert exact_to_rounding(torch.where(rest.isnan(), out, rest), want, v.abs().max())
+
+
+def filled_state(method, past, tokens):
+    """`condense.functional.Past` at fixed addresses."""
+    B, K, _, D = past.prefix_k.shape
+    state = empty_state(method, B, K, D, past.prefix_v.shape[3], tokens, dtype=past.prefix_k.dtype)
+    seen, M = int(past.seen[0]), past.prefix_k.shape[2]
+    state.prefix_k[:, :, :M], state.prefix_v[:, :, :M] = past.prefix_k, past.prefix_v
+    for ring, new in ((state.ring_k, past.band_k), (state.ring_v, past.band_v), (state.ring_q, past.summary_q)):
+        for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):
+            ring[:, :, (seen - back) % ring.shape[2]] = new[:, :, -back]
+    state.seen.fill_(seen)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "heads"),
+    [
+        ("streaming_llm", 2, (4, 2)),
+        ("cca", 2, (4, 2)),
+        ("lca-log_size", 1, (70, 1)),  # more query heads than one tile holds
+        ("lca-9-queries", 2, (4, 2)),
+    ],
+)
+def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
+    method, (B, H, K, D, start, steps) = CASES[name], (rows, *heads, 16, 45, 5)
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, start + steps, D, D, dtype=torch.float32))
+    _, past = extend(method, None, *(x[:, :, :start] for x in (k, v, q)), scale=0.3, backend="reference")
+    state = filled_state(method, past, start + steps)
+    for t in range(start, start + steps):
+        q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
+        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
+        want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
+        out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
+        assert exact_to_rounding(out, want.cpu(), v.abs().max(), q.shape[3])
+        M = past.prefix_k.shape[2]
+        for made, entries in ((state.prefix_k, past.prefix_k), (state.prefix_v, past.prefix_v)):
+            assert exact_to_rounding(made[:, :, :M], entries.cpu(), entries.abs().max())
+            assert bool(made[:, :, M:].isnan().all())
+        slot = t % state.ring_k.shape[2]
+        assert torch.equal(state.ring_k[:, :, slot], k_now[:, :, 0])
+        assert torch.equal(state.ring_v[:, :, slot], v_now[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+@pytest.mark.parametrize("name", ["cca", "lca-log_size"])
+def test_output_within_budget(name, width, dtype):
+    D, Dv = width if isinstance(width, tuple) else (width, width)
+    method, (B, H, K, L) = CASES[name], (1, 3, 1, 150) if DEVICE == "cuda" else (1, 2, 1, 18)
+    if name == "lca-log_size":  # anchors are discontinuous, see budget
+        H = K
+    low = oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype)
+    want = condense.attention(*(x.double() for x in low), method=method, backend="reference")
+    on_device = [x.to(DEVICE) for x in low]
+    yardstick = condense.attention(*on_device, method=method, backend="torch")
+    out = decode(method, *on_device, empty_state(method, B, K, D, Dv, L, dtype=dtype))
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+
+
+def test_entries_beyond_the_capacity_are_dropped():
+    method, L = CASES["cca-window0"], 12
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, L, 16, 16, dtype=torch.float32))
+    whole = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
+    small = copy_of(whole)
+    small = small._replace(prefix_k=small.prefix_k[:, :, :2], prefix_v=small.prefix_v[:, :, :2])
+    want, out = decode(method, q, k, v, whole), decode(method, q, k, v, small)
+    assert torch.equal(out[:, :, :8], want[:, :, :8])
+    assert bool(out.isfinite().all())
+    assert torch.equal(small.prefix_k, whole.prefix_k[:, :, :2])
+    assert bool(small.prefix_k._base[:, :, 2:].isnan().all())
+    # the third group closes and is not seen: two entries are left
+    entries = small.prefix_k[0, 0] @ q[0, :, 8, :, None] * 0.25 + math.log(3)
+    seen = entries.softmax(1).mT @ small.prefix_v[0, 0]
+    assert exact_to_rounding(out[0, :, 8], seen[:, 0].cpu(), v.abs().max())
+
+
+def latent_attention(method, q, k, latent, scale):
+    """By definition, one row and one KV head: q ``[H, L, D]``, k ``[L, D]``; values are the first columns of k.
+
+    Mean queries and entries are rounded to the inputs' dtype, so that every precision chooses the same anchors.
+    """
+    qbar, dtype = q.float().mean(0).to(q.dtype).double(), k.dtype
+    q, k = q.double(), k.double()
+    c, rope = k[:, :latent], k[:, latent:]
+    outs = []
+    for t in range(len(k)):
+        groups, exact = oracle.visible(method, t)
+        keys = [k[i] for i in exact]
+        for j in groups:
+            summary = qbar[list(oracle.summary_positions(method, j, len(k)))].mean(0)
+            members = slice(j * method.group_size, (j + 1) * method.group_size)
+            weights = (k[members] @ summary * scale).softmax(0)
+            anchor = int(weights.argmax())
+            pooled = (
+                weights @ x[members] if how == "weighted" else x[members][anchor]
+                for x, how in ((c, method.value_pooling), (rope, method.key_pooling))
+            )
+            keys.append(torch.cat(list(pooled)).to(dtype).double())
+        keys = torch.stack(keys)
+        logits = scale * q[:, t] @ keys.T
+        logits[:, len(exact) :] += plan_of(method).group_bias
+        outs.append(logits.softmax(-1) @ keys[:, :latent])
+    return torch.stack(outs, 1)
+
+
+# H, latent, rope
+LATENTS = (
+    [(16, 512, 64), (40, 256, 32), (128, 512, 64)] if DEVICE == "cuda" else [(2, 32, 16), (3, 48, 8), (20, 64, 32)]
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("poolings", [("select", "weighted"), ("weighted", "select")], ids=str)
+@pytest.mark.parametrize("shape", LATENTS, ids=str)
+def test_absorbed_latents_against_the_definition(shape, poolings, dtype):
+    H, latent, rope = shape
+    key, value = poolings
+    method = condense.LCA(
+        group_size=4, window=6, num_summary_queries=1, key_pooling=key, value_pooling=value, rep_bias="log_size"
+    )
+    L, scale = (64 if DEVICE == "cuda" else 20), 0.1
+    q, k, _ = oracle.random_qkv(1, H, 1, L, latent + rope, 1, dtype=dtype)
+    want = latent_attention(method, q[0], k[0, 0], latent, scale)
+    state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
+    nothing = k[..., :0].to(DEVICE)
+    out = decode(method, q.to(DEVICE), k.to(DEVICE), nothing, state, scale=scale, latent=latent)[0]
+    # in low precision weights, values and results are rounded once each
+    units = 16 if dtype == torch.float32 else 4
+    assert float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(dtype).eps * float(k.abs().max())
+
+
+def some_step(dtype=torch.float32, seen=23):
+    """Inputs, state and keywords of a step that closes a chunk and sees its entry."""
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 60, 16, 16, dtype=dtype))
+    _, past = extend(PADDED_LCA, None, k[:, :, :seen], v[:, :, :seen], q[:, :, :seen], scale=0.25)
+    now = [x[:, :, seen : seen + 1] for x in (q, k, v)]
+    plan = plan_of(PADDED_LCA)
+    assert (seen + 1 - plan.lag) % plan.rule.chunk == 0
+    return now, filled_state(PADDED_LCA, past, 60), plan
+
+
+def copy_of(state):
+    return StepState(*(x.clone() for x in state))
+
+
+def same(one, other):
+    return all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in zip(one, other, strict=True))
+
+
+def test_repeats_are_bit_equal():
+    now, state, plan = some_step(seen=24)
+    first = copy_of(state)
+    out = triton_step.step(*now, first, plan, scale=0.25)
+    for _ in range(50 if DEVICE == "cuda" else 2):
+        again = copy_of(state)
+        assert torch.equal(triton_step.step(*now, again, plan, scale=0.25), out)
+        assert same(first, again)
+
+
+def test_any_layout():
+    now, state, plan = some_step(seen=24)
+    strided = StepState(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in state[:-1]), state.seen.clone())
+    wide = [torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]] for x in now]
+    columns = [x.mT.contiguous().mT for x in now]
+    out = triton_step.step(*now, copy := copy_of(state), plan, scale=0.25)
+    assert torch.equal(triton_step.step(*wide, strided, plan, scale=0.25), out)
+    assert same(copy, strided)
+    assert torch.equal(triton_step.step(*columns, copy_of(state), plan, scale=0.25), out)
+
+
+def test_a_tie_goes_to_the_lowest_position():
+    """Twenty equal keys with different values: the anchor of each group is its first token."""
+    method, L = condense.CCA(group_size=20, window=0, value_pooling="select"), 40
+    q, k, v = oracle.random_qkv(1, 1, 1, L, 16, 16, dtype=torch.float32)
+    k = k[:, :, :1].expand_as(k)
+    state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
+    decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
+    assert torch.equal(state.prefix_v.cpu(), v[:, :, ::20])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_compiles_as_one_operation():
+    now, state, plan = some_step(seen=24)
+    real = torch.tensor([True, False], device=DEVICE)
+
+    def one(q, k, v, *state):
+        return triton_step.step(2 * q, k, v, StepState(*state), plan, scale=0.25, real=real) + 1
+
+    eager, compiled = copy_of(state), copy_of(state)
+    want = one(*now, *eager)
+    torch._dynamo.reset()
+    out = torch.compile(one, fullgraph=True, backend="aot_eager")(*now, *compiled)
+    assert torch.equal(out, want)
+    assert same(eager, compiled)
+
+
+@pytest.mark.parametrize("real", [None, torch.tensor([True, False], device=DEVICE)], ids=["all", "some"])
+def test_is_a_well_behaved_operation(real):
+    now, state, plan = some_step(seen=24)
+    state = [x.nan_to_num(0.0) for x in state]  # opcheck compares with ==
+    rule = plan.rule
+    torch.library.opcheck(
+        torch.ops.condense.step.default,
+        (*now, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary, plan.key_pooling,
+         plan.value_pooling, plan.group_bias, 0.25, 0),
+    )  # fmt: skip
+
+
+def test_refuses_what_it_has_no_kernel_for():
+    (q, k, v), state, plan = some_step(seen=24)
+    before = copy_of(state)
+    wide = StepState(*(x.double() for x in state[:-1]), state.seen)
+    two = dataclasses.replace(plan, rule=UniformRule(chunk=4, window=5, entries=2))
+    short = state._replace(ring_v=state.ring_v[:, :, 1:])
+    unknown = dataclasses.replace(plan, key_pooling=None)
+    columns = state._replace(prefix_k=state.prefix_k.mT.contiguous().mT)
+    for match, args in {
+        "bfloat16, float16 or float32": (q.double(), k.double(), v.double(), wide, plan),
+        "one entry per chunk": (q, k, v, state, two),
+        "ring_v must be": (q, k, v, short, plan),
+        "v must be": (q, k[:, :1], v, state, plan),
+        "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
+        "got None": (q, k, v, state, unknown),
+        "contiguous": (q, k, v, columns, plan),
+        "values of width 0": (q, k, v, state, plan, 8),
+        "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            triton_step.step(*args[:5], scale=0.25, latent=sum(args[5:]))
+    with pytest.raises(ValueError, match="real must be"):
+        triton_step.step(q, k, v, state, plan, scale=0.25, real=torch.ones(1, dtype=torch.bool))
+    assert same(before, state)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_replayed_graph_decodes_as_eager_steps_do(dtype):
+    """Across group boundaries, without a wait for the device."""
+    method, L, D = condense.LCA(group_size=16, window=64), 300, 128
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 8, 2, L, D, D, dtype=dtype))
+    eager, replayed = (empty_state(method, 2, 2, D, D, L, dtype=dtype) for _ in range(2))
+    want = decode(method, q, k, v, eager)
+    now = [x[:, :, :1].clone() for x in (q, k, v)]
+    scratch = copy_of(replayed)
+    triton_step.step(*now, scratch, plan_of(method), scale=D**-0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = triton_step.step(*now, replayed, plan_of(method), scale=D**-0.5)
+    outs = []
+    with no_waiting():
+        for t in range(L):
+            for x, whole in zip(now, (q, k, v), strict=True):
+                x.copy_(whole[:, :, t : t + 1])
+            graph.replay()
+            outs.append(out.clone())
+    assert torch.equal(torch.cat(outs, 2), want)
+    assert same(eager, replayed)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs 4.3 GB")
+def test_addresses_beyond_32_bits():
+    """The second row starts more than 2^31 elements behind the first."""
+    now, state, plan = some_step(torch.bfloat16, seen=24)
+    far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device=DEVICE)
+    B, K, M, D = state.prefix_k.shape
+    moved = []
+    for i, x in enumerate((state.prefix_k, state.prefix_v)):
+        place = far.as_strided((B, K, M, D), (2**31, M * D, D, 1), i * 2**18)
+        moved.append(place.copy_(x))
+    other = StepState(*moved, *(x.clone() for x in state[2:]))
+    assert torch.equal(triton_step.step(*now, other, plan, scale=0.25), triton_step.step(*now, state, plan, scale=0.25))
+    assert same(state, other)
