@@ -90,11 +90,12 @@ def columns_kernel(
     tl.store(total_ptr + pair * L + n, total, mask=n < L)
 
 
-def _tiles(q: Tensor, rows: int) -> dict[str, int]:
-    """Rows, keys, warps and stages; compiled for sm_90, not timed yet."""
+def _tiles(q: Tensor, rows: int, width: int) -> dict[str, int]:
+    """Rows, keys, warps and stages: tiles of at most 32 KiB. Compiled for sm_90, not timed yet."""
     if not q.is_cuda:  # the interpreter
         return {"BM": 16, "BN": 16}
-    return {"BM": rows, "BN": 128, "num_warps": 8, "num_stages": 2}
+    most = 2**15 // (width * q.element_size())
+    return {"BM": min(rows, most), "BN": min(128, most), "num_warps": 8, "num_stages": 2}
 
 
 def importance(q: Tensor, k: Tensor, columns: Tensor, known: Tensor, start: Tensor, *, scale: float) -> Tensor:
@@ -113,9 +114,9 @@ def importance(q: Tensor, k: Tensor, columns: Tensor, known: Tensor, start: Tens
     part = queries.new_empty(B, K, P, X, dtype=torch.float32)
     total = queries.new_empty(B, K, L, dtype=torch.float32)
     widths = {"D": D, "BD": triton.next_power_of_2(max(D, 16))}
-    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
     sizes = {"K": K, "X": X, "L": L, "scale": scale * math.log2(math.e), "PRECISION": precision, **widths}
-    per_row, per_column = _tiles(q, 128), _tiles(q, 64)
+    per_row, per_column = (_tiles(q, rows, widths["BD"]) for rows in (128, 64))
     # kernels start on the current device, which need not be the tensors'
     with torch.cuda.device_of(q):
         lse_kernel[triton.cdiv(X, per_row["BM"]) * P, B * K](
