@@ -3,7 +3,7 @@
 import oracle
 import torch
 
-from condense import CCA, LCA, Dense, StreamingLLM
+from condense import CCA, DGA, LCA, Dense, StreamingLLM
 
 METHODS = {
     "dense": Dense(),
@@ -14,6 +14,9 @@ METHODS = {
     "streaming-mean-max": CCA(group_size=4, window=8, summary="streaming", key_pooling="mean", value_pooling="max"),
     # anchors are discontinuous: one query per group and KV head, so that all runs choose by the same numbers
     "lca-log_size": LCA(group_size=8, window=32, num_summary_queries=1, rep_bias="log_size"),
+    # so are choices by scores: focal tokens by lot
+    "dga-log_size": DGA(group_size=8, gamma=0.2, focal="random", rep_bias="log_size"),
+    "dga-select": DGA(group_size=8, min_focal=20, selection="prompt", focal="random", seed=1, allow_future=True),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # B, H, K, L, D, Dv

@@ -12,11 +12,12 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import oracle_dga
 import torch
 from torch import Tensor
 
 import condense
-from condense import CCA, LCA, Dense, LMInfinite, StreamingLLM
+from condense import CCA, DGA, LCA, Dense, LMInfinite, StreamingLLM
 
 
 class Seen(NamedTuple):
@@ -100,7 +101,8 @@ def attention(
     for b, start, stop in spans:
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
-            out, lse = _row(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
+            compute = oracle_dga.row if method.name == "dga" else _row
+            out, lse = compute(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
             outs.extend(out)
             lses.extend(lse)
             at.extend((b, head, t) for t in range(start, stop))
@@ -147,17 +149,21 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None =
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, D = q.shape
     K = k.shape[1]
-    seen = [visible(method, t) for t in range(L)]
-    M = max(len(groups) for groups, _ in seen)
-    keys, values = k, v
-    if M:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        qbar = q.unflatten(1, (K, H // K)).mean(2).to(wide)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    qbar, wide_k, wide_v = q.unflatten(1, (K, H // K)).mean(2).to(wide), k.to(wide), v.to(wide)
+    if method.name == "dga":
+        seen, pooled = oracle_dga.seen_and_pooled(method, qbar, wide_k, wide_v, scale)
+        M = len(pooled[0][0])
+    else:
+        seen = [visible(method, t) for t in range(L)]
+        M = max(len(groups) for groups, _ in seen)
         pooled = [
-            [[representative(method, j, qbar[b, h], k[b, h].to(wide), v[b, h].to(wide), scale) for j in range(M)]
+            [[representative(method, j, qbar[b, h], wide_k[b, h], wide_v[b, h], scale) for j in range(M)]
              for h in range(K)]
             for b in range(B)
         ]  # fmt: skip
+    keys, values = k, v
+    if M:
         rep_k, rep_v = (
             torch.stack([torch.stack([torch.stack([rep[i] for rep in head]) for head in row]) for row in pooled])
             for i in (0, 1)
@@ -239,6 +245,13 @@ PLANS: dict[str, condense.Method] = {
     "lca-3-queries": LCA(group_size=4, window=6, num_summary_queries=3),
     "lca-9-queries": LCA(group_size=4, window=3, num_summary_queries=9),
     "lca-mean-max": LCA(group_size=4, window=6, key_pooling="mean", value_pooling="max"),
+    "dga": DGA(group_size=4, gamma=0.3),
+    "dga-window0": DGA(group_size=4, window=0, gamma=0.1),
+    "dga-no-focal-log_size": DGA(group_size=5, window=5, gamma=0, rep_bias="log_size"),
+    "dga-all-focal": DGA(group_size=3, gamma=1, weight_scale=1.0),
+    "dga-streaming-log_size": DGA(group_size=4, window=5, gamma=0.3, summary="streaming", rep_bias="log_size"),
+    "dga-streaming-window0": DGA(group_size=3, window=0, gamma=0.5, summary="streaming"),
+    "dga-random": DGA(group_size=4, gamma=0.5, focal="random", seed=3),
 }
 
 PROMPTS: dict[str, condense.Method] = {
@@ -247,6 +260,30 @@ PROMPTS: dict[str, condense.Method] = {
     "prompt-1-query": CCA(group_size=4, window=5, summary="prompt", num_summary_queries=1),
     "prompt-9-queries": CCA(group_size=4, window=0, summary="prompt", num_summary_queries=9),
     "prompt-1000-queries": CCA(group_size=4, window=3, summary="prompt", num_summary_queries=1000),
+}
+
+# DGA that selects over the whole prompt, and goes on as the rest of its settings say
+SELECTIONS: dict[str, condense.Method] = {
+    "select": DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4),
+    "select-log_size": DGA(
+        group_size=3,
+        window=0,
+        gamma=0.3,
+        min_focal=0,
+        selection="prompt",
+        summary="streaming",
+        num_recent=1,
+        num_random=9,
+        seed=5,
+        rep_bias="log_size",
+    ),
+    "select-no-focal": DGA(group_size=2, gamma=0, min_focal=0, selection="prompt", num_random=0, weight_scale=1.0),
+    "select-random": DGA(group_size=4, window=5, gamma=0.5, min_focal=1, selection="prompt", focal="random", seed=2),
+    "select-not-complementary": DGA(
+        group_size=5, gamma=0.1, min_focal=4, selection="prompt", complementary=False, rep_bias="log_size"
+    ),
+    "select-all": DGA(group_size=4, selection="prompt", rep_bias="log_size"),
+    "select-gamma1": DGA(group_size=4, gamma=1, min_focal=0, selection="prompt"),
 }
 
 GRID: dict[str, condense.Method] = {

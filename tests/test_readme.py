@@ -70,6 +70,6 @@ def test_what_the_text_names_exists() -> None:
         assert (ROOT / path).exists(), path
 
 
-@pytest.mark.parametrize("expression", sorted(set(re.findall(r"`((?:CCA|LCA|StreamingLLM)\([^`)]+\))`", README))))
+@pytest.mark.parametrize("expression", sorted(set(re.findall(r"`((?:CCA|DGA|LCA|StreamingLLM)\([^`)]+\))`", README))))
 def test_settings_shown_are_accepted(expression: str) -> None:
     assert isinstance(eval(expression, vars(condense)), condense.Method)

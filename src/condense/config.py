@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -74,6 +75,13 @@ def check_int(name: str, value: object, minimum: int) -> None:
     """Raise ValueError unless ``value`` is an int (not a bool) of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def check_number(name: str, value: object, minimum: float, maximum: float) -> None:
+    """Raise ValueError unless ``value`` is a finite number (not a bool) from ``minimum`` to ``maximum``."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool)
+    if not usable or not minimum <= value <= maximum or not math.isfinite(value):  # type: ignore[operator,arg-type]
+        raise ValueError(f"{name} must be a finite number from {minimum} to {maximum}, got {value!r}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import Method
-from condense.ops import StepPlan, UniformBounds, Windows, attend, summarize
+from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
 from condense.ops.aligned import append_band, append_prefix, copied, merge, newest, own
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 
@@ -27,11 +27,12 @@ SLACK = 20
 
 
 class Past(NamedTuple):
-    """What one layer keeps between calls. ``seen`` is int64 on the CPU, so that no step waits for a GPU.
+    """What one layer keeps between calls. ``seen`` and ``origin`` are int64 on the CPU: no step waits for a GPU.
 
     prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``: entries, left-aligned, `Method` order.
     band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``: exact tokens, right-aligned.
-    summary_q ``[B, K, Q, D]``: the newest summary queries, right-aligned. seen ``[B]``: real tokens per row.
+    summary_q ``[B, K, Q, D]``: the newest summary queries, right-aligned. origin ``[B]``: a prompt's tokens that
+    `Method.read_prompt` took, whose entries come first in the prefix. seen ``[B]``: real tokens per row since.
     """
 
     prefix_k: Tensor
@@ -40,6 +41,7 @@ class Past(NamedTuple):
     band_v: Tensor
     summary_q: Tensor
     seen: Tensor
+    origin: Tensor
 
 
 class Sources(NamedTuple):
@@ -49,14 +51,15 @@ class Sources(NamedTuple):
     prefix_v: Tensor
     band_k: Tensor
     band_v: Tensor
-    bounds: UniformBounds
+    bounds: Bounds
     prefix_bias: Tensor | None
 
 
 def empty_past(k: Tensor, v: Tensor) -> Past:
     """The past of rows that have seen nothing; k ``[B, K, L, D]`` and v give shapes, dtype and device."""
-    none_k, none_v = k[:, :, :0], v[:, :, :0]
-    return Past(none_k, none_v, none_k, none_v, none_k, torch.zeros(k.shape[0], dtype=torch.int64))
+    none_k, none_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
+    zeros = torch.zeros(k.shape[0], dtype=torch.int64)
+    return Past(none_k, none_v, none_k, none_v, none_k, zeros, zeros)
 
 
 def extend(
@@ -81,8 +84,8 @@ def extend(
     needs_consent = method.looks_ahead and not method.permits_future and torch.is_grad_enabled()
     if needs_consent and any(x.requires_grad for x in (k, v, q)):
         raise ValueError(
-            f"{method}: this summary lets tokens depend on later ones, so it is for inference under "
-            "torch.no_grad(); train with summary='streaming' or pass allow_future=True"
+            f"{method} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
+            f"{method.causal_setting} or pass allow_future=True"
         )
     L = k.shape[2]
     fresh = past is None
@@ -92,9 +95,16 @@ def extend(
     if counts is not None:
         pad = (torch.arange(L) < (L - counts)[:, None]).to(k.device)[:, None, :, None]
         k, v = k.masked_fill(pad, 0), v.masked_fill(pad, 0)
+    if fresh and method.reads_prompt:
+        prompt = method.read_prompt(q, k, v, counts, scale=scale, backend=backend)
+        read = past.seen + (L if counts is None else counts)
+        kept = past._replace(prefix_k=prompt.kept_k, prefix_v=prompt.kept_v, origin=read) if keep else None
+        return Sources(*prompt[:6]), kept
     band_k, band_v = append_band(past.band_k, k, counts), append_band(past.band_v, v, counts)
     seen = past.seen + (L if counts is None else counts)
 
+    origin = past.origin if bool(past.origin.any()) else None
+    offset = None if origin is None else method.prompt_entries(origin)
     before, after = _ready(method, past.seen), _ready(method, seen)
     num_new = int((after - before).max())
     prefix_k, prefix_v = past.prefix_k, past.prefix_v
@@ -108,13 +118,16 @@ def extend(
             begin, num = (seen - S, 1) if whole else ((before + 1) * c + method.lag - S, num_new)
             summary = summarize(q, past.summary_q, Windows(begin, past.seen, seen, num, S, c), backend=backend)
             summary = summary.expand(-1, -1, num_new, -1)
-        new_k, new_v = method.represent_band(band_k, band_v, tokens, num_new, summary, scale=scale, backend=backend)
-        prefix_k = append_prefix(prefix_k, new_k, before * p, after * p)
-        prefix_v = append_prefix(prefix_v, new_v, before * p, after * p)
+        new_k, new_v = method.represent_band(
+            band_k, band_v, tokens, num_new, summary, first_chunk=before, scale=scale, backend=backend
+        )
+        start, stop = (n * p if offset is None else n * p + offset for n in (before, after))
+        prefix_k, prefix_v = append_prefix(prefix_k, new_k, start, stop), append_prefix(prefix_v, new_v, start, stop)
 
     pads = torch.zeros(1, dtype=torch.int64) if counts is None else merge(L - counts)
-    bounds = UniformBounds(method.rule, merge(seen - L), merge(seen - band_k.shape[2]), pads)
-    bias = method.prefix_bias(prefix_k.shape[2], k.device)
+    ahead = None if offset is None else merge(offset)
+    bounds = UniformBounds(method.rule, merge(seen - L), merge(seen - band_k.shape[2]), pads, ahead)
+    bias = method.prefix_bias(prefix_k.shape[2], k.device, origin)
     sources = Sources(prefix_k, prefix_v, band_k, band_v, bounds, bias)
     if not keep:
         return sources, None
@@ -129,6 +142,7 @@ def extend(
         keep_only(newest(band_v, num_band)),
         queries,
         seen,
+        past.origin,
     )
 
 
@@ -146,9 +160,10 @@ def first_needed(method: Method, seen: Tensor) -> Tensor:
     return method.rule.closed(seen.clamp(min=0)) * method.rule.chunk
 
 
-def num_entries(method: Method, seen: Tensor) -> Tensor:
-    """Prefix entries made once ``seen`` tokens (int64 ``[B]``) have been read."""
-    return _ready(method, seen) * method.rule.entries
+def num_entries(method: Method, seen: Tensor, origin: Tensor | None = None) -> Tensor:
+    """Prefix entries made once ``seen`` tokens (int64 ``[B]``) have been read after prompts of ``origin`` tokens."""
+    entries = _ready(method, seen) * method.rule.entries
+    return entries if origin is None else entries + method.prompt_entries(origin)
 
 
 def step_plan(method: Method) -> StepPlan:

@@ -1,5 +1,8 @@
 """What a cache allocates, measured on the storages of its tensors."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 from models import tiny
@@ -13,6 +16,10 @@ METHODS = {
     "streaming-256": condense.CCA(group_size=16, window=256, summary="streaming"),
     "streaming-1024": condense.CCA(group_size=16, window=1024, summary="streaming"),
     "lca-256": condense.LCA(group_size=16, window=256),
+    "dga": condense.DGA(),
+    "dga-streaming": condense.DGA(gamma=0.3, window=5, summary="streaming"),
+    "dga-select": condense.DGA(selection="prompt"),
+    "dga-select-half": condense.DGA(selection="prompt", gamma=0.5, min_focal=64, rep_bias="log_size"),
 }
 # dtype, rows, lengths; the fused projections of gpt2 and phi3 make keys and values views of something larger
 MODELS = {
@@ -34,12 +41,25 @@ def _model(name, dtype):
     return tiny.model(name.removesuffix("-mha"), dtype, **changes)
 
 
-def _budget(model, method, rows, length):
-    entries = (length - method.window) / method.group_size + method.window + method.group_size
+def _budget(model, method, rows, length, prompt):
+    if method.name == "dga":
+        entries = _dga_entries(method, length, prompt)
+    else:
+        entries = (length - method.window) / method.group_size + method.window + method.group_size
     heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     # a latent and a rope key for all heads, or a key and a value for each
     numbers = 12 + 4 if hasattr(model.config, "kv_lora_rank") else heads * 2 * 8
     return 1.15 * entries * rows * numbers * model.dtype.itemsize * 2
+
+
+def _dga_entries(method, length, prompt):
+    """Entries per KV head after a prompt and tokens up to ``length``."""
+    g, w, focal = method.group_size, method.window, math.ceil(Fraction(str(method.gamma)) * method.group_size)
+    m, p = g + focal, focal + 1
+    if method.selection == "streaming":
+        return p * math.ceil((length - w) / m) + w + m
+    r = max(math.ceil(Fraction(str(method.gamma)) * prompt), method.min_focal)
+    return r + (prompt - r) / g + p * (length - prompt) / m + m + w
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
@@ -49,11 +69,11 @@ def test_bytes_after_prefill_and_decode(name, dtype, rows, lengths, method):
     ids = tiny.tokens(rows, max(lengths) + STEPS)
     for length in lengths:
         cache = tiny.filled(model, ids[:, :length])
-        assert condense.cache_nbytes(cache) <= _budget(model, method, rows, length)
+        assert condense.cache_nbytes(cache) <= _budget(model, method, rows, length, length)
         with torch.no_grad():
             for step in range(length, length + STEPS):
                 model(ids[:, step : step + 1], past_key_values=cache)
-                assert condense.cache_nbytes(cache) <= _budget(model, method, rows, step + 1)
+                assert condense.cache_nbytes(cache) <= _budget(model, method, rows, step + 1, length)
 
 
 def test_bytes_after_crop_and_row_changes():
@@ -61,19 +81,23 @@ def test_bytes_after_crop_and_row_changes():
     model = condense.apply(_model("llama", torch.float32), method)
     cache = tiny.filled(model, tiny.tokens(2, 4096))
     cache.crop(-20)
-    assert condense.cache_nbytes(cache) <= _budget(model, method, 2, 4096)
+    assert condense.cache_nbytes(cache) <= _budget(model, method, 2, 4096, 4096)
     cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 3, 0, 1]))
-    assert condense.cache_nbytes(cache) <= _budget(model, method, 4, 4096)
+    assert condense.cache_nbytes(cache) <= _budget(model, method, 4, 4096, 4096)
     cache.reset()
     assert condense.cache_nbytes(cache) == 0
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+STATIC = {name: method for name, method in METHODS.items() if not method.reads_prompt}
+
+
+@pytest.mark.parametrize("method", STATIC.values(), ids=STATIC.keys())
 def test_bytes_of_a_static_cache_are_taken_at_once(method):
     model = condense.apply(_model("llama", torch.float32), method)
     cache = StaticCache(model.config, max_cache_len=4096)
-    entries = (4096 - method.lag) // 16 + method.window + 16
+    g, focal = method.group_size, math.ceil(Fraction(str(getattr(method, "gamma", 0))) * method.group_size)
+    entries = (focal + 1) * ((4096 - method.lag) // (g + focal)) + method.window + g + focal
     for L in (20, 1, 300):
         with torch.no_grad():
             model(tiny.tokens(1, L), past_key_values=cache)

@@ -121,18 +121,44 @@ def test_generate_prints_a_continuation(saved: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_inspect_counts_what_a_cache_allocates(tmp_path: Path) -> None:
+INSPECTED = {
+    "cca:window=256,summary=streaming,key_pooling=select": condense.CCA(
+        window=256, summary="streaming", key_pooling="select"
+    ),
+    "dga:gamma=0.2,summary=streaming,rep_bias=log_size": condense.DGA(
+        gamma=0.2, summary="streaming", rep_bias="log_size"
+    ),
+    "dga:gamma=0.3,selection=prompt,weight_scale=1": condense.DGA(gamma=0.3, selection="prompt", weight_scale=1),
+}
+
+
+@pytest.mark.parametrize(("method", "settings"), INSPECTED.items(), ids=INSPECTED)
+def test_inspect_counts_what_a_cache_allocates(method: str, settings: condense.Method, tmp_path: Path) -> None:
     results = tmp_path / "layers.json"
-    method = "cca:window=256,summary=streaming,key_pooling=select"
     done = run_here("inspect", "--method", method, "--length", "4096", "--dtype", "float32", "--json", str(results))
     assert done.returncode == 0, done.stderr
     layers = json.loads(results.read_text())["results"]["layers"]
     model, _ = condense.demo_model()
-    settings = condense.CCA(window=256, summary="streaming", key_pooling="select")
     with condense.use(model, settings), torch.no_grad():
         cache = model(torch.arange(4096).remainder(model.config.vocab_size)[None], logits_to_keep=1).past_key_values
     assert sum(layer["bytes"] for layer in layers) == condense.cache_nbytes(cache)
-    assert all(layer["flops"] < layer["dense_flops"] for layer in layers)
+    assert all(layer["flops"] < layer["dense_flops"] and layer["pays_from"] < 4096 for layer in layers)
+    assert all(layer["remark"] is None for layer in layers)
+
+
+def test_inspect_says_when_all_tokens_are_focal(tmp_path: Path) -> None:
+    for method, length, cause in (
+        ("dga:selection=prompt", "900", "min_focal=1024 keeps all 900 tokens exact"),
+        ("dga:selection=prompt,gamma=1", "2000", "gamma=1 keeps all 2000 tokens exact"),
+    ):
+        results = tmp_path / f"{length}.json"
+        done = run_here("inspect", "--method", method, "--length", length, "--json", str(results))
+        assert done.returncode == 0, done.stderr
+        assert " ".join(done.stdout.split()).count(f"{cause}: this is dense attention") == 1
+        layers = json.loads(results.read_text())["results"]["layers"]
+        assert all(cause in layer["remark"] for layer in layers)
+        assert all(layer["entries"] == layer["dense_entries"] == int(length) for layer in layers)
+        assert all(layer["flops"] == layer["dense_flops"] for layer in layers)
 
 
 def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path) -> None:
@@ -165,6 +191,7 @@ def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path
         (("compare", "--method", "cca:group_size=0"), "group_size must be an integer >= 1"),
         (("compare", "--method", "cca:group_size=1.5"), "group_size must be an integer >= 1"),
         (("compare", "--method", "cca:size=3"), "unknown settings"),
+        (("compare", "--method", "dga:gamma=1.5"), "gamma must be a finite number from 0 to 1, got 1.5"),
         (("compare", "--method", "cca:window"), "name=value"),
         (("compare", "--method", "nonsense"), "method must be one of"),
         (("compare", "--model", "./missing"), "model: no such folder"),

@@ -34,7 +34,16 @@ def test_output_and_gradients_within_budget(name, shape, dtype):
         assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
 
 
-@pytest.mark.parametrize("method", [condense.CCA(window=64), STREAMING, condense.LCA(window=64)], ids=str)
+DECODED = [
+    condense.CCA(window=64),
+    STREAMING,
+    condense.LCA(window=64),
+    condense.DGA(),
+    condense.DGA(window=64, summary="streaming", rep_bias="log_size"),
+]
+
+
+@pytest.mark.parametrize("method", DECODED, ids=str)
 def test_decode_equals_prefill_for_300_steps(method):
     """In float64, without a model around it: stock models compute their norms in float32 whatever they are given."""
     q, k, v = (x.cuda() for x in oracle.random_qkv(2, 4, 2, 400, 64, 64))
@@ -47,10 +56,15 @@ def test_decode_equals_prefill_for_300_steps(method):
     assert float((torch.cat(parts, 2) - want).abs().max()) < 1e-12
 
 
-def test_generate_in_bfloat16_on_the_bundled_model():
+@pytest.mark.parametrize(
+    "method",
+    [STREAMING, condense.DGA(rep_bias="log_size"), condense.DGA(selection="prompt", min_focal=64)],
+    ids=str,
+)
+def test_generate_in_bfloat16_on_the_bundled_model(method):
     model, tokenizer = condense.demo_model(dtype=torch.bfloat16)
     model.to("cuda")
     ids = tokenizer("The number of the quiet bridge is 4821.\n" * 40, return_tensors="pt").input_ids.to("cuda")
-    with condense.use(model, STREAMING):
+    with condense.use(model, method):
         out = model.generate(ids, max_new_tokens=40, do_sample=False)
     assert out.shape[1] == ids.shape[1] + 40

@@ -51,8 +51,13 @@ def test_gradients_of_later_tokens_are_exactly_zero(backend, method):
             assert bool((x[:, :, i] != 0).any())
 
 
-@pytest.mark.parametrize("method", oracle.PROMPTS.values(), ids=oracle.PROMPTS)
-def test_a_prompt_summary_does_look_ahead(backend, method):
+AHEAD = oracle.PROMPTS | {
+    name: method for name, method in oracle.SELECTIONS.items() if name in ("select", "select-log_size")
+}
+
+
+@pytest.mark.parametrize("method", AHEAD.values(), ids=AHEAD)
+def test_what_uses_the_whole_prompt_does_look_ahead(backend, method):
     q, k, v = oracle.random_qkv(1, 2, 1, LENGTH, 4, 4)
     before = condense.attention(q, k, v, method=method, backend=backend)
     q[:, :, -1] *= -5

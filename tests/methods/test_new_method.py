@@ -38,13 +38,13 @@ def method():
         def num_summary(self):
             return 2
 
-        def represent(self, k, v, summary, *, scale, backend):
+        def represent(self, k, v, summary, *, first_chunk, scale, backend):
             key = k[:, :, :, :-1].mean(3) + self.strength * summary.to(k.dtype)
             keys = torch.stack([key, k[:, :, :, -1]], dim=3)
             values = torch.stack([v[:, :, :, :-1].amax(3), v[:, :, :, -1]], dim=3)
             return keys.flatten(2, 3), values.flatten(2, 3)
 
-        def prefix_bias(self, num_entries, device):
+        def prefix_bias(self, num_entries, device, origin=None):
             return torch.tensor([1.5, 0.0], dtype=torch.float64, device=device).repeat(num_entries // 2)[None, None]
 
     yield NewestAndRest()

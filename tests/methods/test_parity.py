@@ -57,14 +57,14 @@ def read_in_steps(method, data, steps, backend):
 
 def check_past(method, past, position, B):
     """What stays is what is needed and the slack, in tensors that own their storage."""
-    seen = torch.tensor(position)
-    assert torch.equal(past.seen, seen)
+    assert torch.equal(past.origin + past.seen, torch.tensor(position))
+    seen = past.seen
     # NaN of the padding must not have got in
     assert all(bool(x.isfinite().all()) for x in past)
     for x in past:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
-    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == int(num_entries(method, seen).max())
+    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == int(num_entries(method, seen, past.origin).max())
     needed = int((seen - first_needed(method, seen)).max())
     kept = past.band_k.shape[2]
     assert needed <= kept <= needed + SLACK + method.rule.chunk
@@ -119,6 +119,7 @@ def test_extend_prefill_of_every_length_then_tokens(method):
         check_rows(method, cut(22, [first, 1]), "torch")
 
 
+AHEAD = oracle.PROMPTS | oracle.SELECTIONS
 RAGGED = {
     "left-padded prefill, then tokens": [(21, 5, 0, 13)] + [(1, 1, 1, 1)] * 12,
     "ragged chunks": [(9, 4, 1, 0), (3, 0, 8, 2), (0, 0, 0, 1), (5, 11, 2, 7), (1, 1, 1, 1), (0, 9, 4, 3)],
@@ -134,9 +135,11 @@ def test_extend_ragged_rows(backend, method, steps):
     check_rows(method, steps, backend)
 
 
-@pytest.mark.parametrize("method", oracle.PROMPTS.values(), ids=oracle.PROMPTS)
+@pytest.mark.parametrize("method", AHEAD.values(), ids=AHEAD)
 @pytest.mark.parametrize(
-    "steps", [[(22, 9)] + [(1, 1)] * 15, [(17, 30), (13, 1), (2, 8), (0, 3)]], ids=["tokens", "chunks"]
+    "steps",
+    [[(22, 9)] + [(1, 1)] * 15, [(17, 30), (13, 1), (2, 8), (0, 3)], [(0, 25), (30, 0), (4, 9)]],
+    ids=["tokens", "chunks", "a row without a prompt"],
 )
 def test_extend_after_a_prompt_follows_the_streaming_rule(backend, method, steps):
     check_rows(method, steps, backend, prompt=True)

@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import oracle
 import pytest
 
-from condense import CCA, LCA, Dense, LMInfinite, Method, StreamingLLM
+from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.config import field_names, method_class, method_from_dict, method_names
 
-METHODS = oracle.PLANS | oracle.PROMPTS | oracle.GRID
+METHODS = oracle.PLANS | oracle.PROMPTS | oracle.SELECTIONS | oracle.GRID
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,9 @@ METHODS = oracle.PLANS | oracle.PROMPTS | oracle.GRID
         (CCA(), {"group_size": 16, "window": 1024, "summary": "last", "key_pooling": "weighted", "rep_bias": "none"}),
         (LCA(), {"group_size": 16, "window": 1024, "summary": "streaming", "key_pooling": "select"}),
         (LCA(), {"value_pooling": "weighted", "num_summary_queries": None, "allow_future": False}),
+        (DGA(), {"group_size": 16, "window": 1, "gamma": 0.1, "min_focal": 1024, "selection": "streaming"}),
+        (DGA(), {"summary": "last", "focal": "top", "complementary": True, "num_recent": 64, "num_random": 64}),
+        (DGA(), {"weight_scale": None, "seed": 0, "rep_bias": "none", "allow_future": False}),
         (StreamingLLM(), {"sink": 4, "window": 2000}),
         (LMInfinite(), {"n_global": 10, "window": 4096}),
         (Dense(), {}),
@@ -50,6 +54,20 @@ BAD = [
     (CCA, "allow_future", (None, 0, 1, "yes")),
     (LCA, "group_size", (0, True)),
     (LCA, "window", (-5,)),
+    (DGA, "group_size", (0, 1.0, True)),
+    (DGA, "window", (-1, "x")),
+    (DGA, "gamma", (-0.1, 1.01, math.nan, math.inf, "0.1", None, True)),
+    (DGA, "min_focal", (-1, 2.5, None, False)),
+    (DGA, "selection", ("causal", None, 1)),
+    (DGA, "summary", ("prompt", None)),
+    (DGA, "focal", ("best", None, False)),
+    (DGA, "complementary", (None, 1, "no")),
+    (DGA, "weight_scale", (0, -1.0, math.inf, math.nan, "1", True)),
+    (DGA, "num_recent", (0, 1.5)),
+    (DGA, "num_random", (-1, None)),
+    (DGA, "seed", (-1, 0.5, None)),
+    (DGA, "rep_bias", ("log", None)),
+    (DGA, "allow_future", (None, 1)),
     (StreamingLLM, "sink", (-1, 0.5, True, None)),
     (StreamingLLM, "window", (0, -1, "all", True)),
     (LMInfinite, "n_global", (-1, 0.5, True, None)),
@@ -106,7 +124,7 @@ def test_settings_are_frozen_and_named():
 
 
 def test_every_method_has_a_name():
-    assert {"cca", "dense", "lca", "lm_infinite", "streaming_llm"} <= set(method_names())
+    assert {"cca", "dense", "dga", "lca", "lm_infinite", "streaming_llm"} <= set(method_names())
     assert [method_class(name).name for name in method_names()] == method_names()
 
 

@@ -14,11 +14,13 @@ PAIRS = {
     **{f"llama-{name}": ("llama", name) for name in tiny.METHODS},
     **{f"{name}-cca": (name, "cca") for name in tiny.OTHERS},
     **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
+    **{f"{name}-dga": (name, "dga") for name in tiny.OTHERS},
 }
 FEW = {
     "llama-cca": ("llama", "cca"),
     "llama-streaming": ("llama", "streaming-select-log"),
     "opt": ("opt", "cca"),
+    "dga": ("llama", "dga"),
     "deepseek_v3": ("deepseek_v3", "lca"),
 }
 MODES = {

@@ -9,8 +9,17 @@ import condense
 PAIRS = {
     **{f"llama-{name}": ("llama", name) for name in tiny.METHODS},
     **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
+    **{f"{name}-dga": (name, "dga") for name in tiny.OTHERS},
 }
-FEW = {"llama": "cca", "qwen3": "streaming-6", "gpt2": "streaming-select-log", "opt": "cca", "minicpm3": "lca"}
+FEW = {
+    "llama": ("llama", "cca"),
+    "qwen3": ("qwen3", "streaming-6"),
+    "gpt2": ("gpt2", "streaming-select-log"),
+    "opt": ("opt", "cca"),
+    "gpt2-dga": ("gpt2", "dga"),
+    "opt-dga": ("opt", "dga-streaming-log"),
+    "minicpm3": ("minicpm3", "lca"),
+}
 IDS = tiny.tokens()
 BUDGET = {"rtol": 0, "atol": 1e-11}
 
@@ -53,7 +62,7 @@ def test_every_parameter_learns_with_and_without_cache(name, method):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize(("name", "method"), FEW.items(), ids=FEW.keys())
+@pytest.mark.parametrize(("name", "method"), FEW.values(), ids=FEW.keys())
 def test_gradient_checkpointing_changes_nothing(name, method, reentrant):
     model = _trainable(name, method, **NO_DROPOUT.get(name, {}))
     ids, mask = tiny.left_padded([tiny.tokens(1, 40)[0], tiny.tokens(1, 61)[0]])
@@ -89,8 +98,9 @@ def test_gradient_is_the_slope():
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("how", ["positions", "marks", "marks-with-cache"])
-def test_packed_documents_train_as_separate_ones(how, checkpointing):
-    model, lengths = _trainable("llama", "streaming-6"), (23, 1, 30, 7)
+@pytest.mark.parametrize(("name", "method"), [("llama", "streaming-6"), ("llama", "dga"), ("gpt2", "dga")])
+def test_packed_documents_train_as_separate_ones(name, method, how, checkpointing):
+    model, lengths = _trainable(name, method, **NO_DROPOUT.get(name, {})), (23, 1, 30, 7)
     ids = tiny.tokens(1)
     total = {name: 0 for name, _ in model.named_parameters()}
     for document in ids.split(lengths, dim=1):
@@ -152,6 +162,21 @@ def test_continuing_in_training_on_a_cache_gets_gradients_of_the_new_part():
     cache = tiny.filled(model, IDS[:, :40])
     model(IDS[:, 40:], past_key_values=cache).logits.sum().backward()
     assert bool(model.model.layers[0].self_attn.k_proj.weight.grad.any())
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_a_prompts_selection_trains_with_consent_only(name, reentrant):
+    model = _trainable(name, "dga", **NO_DROPOUT.get(name, {}))
+    condense.apply(model, tiny.SELECT)
+    with pytest.raises(ValueError, match="train with selection='streaming' or pass allow_future=True"):
+        model(IDS)
+    condense.apply(model, tiny.SELECT.replace(allow_future=True))
+    plain = _gradients(model)
+    assert all(bool(gradient.any()) for gradient in plain[1].values())
+    _assert_same(_gradients(model, use_cache=True), plain)
+    tiny.enable_checkpointing(model, reentrant)
+    _assert_same(_gradients(model), plain)
 
 
 def test_prompt_summary_trains_with_consent_only():

@@ -15,6 +15,7 @@ PAIRS = {
     **{f"{name}-cca": (name, "cca") for name in tiny.OTHERS},
     **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
     **{f"{name}-streaming-select-log": (name, "streaming-select-log") for name in tiny.OTHERS},
+    **{f"{name}-dga": (name, "dga") for name in tiny.OTHERS},
     **{f"{name}-streaming-llm": (name, "streaming-llm") for name in tiny.OTHERS},
     "gpt2-layer-scale": ("gpt2-layer-scale", "cca"),
 }

@@ -48,6 +48,11 @@ G, W = 4, 8
 CCA = condense.CCA(group_size=G, window=W)
 STREAMING = condense.CCA(group_size=G, window=W, summary="streaming", key_pooling="select", rep_bias="log_size")
 STREAMING_6 = STREAMING.replace(num_summary_queries=6, key_pooling="weighted")
+DGA = condense.DGA(group_size=G, gamma=0.5)
+# focal tokens and groups of a whole prompt
+SELECT = DGA.replace(
+    selection="prompt", gamma=0.2, min_focal=5, num_recent=4, num_random=8, window=2, rep_bias="log_size"
+)
 METHODS: dict[str, condense.Method] = {
     "cca": CCA,
     "streaming-select-log": STREAMING,
@@ -56,6 +61,9 @@ METHODS: dict[str, condense.Method] = {
     "lca": condense.LCA(group_size=G, window=W),
     "max-mean": condense.CCA(group_size=G, window=W, key_pooling="max", value_pooling="mean"),
     "no-window": condense.CCA(group_size=G, window=0),
+    "dga": DGA,
+    "dga-streaming-log": DGA.replace(window=W, gamma=0.3, summary="streaming", rep_bias="log_size"),
+    "dga-random": DGA.replace(window=0, focal="random"),
     "streaming-llm": condense.StreamingLLM(sink=2, window=9),
     "lm-infinite": condense.LMInfinite(n_global=3, window=7),
     "dense": condense.Dense(),

@@ -9,7 +9,8 @@ from condense.ops import ArrayBounds, attend
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 METHODS = oracle.PLANS | {
-    f"{name}-allowed": method.replace(allow_future=True) for name, method in oracle.PROMPTS.items()
+    f"{name}-allowed": method.replace(allow_future=True)
+    for name, method in (oracle.PROMPTS | oracle.SELECTIONS).items()
 }
 
 
@@ -56,7 +57,7 @@ def test_gradients_equal_the_definitions(backend, method):
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e300], ids=str)
 @pytest.mark.parametrize("pads", [(3, 0), (40, 7), (22, 40)], ids=str)
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
     clean = leaves(2, 4, 2, 40, 4, 3)
     dirty = []
@@ -96,7 +97,7 @@ def test_rows_that_see_nothing(backend, shape):
         assert bool((grad == 0).all())
 
 
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_layouts(backend, method):
     """Transposed, sliced and expanded inputs: same outputs and gradients, nothing written to."""
     q, k, v = oracle.random_qkv(2, 4, 2, 30, 4, 3)

@@ -47,8 +47,13 @@ def empty_state(method, length, rows=B, dtype=torch.float64):
 
 
 def take(method, state, qkv, real=None):
-    plan = step_plan(method)
-    return decode_step(*qkv, state, plan, scale=SCALE, real=real, represent=method.represent, backend="torch")
+    fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, state), "backend": "torch"}
+    return decode_step(*qkv, state, step_plan(method), scale=SCALE, real=real, **fixed)
+
+
+def entry_bias(method, state):
+    """As a static layer has it: for methods whose entries differ."""
+    return method.prefix_bias(state.prefix_k.shape[2], torch.device("cpu")) if method.pooling is None else None
 
 
 def columns(qkv, start, stop):
@@ -138,16 +143,14 @@ def test_one_graph_for_all_steps(method):
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
 
-    plan, represent = step_plan(method), method.represent
+    plan, qkv = step_plan(method), oracle.random_qkv(B, H, K, 40, D, DV)
+    eager, traced = empty_state(method, 40), empty_state(method, 40)
+    fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, eager), "backend": "torch"}
 
     def step(q, k, v, real, *state):
-        return decode_step(
-            q, k, v, StepState(*state), plan, scale=SCALE, real=real, represent=represent, backend="torch"
-        )
+        return decode_step(q, k, v, StepState(*state), plan, scale=SCALE, real=real, **fixed)
 
     compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=False)
-    qkv = oracle.random_qkv(B, H, K, 40, D, DV)
-    eager, traced = empty_state(method, 40), empty_state(method, 40)
     for i in range(40):
         real = torch.tensor([i % 5 != 0, True])
         new = columns(qkv, i, i + 1)
@@ -170,7 +173,8 @@ def test_pooling_says_what_represent_does(method, pooling):
     assert method.pooling == pooling
     c = method.rule.chunk
     k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
-    got = method.represent(k, v, summary.double(), scale=0.5, backend="torch")
+    first = torch.zeros(1, dtype=torch.int64)
+    got = method.represent(k, v, summary.double(), first_chunk=first, scale=0.5, backend="torch")
     scores = condense.ops.group_scores(summary.double(), k, scale=0.5)
     want = (condense.ops.pool(x, scores, how=how) for x, how in zip((k, v), pooling, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))

@@ -147,7 +147,7 @@ def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
 def test_represent_of_chunks_is_represent_of_the_band(group):
     method = condense.LCA(group_size=group)
     k, v, summary = draw(2, 2, 3 * group, 4), draw(2, 2, 3 * group, 5, seed=1), draw(2, 2, 3, 4, seed=2)
-    keywords = {"scale": 0.4, "backend": "torch"}
+    keywords = {"first_chunk": numbers(0, 0), "scale": 0.4, "backend": "torch"}
     whole = method.represent_band(k, v, numbers(0, 0), 3, summary, **keywords)
     chunks = method.represent(k.unflatten(2, (3, group)), v.unflatten(2, (3, group)), summary, **keywords)
     assert all(torch.equal(x, y) for x, y in zip(whole, chunks, strict=True))

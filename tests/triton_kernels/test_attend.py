@@ -23,6 +23,11 @@ CASES = {
     "cca": condense.CCA(**SMALL),
     "cca-no-window": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
     "streaming-log_size": condense.CCA(**SMALL, summary="streaming", rep_bias="log_size"),
+    # focal tokens by lot: a choice by scores is discontinuous, see budget
+    "dga": condense.DGA(group_size=5, gamma=0.3, window=2, focal="random", rep_bias="log_size"),
+    "dga-select": condense.DGA(
+        group_size=4, gamma=0.2, min_focal=7, selection="prompt", focal="random", rep_bias="log_size", allow_future=True
+    ),
 }
 if CUDA:
     CASES |= METHODS
@@ -172,3 +177,21 @@ def test_is_one_well_formed_operation(kind):
     prefix_k, prefix_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
     arguments = (q, prefix_k, prefix_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3)
     torch.library.opcheck(triton_attend._attend, arguments)
+
+
+@pytest.mark.parametrize("rows", [[3, 3], [0, 5]], ids=["rows alike", "rows apart"])
+def test_entries_ahead_of_the_rules_own(rows):
+    """As after a prompt whose entries are there from the start: the rule in registers against the same as arrays."""
+    dtype, (L, M, N) = DTYPES[0], (30, 17, 34)
+    query_start, offset = torch.tensor([9, 9]), torch.tensor(rows)
+    bounds = UniformBounds(UniformRule(4, 6), query_start, query_start - (N - L), torch.tensor([0, 2]), offset)
+    q = oracle.random_qkv(2, 4, 2, L, WIDTH, WIDTH, dtype=dtype)[0]
+    prefix_k, prefix_v = oracle.random_qkv(2, 2, 2, M, WIDTH, WIDTH, dtype=dtype, seed=1)[:2]
+    band_k, band_v = oracle.random_qkv(2, 2, 2, N, WIDTH, WIDTH, dtype=dtype, seed=2)[:2]
+    inputs = [x.to(DEVICE).requires_grad_() for x in (q, prefix_k, prefix_v, band_k, band_v)]
+    results = []
+    for same in (bounds, ArrayBounds(*bounds.arrays(0, L, inputs[0].device))):
+        out, lse = attend(*inputs, same, scale=0.3, backend="triton", return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert bool(results[0][3][1, :, : rows[1]].any())

@@ -132,12 +132,13 @@ class CondensedLayer(CacheLayerMixin):
         N, Q = past.band_k.shape[2], past.summary_q.shape[2]
         needed = int((seen - first_needed(self.method, seen)).max())
         queries_needed = min(max(0, self.method.num_summary - 1), int(seen.max()))
-        if N - count < needed or (queries_needed > 0 and Q - count < queries_needed):
+        too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
+        if too_few or bool((seen < 0).any()):  # a prompt read at once is condensed to its last token
             raise ValueError(
                 f"crop: {count} tokens lie beyond what a condensed cache can take back; propose fewer tokens at a "
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
             )
-        num_prefix = int(num_entries(self.method, seen).max())
+        num_prefix = int(num_entries(self.method, seen, past.origin).max())
         self.past = past._replace(
             prefix_k=past.prefix_k[:, :, :num_prefix],
             prefix_v=past.prefix_v[:, :, :num_prefix],
@@ -153,13 +154,13 @@ class CondensedLayer(CacheLayerMixin):
         """Rows in the order of ``beam_idx`` (int ``[B]``)."""
         if self.past is None:
             return
-        seen = self.past.seen
-        if bool((seen == seen[0]).all()):
-            seen = seen[:1].repeat(beam_idx.shape[0])  # rows alike: no need to wait for beam_idx from the GPU
+        counts = torch.stack([self.past.seen, self.past.origin])
+        if bool((counts == counts[:, :1]).all()):
+            counts = counts[:, :1].repeat(1, beam_idx.shape[0])  # rows alike: no need to wait for beam_idx from the GPU
         else:
-            seen = seen.index_select(0, beam_idx.cpu())
-        tensors = (x.index_select(0, beam_idx.to(x.device)) for x in self.past[:-1])
-        self.past = Past(*tensors, seen=seen)  # type: ignore[misc]
+            counts = counts.index_select(1, beam_idx.cpu())
+        tensors = (x.index_select(0, beam_idx.to(x.device)) for x in self.past[:-2])
+        self.past = Past(*tensors, *counts.unbind())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times."""
@@ -183,4 +184,5 @@ class CondensedLayer(CacheLayerMixin):
 
     def _map_tensors(self, change: Any) -> None:
         if self.past is not None:
-            self.past = Past(*(change(x) for x in self.past[:-1]), seen=self.past.seen)  # type: ignore[misc]
+            counts = {"seen": self.past.seen, "origin": self.past.origin}
+            self.past = Past(*(change(x) for x in self.past[:-2]), **counts)

@@ -166,6 +166,7 @@ class StaticCondensedLayer(CacheLayerMixin):
             _newest(state.ring_v, seen, most),
             _newest(state.ring_q, seen, most),
             seen,
+            torch.zeros_like(seen),
         )
 
     def _store(self, state: StepState, before: Tensor, past: Past) -> None:

@@ -89,6 +89,8 @@ def _print(reports: list[LayerReport], title: str) -> None:
         f"all layers: cache {cache / 2**20:,.1f} of {dense / 2**20:,.1f} MiB ({cache / dense:.1%}), "
         f"attention {flops / 1e12:,.2f} of {dense_flops / 1e12:,.2f} TFLOP ({flops / dense_flops:.1%})"
     )
+    for remark in dict.fromkeys(report.remark for report in reports if report.remark is not None):
+        console.print(remark)
 
 
 def _runs(reports: list[LayerReport]) -> list[list[LayerReport]]:

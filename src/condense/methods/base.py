@@ -9,14 +9,32 @@ Shapes: B rows, K KV heads, N band tokens, G chunks of c tokens, p entries per c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict
-from condense.ops import Pooling, UniformRule
+from condense.ops import Bounds, Pooling, UniformRule
 from condense.ops.aligned import chunks
+
+
+class Prompt(NamedTuple):
+    """What a method makes of a whole prompt at once: all that its queries attend to, and the entries that stay.
+
+    prefix_k ``[B, K, E, D]``, prefix_v ``[B, K, E, Dv]``, band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, bounds and
+    prefix_bias (``[B|1, K|1, E]`` or None) are those of `condense.ops.attend`. kept_k, kept_v: the entries that stand
+    for the prompt afterwards, detached, left-aligned per row, in the order that `Method.prefix_bias` expects.
+    """
+
+    prefix_k: Tensor
+    prefix_v: Tensor
+    band_k: Tensor
+    band_v: Tensor
+    bounds: Bounds
+    prefix_bias: Tensor | None
+    kept_k: Tensor
+    kept_v: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +67,24 @@ class Method(MethodConfig):
         return False
 
     @property
+    def causal_setting(self) -> str:
+        """For a method that looks ahead: the setting with which it does not, as errors name it."""
+        return "summary='streaming'"
+
+    @property
     def pooling(self) -> tuple[Pooling, Pooling] | None:
         """How keys and values of a chunk become its one entry, if two poolings say all of `represent`, else None."""
         stands_for_itself = self.rule.chunk == self.rule.entries == 1 and type(self).represent is Method.represent
         return ("mean", "mean") if stands_for_itself else None
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """Prefix entries of G chunks: ``[B, K, G * p, D]`` and ``[B, K, G * p, Dv]`` in the dtype of k and v.
 
         k ``[B, K, G, c, D]``, v ``[B, K, G, c, Dv]``; summary ``[B, K, G, D]`` float32 or wider, None if
-        `num_summary` is 0. By default each token stands for itself. On the latents of MLA, K is 1, k is
-        ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
+        `num_summary` is 0; first_chunk int64 ``[B]``, the number of each row's first chunk. By default each token
+        stands for itself. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
         """
         return k.flatten(2, 3), v.flatten(2, 3)
 
@@ -73,6 +96,7 @@ class Method(MethodConfig):
         num_chunks: int,
         summary: Tensor | None,
         *,
+        first_chunk: Tensor,
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
@@ -83,11 +107,33 @@ class Method(MethodConfig):
         copy that rows of different lengths need.
         """
         k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (band_k, band_v))
-        return self.represent(k, v, summary, scale=scale, backend=backend)
+        return self.represent(k, v, summary, first_chunk=first_chunk, scale=scale, backend=backend)
 
-    def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
-        """Additive bias ``[1, 1, num_entries]`` float64 on the scaled scores of prefix entries, or None."""
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
+        """Additive bias ``[B|1, 1, num_entries]`` float64 on the scaled scores of prefix entries, or None.
+
+        origin int64 CPU ``[B]``: tokens per row that `read_prompt` took, whose entries come first; None: no row's.
+        """
         return None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """True if a row's first tokens are a prompt that is read all at once, by `read_prompt`."""
+        return False
+
+    def read_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, *, scale: float, backend: str
+    ) -> Prompt:
+        """All of a prompt at once, where `reads_prompt`. Later tokens' chunks count from the prompt's end.
+
+        q ``[B, H, L, D]``, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` are right-aligned, k and v zero in the padding;
+        counts int64 CPU ``[B]``: real tokens per row (None: all).
+        """
+        raise TypeError(f"{type(self).__name__} must define `read_prompt`")
+
+    def prompt_entries(self, tokens: Tensor) -> Tensor:
+        """Entries that `read_prompt` keeps of prompts of so many tokens, int64 ``[B]`` both."""
+        return torch.zeros_like(tokens)
 
     @classmethod
     def parse(cls, settings: Self | dict[str, object]) -> Method:

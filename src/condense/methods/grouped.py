@@ -90,11 +90,18 @@ class GroupPooling(Method):
         return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
         return self.represent_band(
-            k.flatten(2, 3), v.flatten(2, 3), 0, k.shape[2], summary, scale=scale, backend=backend
+            k.flatten(2, 3),
+            v.flatten(2, 3),
+            0,
+            k.shape[2],
+            summary,
+            first_chunk=first_chunk,
+            scale=scale,
+            backend=backend,
         )
 
     def represent_band(
@@ -105,6 +112,7 @@ class GroupPooling(Method):
         num_chunks: int,
         summary: Tensor | None,
         *,
+        first_chunk: Tensor,
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
@@ -122,7 +130,7 @@ class GroupPooling(Method):
             backend=backend,
         )
 
-    def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
         """ln(g) on every representative with ``rep_bias="log_size"`` (LCA, the version Theorem 1 bounds)."""
         if self.rep_bias == "none" or self.group_size == 1:
             return None

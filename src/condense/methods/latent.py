@@ -58,12 +58,12 @@ class LatentGroups(Method):
         """As for ordinary keys."""
         return self.groups.permits_future
 
-    def prefix_bias(self, num_entries: int, device: torch.device) -> Tensor | None:
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
         """As for ordinary keys."""
-        return self.groups.prefix_bias(num_entries, device)
+        return self.groups.prefix_bias(num_entries, device, origin)
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
 
@@ -71,7 +71,14 @@ class LatentGroups(Method):
         queries. Returns ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
         """
         return self.represent_band(
-            k.flatten(2, 3), v.flatten(2, 3), 0, k.shape[2], summary, scale=scale, backend=backend
+            k.flatten(2, 3),
+            v.flatten(2, 3),
+            0,
+            k.shape[2],
+            summary,
+            first_chunk=first_chunk,
+            scale=scale,
+            backend=backend,
         )
 
     def represent_band(
@@ -82,6 +89,7 @@ class LatentGroups(Method):
         num_chunks: int,
         summary: Tensor | None,
         *,
+        first_chunk: Tensor,
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:

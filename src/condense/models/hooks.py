@@ -127,4 +127,6 @@ def _check_whole_prompt(method: Method, generation_config: GenerationConfig, mod
         reason = "generate without assistant or prompt lookup"
     else:
         return
-    raise ValueError(f"{method} needs the whole prompt, alone, in one forward: {reason}, or use summary='streaming'")
+    raise ValueError(
+        f"{method} needs the whole prompt, alone, in one forward: {reason}, or use {method.causal_setting}"
+    )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from condense.config import check_int
 from condense.functional import SLACK, first_needed, num_entries
-from condense.methods import Dense, Method
+from condense.methods import DGA, Dense, Method
 from condense.models.apply import MethodChoice, attention_layers, checked_layers
 from condense.models.families import is_latent, sliding_window
 
-_COUNTER = 8  # bytes: a condensed layer's count of tokens seen, int64
+_COUNTERS = 16  # bytes: a condensed layer's counts of tokens, in the prompt and seen since, int64 each
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LayerReport:
     FLOPs count attention over visible keys and pooling, with the products that only latents need for it, and no
     other projections. pays_from: the shortest length from
     which the condensed layer needs fewer FLOPs than the dense one, None if it never does. method: None for a
-    layer that stays stock; then both columns are the stock figures.
+    layer that stays stock; then both columns are the stock figures. remark: what the figures do not say, or None.
     """
 
     layer: int
@@ -42,6 +42,7 @@ class LayerReport:
     dense_flops: int
     flops: int
     pays_from: int | None
+    remark: str | None = None
 
 
 def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int = 2) -> list[LayerReport]:
@@ -78,11 +79,23 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         dense_entries=dense_entries,
         entries=entries,
         dense_bytes=dense_bytes,
-        bytes=numbers * itemsize + _COUNTER,
+        bytes=numbers * itemsize + _COUNTERS,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
+        remark=_remark(method, length),
     )
+
+
+def _remark(method: Method, length: int) -> str | None:
+    if not _selects(method) or int(method.num_focal(torch.tensor([length]))) < length:
+        return None
+    cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
+    return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
+
+
+def _selects(method: Method) -> TypeGuard[DGA]:
+    return isinstance(method, DGA) and method.selection == "prompt"
 
 
 @dataclass(frozen=True)
@@ -119,15 +132,18 @@ class _Heads:
         return int((seen if window is None else seen.clamp(max=window)).sum()) * self._per_key
 
     def flops(self, method: Method, length: int) -> int:
+        if _selects(method):
+            return int(self._selected(method, torch.tensor([length])))
         return int(self._cumulative(method, length)[-1])
 
     def pays_from(self, method: Method) -> int | None:
-        """Searched up to 64 windows and chunks: a method that does not pay there never does."""
+        """Searched up to 64 windows and chunks and 8 ``min_focal``: a method that does not pay there never does."""
         if method.rule.window is None:
             return None
-        limit = 64 * (method.rule.window + method.rule.chunk)
+        limit = 64 * (method.rule.window + method.rule.chunk) + (8 * method.min_focal if _selects(method) else 0)
         seen = torch.arange(1, limit + 1)
-        dearer = (self._cumulative(method, limit) >= seen.cumsum(0) * self._per_key).nonzero()
+        flops = self._selected(method, seen) if _selects(method) else self._cumulative(method, limit)
+        dearer = (flops >= seen.cumsum(0) * self._per_key).nonzero()
         last = int(dearer[-1]) if dearer.numel() else -1
         return None if last == limit - 1 else last + 2
 
@@ -142,11 +158,23 @@ class _Heads:
         closed = rule.closed(seen)
         visible = rule.visible_entries(closed) + seen - closed * rule.chunk
         entries = num_entries(method, seen)
-        tokens = entries // rule.entries * rule.chunk
-        pooled = tokens * 2 * self.entry_numbers + entries * self.entry_flops
+        chunks = entries // rule.entries
+        pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
         if method.num_summary > 0:
-            pooled = pooled + tokens * 2 * self.scored + seen * self.summary_flops
+            # scores of all tokens of a chunk, and the mean over each KV head's queries
+            pooled = pooled + chunks * rule.chunk * 2 * self.scored + seen * self.summary_flops
         return visible.cumsum(0) * self._per_key + pooled
+
+    def _selected(self, method: DGA, tokens: torch.Tensor) -> torch.Tensor:
+        """FLOPs for prompts of so many tokens, int64 as ``tokens``, if focal tokens spread evenly over them."""
+        focal, g = method.num_focal(tokens), method.group_size
+        groups = (tokens - focal) // g
+        # half of the entries on average, and of the members of the group in progress
+        visible = ((tokens + 1) * (focal + groups) + tokens * (g - 1) * (groups > 0)) // 2
+        asked = 0 if method.focal == "random" else tokens.clamp(max=method.num_recent + method.num_random)
+        selecting = asked * tokens * self.num_q * 2 * self.width
+        pooled = groups * (2 * g * (self.scored + self.entry_numbers) + self.summary_flops)
+        return visible * self._per_key + (selecting + pooled) * (groups > 0)
 
 
 def _kept(method: Method, length: int) -> tuple[int, int]:
@@ -154,6 +182,8 @@ def _kept(method: Method, length: int) -> tuple[int, int]:
     seen = torch.tensor([length])
     if isinstance(method, Dense):
         return length, 0
+    if _selects(method):
+        return int(method.prompt_entries(seen)), 0
     exact = min(length, int(seen - first_needed(method, seen - SLACK)))
     tail = min(length, method.num_summary - 1 + SLACK) if method.num_summary > 1 else 0
     return int(num_entries(method, seen)) + exact, tail

@@ -1,6 +1,16 @@
 """Numerics: prefix-band attention and group pooling, with a plain reference and faster backends."""
 
-from condense.ops.api import POOLINGS, Pooling, attend, decode_step, group_scores, pool, pool_groups, summarize
+from condense.ops.api import (
+    POOLINGS,
+    Pooling,
+    attend,
+    decode_step,
+    group_scores,
+    importance,
+    pool,
+    pool_groups,
+    summarize,
+)
 from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule, Windows
 from condense.ops.checks import resolve_backend, resolve_pooling, resolve_step_backend
 from condense.ops.step import StepPlan, StepState
@@ -18,6 +28,7 @@ __all__ = [
     "attend",
     "decode_step",
     "group_scores",
+    "importance",
     "pool",
     "pool_groups",
     "resolve_backend",

@@ -11,10 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from condense.ops import reference, torch_blocks, torch_pool, torch_step
+from condense.ops import reference, torch_blocks, torch_importance, torch_pool, torch_step
 from condense.ops.aligned import chunks
 from condense.ops.bounds import Bounds, Windows
 from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
+from condense.ops.sampling import sampled_queries
 from condense.ops.step import Represent, StepPlan, StepState
 
 Pooling = Literal["weighted", "mean", "max", "select"]
@@ -194,3 +195,39 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     """
     module = reference if check_backend(backend) == "reference" else torch_pool
     return module.pool(x, scores, how=how)
+
+
+@torch.no_grad()
+def importance(
+    q: Tensor,
+    k: Tensor,
+    tokens: Tensor,
+    *,
+    scale: float,
+    num_recent: int,
+    num_random: int,
+    seed: int,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention that each token gets, on average, from the sampled queries that may see it (DGA, Eq. 16 and 17).
+
+    q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows of ``tokens`` (int64 CPU ``[B]``) real tokens. Returns
+    ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
+    ``[B, K, L]`` float32 or wider; padding gets 0. Sampled are a row's newest ``num_recent`` queries and ``num_random``
+    others, drawn from seed and position alone. No gradients.
+    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    """
+    L = q.shape[2]
+    start = (L - tokens).to(q.device, non_blocking=True)[:, None]
+    columns, known = sampled_queries(start, L, num_recent, num_random, seed)
+    match resolve_backend(backend, q.device, q.dtype, (q.shape[3],), num_queries=L):
+        case "triton":
+            from condense.ops.triton_importance import importance as compute
+        case "reference":
+            compute = reference.importance
+        case _:
+            compute = torch_importance.importance
+    total = compute(q, k, columns, known, start, scale=scale)
+    # sampled queries at a column or after it
+    count = total.new_zeros(len(tokens), L).scatter_add_(1, columns, known.to(total.dtype)).flip(1).cumsum(1).flip(1)
+    return total / count.clamp(min=1)[:, None]

@@ -116,12 +116,14 @@ class UniformBounds:
     query_start: int64 CPU ``[B]`` or ``[1]``, position of each row's query 0, counted back from the real ones.
     band_start: likewise, position of the token in band column 0.
     padding: likewise, queries before a row's first real one; by default those at negative positions.
+    offset: likewise, prefix entries ahead of the rule's own, which every query sees; by default none.
     """
 
     rule: UniformRule
     query_start: Tensor
     band_start: Tensor
     padding: Tensor | None = None
+    offset: Tensor | None = None
 
     def arrays(self, start: int, stop: int, device: torch.device) -> Arrays:
         """Bounds of queries ``[start, stop)``: int64 ``[B|1, 1, L]``."""
@@ -144,8 +146,9 @@ class UniformBounds:
         return [Extent(*row) for row in hulls.tolist()]
 
     def starts(self) -> Tensor:
-        """query_start, band_start and padding of each row, int64 CPU ``[B, 3]``; ``[1, 3]`` if all rows agree."""
-        parts = torch.broadcast_tensors(self.query_start, self.band_start, self._pads())
+        """query_start, band_start, padding and offset of each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
+        offset = torch.zeros(1, dtype=torch.int64) if self.offset is None else self.offset
+        parts = torch.broadcast_tensors(self.query_start, self.band_start, self._pads(), offset)
         return torch.stack(parts, dim=1)
 
     def is_hull(self, start: int, stop: int) -> bool:
@@ -153,7 +156,8 @@ class UniformBounds:
         return stop - start == 1 and self._rows_agree()
 
     def _rows_agree(self) -> bool:
-        return self.query_start.numel() == self.band_start.numel() == self._pads().numel() == 1
+        offsets = 1 if self.offset is None else self.offset.numel()
+        return self.query_start.numel() == self.band_start.numel() == self._pads().numel() == offsets == 1
 
     def _extent(self, first: int, last: int) -> Extent:
         """The hull of queries first to last of the one row that stands for all."""
@@ -163,7 +167,7 @@ class UniformBounds:
         earliest = self.rule.closed(query_start + max(first, pads) + 1) * self.rule.chunk
         seen = query_start + last + 1
         return Extent(
-            self.rule.visible_entries(self.rule.closed(seen)),
+            self.rule.visible_entries(self.rule.closed(seen)) + (0 if self.offset is None else int(self.offset)),
             min(max(earliest - origin, 0), seen - origin),
             seen - origin,
         )
@@ -171,6 +175,8 @@ class UniformBounds:
     def is_causal(self, num_queries: int, num_band: int) -> bool:
         """True if no row is padded, the band starts at its row's start and no chunk is closed yet."""
         if bool((self.band_start != 0).any()) or bool((self._pads() != 0).any()):
+            return False
+        if self.offset is not None and bool((self.offset != 0).any()):
             return False
         if bool((self.query_start != num_band - num_queries).any()):
             return False
@@ -187,11 +193,11 @@ class UniformBounds:
         real = steps >= pads
         seen = query_start + steps + 1
         closed = self.rule.closed(seen)
-        return Arrays(
-            torch.where(real, self.rule.visible_entries(closed), 0),
-            torch.where(real, (closed * self.rule.chunk - origin).clamp(min=0), 0),
-            torch.where(real, seen - origin, 0),
-        )
+        entries = self.rule.visible_entries(closed)
+        if self.offset is not None:
+            entries = entries + self.offset.to(device, non_blocking=True)[:, None, None]
+        starts = (closed * self.rule.chunk - origin).clamp(min=0)
+        return Arrays(*(torch.where(real, x, 0) for x in torch.broadcast_tensors(entries, starts, seen - origin)))
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def _append_entry(
         _read(state.ring_k, chunk * rule.chunk, rule.chunk)[:, :, None],
         _read(state.ring_v, chunk * rule.chunk, rule.chunk)[:, :, None],
         summary,
+        first_chunk=chunk,
         scale=scale,
         backend="torch",
     )

@@ -77,7 +77,7 @@ class _Plan:
 
     def shared(self) -> dict[str, Any]:
         """Keyword arguments of every kernel."""
-        names = ("chunk", "window", "entries", "max_chunks", "query_start", "band_start", "pads")
+        names = ("chunk", "window", "entries", "max_chunks", "query_start", "band_start", "pads", "offset")
         return {
             "bias_ptr": self.bias, "bounds": self.bounds, "s_bias": self.s_bias, "K": self.K, "R": self.R, "L": self.L,
             **dict(zip(names, (*self.rule, *self.start), strict=True)), "scale": self.scale * _LOG2E,
@@ -229,19 +229,19 @@ _attend.register_autograd(_differentiate, setup_context=_keep)
 def _describe(bounds: Bounds, L: int, device: torch.device) -> tuple[list[Tensor], list[int], list[int]]:
     """Bounds as kernels take them: tensors on the device, the uniform rule, and where the only row starts.
 
-    No tensor: the rule, alike in all rows. One, int32 ``[B, 3]``: the rule, rows starting apart. Three, int32
+    No tensor: the rule, alike in all rows. One, int32 ``[B, 4]``: the rule, rows starting apart. Three, int32
     ``[B|1, K|1, L]``: bounds as they are.
     """
     if not isinstance(bounds, UniformBounds):
         arrays = torch.broadcast_tensors(*bounds.arrays(0, L, device))
-        return [x.to(torch.int32).contiguous() for x in arrays], [1, 1, 1, 1], [0, 0, 0]
+        return [x.to(torch.int32).contiguous() for x in arrays], [1, 1, 1, 1], [0, 0, 0, 0]
     rule = bounds.rule
     window, max_chunks = (_UNLIMITED if x is None else x for x in (rule.window, rule.max_chunks))
     numbers = [rule.chunk, window, rule.entries, max_chunks]
     starts = bounds.starts()
     if starts.shape[0] == 1:
         return [], numbers, starts[0].tolist()
-    return [starts.to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0]
+    return [starts.to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0, 0]
 
 
 def attend(

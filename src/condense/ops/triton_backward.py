@@ -43,7 +43,7 @@ def _dq_keys(
 @triton.jit(do_not_specialize=VARYING)
 def attend_dq_kernel(
     q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr,
-    delta_ptr, dq_ptr, s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads,
+    delta_ptr, dq_ptr, s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
     chunk, window, entries, max_chunks, scale, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
@@ -56,7 +56,7 @@ def attend_dq_kernel(
     b, kvh = tl.program_id(1) // K, tl.program_id(1) % K
     wide_b, wide_kvh = b.to(tl.int64), kvh.to(tl.int64)
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
-    start, rule = (query_start, band_start, pads), (chunk, window, entries, max_chunks)
+    start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
     rep_end, raw_start, raw_end = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
     d, e = tl.arange(0, BD), tl.arange(0, BV)
     head = wide_kvh * R + r
@@ -139,7 +139,7 @@ def attend_dkv_kernel(
     q_source, prefix_k_ptr, prefix_v_ptr, band_k_ptr, band_v_ptr, bias_ptr, bounds, prefix_seen, band_seen,
     d_out_source, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
     s_prefix_k, s_prefix_v, s_band_k, s_band_v, s_bias, s_prefix_seen, s_band_seen,
-    K, R, L, M, N, prefix_blocks, query_start, band_start, pads, chunk, window, entries, max_chunks,
+    K, R, L, M, N, prefix_blocks, query_start, band_start, pads, offset, chunk, window, entries, max_chunks,
     scale, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HEADS: tl.constexpr, RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
@@ -162,7 +162,7 @@ def attend_dkv_kernel(
     wide_n = n[:, None].to(tl.int64)
     k_width, v_width = inside[:, None] & (d[None, :] < D), inside[:, None] & (e[None, :] < DV)
     bias = tl.zeros([BN], tl.float32)
-    start, rule = (query_start, band_start, pads), (chunk, window, entries, max_chunks)
+    start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
     if is_prefix:
         k_at = prefix_k_ptr + b * s_prefix_k[0] + kvh * s_prefix_k[1] + wide_n * s_prefix_k[2] + d[None, :]
         v_at = prefix_v_ptr + b * s_prefix_v[0] + kvh * s_prefix_v[1] + wide_n * s_prefix_v[2] + e[None, :]

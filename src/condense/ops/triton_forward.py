@@ -15,7 +15,7 @@ import triton.language as tl
 from condense.ops.triton_rule import split, tile_rows, visible
 
 # numbers that change from call to call must not each make a new kernel
-VARYING = ("L", "M", "query_start", "band_start", "pads", "chunk", "window", "max_chunks")
+VARYING = ("L", "M", "query_start", "band_start", "pads", "offset", "chunk", "window", "max_chunks")
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _forward_keys(
 @triton.jit(do_not_specialize=VARYING)
 def attend_fwd_kernel(
     q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, lse_ptr,
-    s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, chunk, window, entries, max_chunks, scale,
+    s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset, chunk, window, entries, max_chunks, scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +64,7 @@ def attend_fwd_kernel(
     b, kvh = tl.program_id(1) // K, tl.program_id(1) % K
     wide_b, wide_kvh = b.to(tl.int64), kvh.to(tl.int64)
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
-    start, rule = (query_start, band_start, pads), (chunk, window, entries, max_chunks)
+    start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
     rep_end, raw_start, raw_end = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
     d, e = tl.arange(0, BD), tl.arange(0, BV)
     head = wide_kvh * R + r

@@ -4,8 +4,8 @@ A tile has BM rows: ``BM // R`` queries of the R query heads that share a KV hea
 key is read once for all of them. Rows left over stand for the tile's last query again.
 
 ``RULE``: "arrays" (``bounds`` are int32 ``[B|1, K|1, L]`` each), "row" (the uniform rule, the same in all rows:
-``start`` holds query_start, band_start and padding of `UniformBounds`) or "rows" (``bounds[0]`` holds these three per
-row, int32 ``[B, 3]``).
+``start`` holds query_start, band_start, padding and offset of `UniformBounds`) or "rows" (``bounds[0]`` holds these
+four per row, int32 ``[B, 4]``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def tile_rows(first, L, R, BM: tl.constexpr):
 @triton.jit
 def _starts(bounds, start, b, RULE: tl.constexpr):
     if RULE == "rows":
-        at = bounds[0] + b * 3
-        query_start, band_start, pads = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        at = bounds[0] + b * 4
+        query_start, band_start, pads, offset = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
-        query_start, band_start, pads = start[0], start[1], start[2]
-    return query_start, band_start, pads
+        query_start, band_start, pads, offset = start[0], start[1], start[2], start[3]
+    return query_start, band_start, pads, offset
 
 
 @triton.jit
@@ -42,11 +42,11 @@ def visible(i, b, kvh, bounds, s_bounds, start, rule, RULE: tl.constexpr):
         rep_end, raw_start, raw_end = tl.load(bounds[0] + at), tl.load(bounds[1] + at), tl.load(bounds[2] + at)
     else:
         chunk, window, entries, max_chunks = rule
-        query_start, band_start, pads = _starts(bounds, start, b, RULE)
+        query_start, band_start, pads, offset = _starts(bounds, start, b, RULE)
         seen = query_start + i + 1
         closed = tl.maximum(seen - window, 0) // chunk
         real = i >= pads
-        rep_end = tl.where(real, tl.minimum(closed, max_chunks) * entries, 0)
+        rep_end = tl.where(real, offset + tl.minimum(closed, max_chunks) * entries, 0)
         raw_start = tl.where(real, tl.maximum(closed * chunk - band_start, 0), 0)
         raw_end = tl.where(real, seen - band_start, 0)
     return rep_end, raw_start, raw_end
@@ -64,11 +64,11 @@ def seen_by(n, size, is_prefix, L, b, kvh, seen, s_seen, bounds, start, rule, RU
         hi = tl.load(seen[1] + at, mask=n < size, other=0)
     else:
         chunk, window, entries, max_chunks = rule
-        query_start, band_start, pads = _starts(bounds, start, b, RULE)
+        query_start, band_start, pads, offset = _starts(bounds, start, b, RULE)
         position = n + band_start
-        number = tl.where(is_prefix, n // entries, tl.maximum(position, 0) // chunk)
-        # the first query that sees the chunk closed
-        closing = (number + 1) * chunk + window - 1 - query_start
+        number = tl.where(is_prefix, tl.maximum(n - offset, 0) // entries, tl.maximum(position, 0) // chunk)
+        # the first query that sees the chunk closed; entries ahead of the rule's own are there from the start
+        closing = tl.where(is_prefix & (n < offset), 0, (number + 1) * chunk + window - 1 - query_start)
         lo = tl.maximum(tl.where(is_prefix, closing, position - query_start), pads)
         hi = tl.where(is_prefix, L, tl.minimum(closing, L))
         hi = tl.where(is_prefix | (position >= 0), hi, 0)

@@ -1,0 +1,215 @@
+"""Dynamic Group attention (Zhang et al., ICML 2025): focal tokens stay exact, the others are pooled in groups.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, G chunks of c = m' tokens, p entries per chunk, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from condense.config import check_bool, check_choice, check_int, check_number
+from condense.methods.base import Method, Prompt
+from condense.methods.dga_prompt import exact_prompt, focal_prompt, highest, take
+from condense.ops import UniformRule, group_scores, importance, pool
+from condense.ops.aligned import merge
+from condense.ops.sampling import scramble
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGA(Method):
+    """Important tokens exact, the others in groups of ``group_size``, one representative each.
+
+    selection="streaming": the paper's decode rule everywhere, in training too. Chunks of m' = g + ceil(gamma * g)
+    tokens; when a chunk leaves the window, its m' - g tokens with the highest scores stay exact (focal) and the
+    other g become one group. selection="prompt": the paper's prefill. The focal tokens of the whole prompt are
+    those with the most attention from a sample of its queries (Eq. 16 and 17), which lets earlier tokens depend on
+    later ones: for inference only, unless ``allow_future``. What follows the prompt goes on with chunks, counted
+    from its end.
+
+    group_size: tokens per group, >= 1. window: exact tokens behind which chunks close, >= 0; 1 is the paper's in
+    decode, 0 in training. gamma: share of focal tokens, 0 to 1. min_focal: at least so many in a prompt, >= 0.
+    summary: whose query weighs a chunk: "last", its own last, or "streaming", the mean of the m' queries that end
+    when it leaves the window; a prompt's groups go by their last member. focal: "top" by scores, or "random" for
+    comparison. complementary: a prompt's queries see the members of a group that is not complete yet; without,
+    only themselves. weight_scale: scale of the scores that weigh a group, > 0, default the attention's own; the
+    paper prints 1. num_recent (>= 1), num_random: sampled queries, the newest and others drawn with ``seed``.
+    rep_bias: "log_size" adds ln(group_size) to a group's score, as it stands for that many tokens.
+    Raises ValueError for a field out of range.
+    """
+
+    name: ClassVar[str] = "dga"
+    group_size: int = 16
+    window: int = 1
+    gamma: float = 0.1
+    min_focal: int = 1024
+    selection: Literal["streaming", "prompt"] = "streaming"
+    summary: Literal["last", "streaming"] = "last"
+    focal: Literal["top", "random"] = "top"
+    complementary: bool = True
+    weight_scale: float | None = None
+    num_recent: int = 64
+    num_random: int = 64
+    seed: int = 0
+    rep_bias: Literal["none", "log_size"] = "none"
+    allow_future: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("group_size", self.group_size, 1)
+        check_int("window", self.window, 0)
+        check_number("gamma", self.gamma, 0, 1)
+        check_int("min_focal", self.min_focal, 0)
+        check_choice("selection", self.selection, ("streaming", "prompt"))
+        check_choice("summary", self.summary, ("last", "streaming"))
+        check_choice("focal", self.focal, ("top", "random"))
+        check_bool("complementary", self.complementary)
+        if self.weight_scale is not None:
+            check_number("weight_scale", self.weight_scale, math.ulp(0.0), math.inf)
+        check_int("num_recent", self.num_recent, 1)
+        check_int("num_random", self.num_random, 0)
+        check_int("seed", self.seed, 0)
+        check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
+        check_bool("allow_future", self.allow_future)
+
+    @property
+    def rule(self) -> UniformRule:
+        """Chunks of m' tokens behind the window, m' - g focal entries and one group each."""
+        num_focal = _share(self.gamma, self.group_size)
+        return UniformRule(chunk=self.group_size + num_focal, window=self.window, entries=num_focal + 1)
+
+    @property
+    def lag(self) -> int:
+        """A chunk's last query is at hand at once; the others come when the chunk leaves the window."""
+        return 0 if self.summary == "last" else self.window
+
+    @property
+    def num_summary(self) -> int:
+        """Queries whose mean ranks and weighs a chunk."""
+        return 1 if self.summary == "last" else self.rule.chunk
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The prompt's selection uses queries of the prompt's end."""
+        return self.selection == "prompt"
+
+    @property
+    def permits_future(self) -> bool:
+        """``allow_future``."""
+        return self.allow_future
+
+    @property
+    def reads_prompt(self) -> bool:
+        """With ``selection="prompt"``."""
+        return self.selection == "prompt"
+
+    @property
+    def causal_setting(self) -> str:
+        """Chunks are causal."""
+        return "selection='streaming'"
+
+    def represent(
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """The paper's decode rule; see `Method.represent` for shapes.
+
+        All entries of a chunk become visible together, and a softmax does not see their order: focal tokens come
+        first, in order of position, then the group, so that the bias is the same pattern in every chunk.
+        """
+        assert summary is not None
+        num_focal = k.shape[3] - self.group_size
+        scores = group_scores(summary, k, scale=self._weight_scale(scale), backend=backend)
+        ranking = scores.detach()
+        if self.focal == "random":
+            ranking = self._lots(first_chunk.to(k.device, non_blocking=True), k.shape[2], k.shape[3]).expand_as(scores)
+        order = ranking.argsort(stable=True, descending=True)
+        focal, rest = (x.sort(-1).values for x in order.split([num_focal, self.group_size], dim=-1))
+        weights = scores.gather(-1, rest)
+        entries_k, entries_v = (
+            torch.cat([take(x, focal), pool(take(x, rest), weights, how="weighted", backend=backend)[..., None, :]], 3)
+            for x in (k, v)
+        )
+        return entries_k.flatten(2, 3), entries_v.flatten(2, 3)
+
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
+        """ln(g) on groups with ``rep_bias="log_size"``, 0 on focal entries, which come first in what a prompt left."""
+        if self.rep_bias == "none" or self.group_size == 1:
+            return None
+        entry, period = torch.arange(num_entries, device=device)[None], self.rule.entries
+        is_group = entry % period == period - 1
+        if origin is not None:
+            prompt = merge(origin)
+            num_focal, ahead = (
+                x[:, None].to(device, non_blocking=True) for x in (self.num_focal(prompt), self.prompt_entries(prompt))
+            )
+            is_group = torch.where(entry < ahead, entry >= num_focal, (entry - ahead) % period == period - 1)
+        return (is_group.double() * math.log(self.group_size))[:, None]
+
+    def read_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, *, scale: float, backend: str
+    ) -> Prompt:
+        """The paper's prefill (Algorithm 1); see `Method.read_prompt` for shapes."""
+        L = k.shape[2]
+        tokens = torch.full((k.shape[0],), L) if counts is None else counts
+        num_focal = self.num_focal(tokens)
+        if torch.equal(num_focal, tokens):
+            return exact_prompt(k, v, tokens)
+        if self.focal == "random":
+            starts = (tokens - L).to(k.device, non_blocking=True)
+            scores = scramble(torch.arange(L, device=k.device) + starts[:, None], self.seed)[:, None]
+        else:
+            scores = importance(
+                q,
+                k,
+                tokens,
+                scale=scale,
+                num_recent=self.num_recent,
+                num_random=self.num_random,
+                seed=self.seed,
+                backend=backend,
+            )
+        return focal_prompt(
+            q,
+            k,
+            v,
+            highest(scores, num_focal, tokens).expand(-1, k.shape[1], -1),
+            num_focal,
+            tokens,
+            group_size=self.group_size,
+            weight_scale=self._weight_scale(scale),
+            complementary=self.complementary,
+            group_bias=math.log(self.group_size) if self.rep_bias == "log_size" else 0.0,
+            backend=backend,
+        )
+
+    def num_focal(self, tokens: Tensor) -> Tensor:
+        """Focal tokens of prompts of so many tokens, int64 ``[B]`` both: with them the rest fills its groups."""
+        wanted = [max(_share(self.gamma, n), self.min_focal) for n in tokens.tolist()]
+        focal = torch.minimum(torch.tensor(wanted, dtype=torch.int64), tokens)
+        return focal + (tokens - focal) % self.group_size
+
+    def prompt_entries(self, tokens: Tensor) -> Tensor:
+        """Focal tokens and groups; none with ``selection="streaming"``."""
+        if self.selection == "streaming":
+            return torch.zeros_like(tokens)
+        focal = self.num_focal(tokens)
+        return focal + (tokens - focal) // self.group_size
+
+    def _weight_scale(self, scale: float) -> float:
+        return scale if self.weight_scale is None else self.weight_scale
+
+    def _lots(self, first_chunk: Tensor, G: int, c: int) -> Tensor:
+        """A lot per token, int64 ``[B, 1, G, c]``, drawn from its chunk's number and the seed alone."""
+        number = first_chunk[:, None] + torch.arange(G, device=first_chunk.device)
+        return scramble(number[..., None] * c + torch.arange(c, device=first_chunk.device), self.seed)[:, None]
+
+
+@lru_cache(maxsize=1024)  # asked for in every step
+def _share(gamma: float, count: int) -> int:
+    """ceil(gamma * count) of gamma as it is written: 0.55 of 100 is 55, not the 56 of floating point."""
+    return math.ceil(Fraction(str(gamma)) * count)

@@ -1,0 +1,110 @@
+"""A whole prompt under DGA (Algorithms 1 and 2): which tokens are focal, the groups of the others, who sees what.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, E prefix entries, N band tokens, G groups of g tokens, D and Dv
+widths. Rows are right-aligned: row b's tokens stand in the last ``tokens[b]`` columns. focal: bool ``[B, K, L]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from condense.methods.base import Prompt
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, group_scores, pool
+from condense.ops.aligned import merge
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """``[..., n, D]``: vectors of x ``[..., L, D]`` by ``index`` ``[..., n]``."""
+    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
+
+
+def highest(scores: Tensor, num_focal: Tensor, tokens: Tensor) -> Tensor:
+    """The ``num_focal[b]`` tokens of each row with the highest scores >= 0 ``[B, K, L]``, ties to the earlier."""
+    first = torch.arange(scores.shape[2], device=scores.device) < _on(num_focal, scores.device)
+    scores = scores.masked_fill(~_real(tokens, scores.shape[2], scores.device), -1)
+    order = scores.argsort(stable=True, descending=True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, order, first.expand_as(scores))
+
+
+def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
+    """All tokens focal: plain causal attention. The tokens are what stays."""
+    L = k.shape[2]
+    start = merge(tokens) - L
+    bounds = UniformBounds(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
+    columns = _columns(_real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
+    kept_k, kept_v = (take(x.detach(), columns) for x in (k, v))
+    return Prompt(k[:, :, :0], v[:, :, :0], k, v, bounds, None, kept_k, kept_v)
+
+
+def focal_prompt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    focal: Tensor,
+    num_focal: Tensor,
+    tokens: Tensor,
+    *,
+    group_size: int,
+    weight_scale: float,
+    complementary: bool,
+    group_bias: float,
+    backend: str,
+) -> Prompt:
+    """Prefix: focal tokens and groups by their last position. Band: the tokens that are in groups, one after another.
+
+    Query t sees the entries that end at or before t, and of the band the members of the first group not complete at t
+    that are not after t: each token up to t once. With ``complementary=False`` of those members only its own token.
+    num_focal: int64 CPU ``[B]``, focal tokens per row; the others fill groups of ``group_size``.
+    """
+    g, K, L = group_size, k.shape[1], k.shape[2]
+    grouped = _real(tokens, L, k.device) & ~focal
+    focal_seen, grouped_seen = focal.cumsum(2), grouped.cumsum(2)
+    complete = grouped_seen // g
+    closing = grouped & (grouped_seen % g == 0)
+    raw_start = complete * g if complementary else grouped_seen - (grouped & ~closing).long()
+    bounds = ArrayBounds(focal_seen + complete, raw_start, grouped_seen)
+
+    band = _columns(grouped, int((tokens - num_focal).max()))
+    band_k, band_v = take(k, band), take(v, band)
+    last = band[:, :, g - 1 :: g]
+    queries = take(q.unflatten(1, (K, -1)), last[:, :, None].expand(-1, -1, q.shape[1] // K, -1))
+    # rounded to the dtype of q, as every summary query; a shorter row's missing groups must not read its padding
+    absent = torch.arange(last.shape[2], device=k.device) >= _on((tokens - num_focal) // g, k.device)
+    summary = queries.mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    summary = summary.masked_fill(absent[..., None], 0)
+    members_k, members_v = (x.unflatten(2, (-1, g)) for x in (band_k, band_v))
+    scores = group_scores(summary, members_k, scale=weight_scale, backend=backend)
+    groups_k = pool(members_k, scores, how="weighted", backend=backend)
+    groups_v = pool(members_v, scores, how="weighted", backend=backend)
+
+    num_entries = num_focal + (tokens - num_focal) // g
+    ends = _columns(focal | closing, int(num_entries.max()))
+    is_group = closing.gather(2, ends)
+    number = (complete.gather(2, ends) - 1).clamp(min=0)
+    prefix_k, prefix_v = (
+        torch.where(is_group[..., None], take(groups, number), take(exact, ends))
+        for groups, exact in ((groups_k, k), (groups_v, v))
+    )
+    bias = is_group.double() * group_bias if group_bias else None
+    # what stays is seen whole by every later query: focal entries first, so that the bias needs no state
+    past_end = torch.arange(is_group.shape[2], device=k.device) >= _on(num_entries, k.device)
+    order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
+    kept_k, kept_v = (take(x.detach(), order) for x in (prefix_k, prefix_v))
+    return Prompt(prefix_k, prefix_v, band_k, band_v, bounds, bias, kept_k, kept_v)
+
+
+def _on(per_row: Tensor, device: torch.device) -> Tensor:
+    return per_row.to(device, non_blocking=True)[:, None, None]
+
+
+def _real(tokens: Tensor, L: int, device: torch.device) -> Tensor:
+    """Columns that hold a row's own tokens, bool ``[B, 1, L]``."""
+    return torch.arange(L, device=device) >= L - _on(tokens, device)
+
+
+def _columns(mask: Tensor, size: int) -> Tensor:
+    """The columns where mask ``[B, K, L]`` holds, in order: int64 ``[B, K, size]``, 0 past a row's last."""
+    place = (mask.cumsum(2) - 1).masked_fill(~mask, size)
+    column = torch.arange(mask.shape[2], device=mask.device).expand_as(place)
+    return place.new_zeros(*mask.shape[:2], size + 1).scatter_(2, place, column)[..., :size]

@@ -1,0 +1,298 @@
+"""What is special about DGA: who is focal, who is in which group, and what a prompt's selection leaves behind.
+
+Parity, causality, gradients and settings are those of every method; see `oracle.PLANS` and `oracle.SELECTIONS`.
+"""
+
+import math
+
+import oracle
+import oracle_dga
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from methods.test_counting import dense, weights
+
+import condense
+from condense import DGA
+from condense.functional import Sources, attend_to, extend
+from condense.methods.dga_prompt import focal_prompt
+from condense.ops import importance, torch_importance
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
+SELECT = DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4)
+FIRST = torch.zeros(1, dtype=torch.int64)
+
+
+def once(length):
+    """Each token up to the query's own has the same weight."""
+    return torch.ones(length, length, dtype=torch.float64).tril() / torch.arange(1, length + 1)[:, None]
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@PROPERTY
+@given(
+    group_size=st.integers(1, 7),
+    window=st.sampled_from([0, 1, 5]),
+    gamma=st.sampled_from([0, 0.1, 0.37, 0.9, 1]),
+    min_focal=st.integers(0, 20),
+    selection=st.sampled_from(["streaming", "prompt"]),
+    focal=st.sampled_from(["random", "top"]),
+    seed=st.integers(0, 10**6),
+    length=st.integers(1, 60),
+    pads=st.integers(0, 9),
+)
+def test_each_past_token_counts_once(backend, length, pads, **fields):
+    got, lse = weights(DGA(rep_bias="log_size", **fields), length, pads, backend)
+    torch.testing.assert_close(got, once(length), **EXACT)
+    torch.testing.assert_close(lse, torch.arange(1, length + 1).double().log(), **EXACT)
+
+
+@PROPERTY
+@given(data=st.data(), g=st.integers(1, 6), groups=st.tuples(st.integers(1, 7), st.integers(0, 7)))
+def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
+    """Focal sets drawn freely per row and head, so that groups span gaps of any size."""
+    L, K = 50, 2
+    num_focal = torch.tensor([data.draw(st.integers(0, L - g * n), label="focal") for n in groups])
+    tokens = num_focal + g * torch.tensor(groups)
+    focal = torch.zeros(2, K, L, dtype=torch.bool)
+    for b, h in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        order = data.draw(st.permutations(range(L - int(tokens[b]), L)), label="order")
+        focal[b, h, order[: int(num_focal[b])]] = True
+    q, k, _ = oracle.random_qkv(2, 4, K, L, 3, 1)
+    v = torch.eye(L, dtype=torch.float64).expand(2, K, L, L)
+    prompt = focal_prompt(
+        q * 0, k, v, focal, num_focal, tokens,
+        group_size=g, weight_scale=0.3, complementary=True, group_bias=math.log(g), backend="torch",
+    )  # fmt: skip
+    for x in (prompt.bounds.rep_end, prompt.bounds.raw_start, prompt.bounds.raw_end):
+        assert bool((x.diff(dim=-1) >= 0).all())
+    out, _ = attend_to(Sources(*prompt[:6]), q * 0, scale=1.0)
+    for b, n in enumerate(tokens.tolist()):
+        torch.testing.assert_close(out[b, :, L - n :, L - n :], once(n).expand(4, n, n), **EXACT)
+        assert bool((out[b, :, :, : L - n] == 0).all())
+        assert bool((out[b, :, : L - n] == 0).all())
+
+
+def test_the_oracle_sees_each_token_once():
+    q, k, _ = oracle.random_qkv(1, 2, 1, 40, 3, 1)
+    for method in (oracle.PLANS | oracle.SELECTIONS).values():
+        if method.name != "dga" or not method.complementary:
+            continue
+        row = oracle_dga.Row(method, q[0], k[0, 0], 0.5, 31)
+        for t in range(40):
+            exact, groups = row.sees(t)
+            assert sorted(exact + [i for group in groups for i in group.members]) == list(range(t + 1))
+
+
+@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+def test_prompts_of_every_length(backend, method):
+    """Remainders of every size, and prompts that are all focal."""
+    for length in range(1, 30):
+        q, k, v = oracle.random_qkv(1, 4, 2, length, 3, 2, seed=length)
+        got = condense.attention(q, k, v, method=method, backend=backend, return_lse=True)
+        want = oracle.attention(q, k, v, method=method)
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 11), (40, 1)], ids=str)
+@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+def test_padded_prompts(backend, method, pads):
+    q, k, v = oracle.random_qkv(2, 4, 2, 40, 3, 2)
+    got = condense.attention(q, k, v, method=method, backend=backend, padding=torch.tensor(pads), return_lse=True)
+    torch.testing.assert_close(got, oracle.attention(q, k, v, method=method, padding=list(pads)), **EXACT)
+
+
+@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+def test_packed_prompts(method):
+    q, k, v = oracle.random_qkv(1, 4, 2, 60, 3, 2)
+    marks = [0, 23, 24, 60]
+    got = condense.attention(q, k, v, method=method, cu_seqlens=torch.tensor(marks))
+    torch.testing.assert_close(got, oracle.attention(q, k, v, method=method, cu_seqlens=marks)[0], **EXACT)
+
+
+@pytest.mark.parametrize("method", [DGA(selection="prompt"), SELECT.replace(min_focal=40), SELECT.replace(gamma=1)])
+def test_all_focal_is_dense(backend, method):
+    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
+    torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
+    sources, past = extend(method.replace(allow_future=True), None, k, v, q, scale=0.5)
+    assert sources.bounds.is_causal(41, 41)
+    assert past.prefix_k.shape[2] == 41
+    assert torch.equal(past.prefix_k, k)
+    assert past.prefix_k.data_ptr() != k.data_ptr()
+
+
+@pytest.mark.parametrize(("gamma", "window"), [(0, 0), (0.3, 1), (1, 5)])
+def test_before_the_first_chunk_closes_it_is_dense(backend, gamma, window):
+    method = DGA(group_size=4, gamma=gamma, window=window)
+    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
+    first = method.rule.chunk + window - 1
+    got = condense.attention(q, k, v, method=method, backend=backend)
+    torch.testing.assert_close(got[:, :, :first], dense(q, k, v)[:, :, :first], **EXACT)
+    assert not torch.allclose(got[:, :, first], dense(q, k, v)[:, :, first])
+
+
+def test_no_focal_tokens_is_cca_with_the_same_window(backend):
+    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
+    for summary in ("last", "streaming"):
+        fields = {"group_size": 4, "window": 3, "summary": summary, "rep_bias": "log_size"}
+        got, want = (
+            condense.attention(q, k, v, method=method, backend=backend)
+            for method in (DGA(gamma=0, **fields), condense.CCA(**fields))
+        )
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+def chunk(method, k, summary):
+    """Entries ``[p, D]`` of one chunk with keys ``[c, D]``; values are the one-hot places."""
+    v = torch.eye(len(k), dtype=torch.float64)
+    one = [x[None, None, None] for x in (k, v, summary)]
+    entries = method.represent(*one, first_chunk=FIRST, scale=1.0, backend="torch")
+    return [x[0, 0] for x in entries]
+
+
+def test_focal_tokens_are_the_best_in_order_of_position_and_ties_go_to_the_earlier():
+    method, summary = DGA(group_size=3, gamma=1), torch.ones(1, dtype=torch.float64)
+    assert method.rule.chunk == 6
+    for scores, focal in (
+        ([0.0, 5, 1, 9, 2, 3], [1, 3, 5]),
+        ([1.0, 2, 2, 2, 2, 1], [1, 2, 3]),
+        ([7.0] * 6, [0, 1, 2]),
+        ([-1.0, -2, -3, 0, 0, 0], [3, 4, 5]),
+    ):
+        _, places = chunk(method, torch.tensor(scores, dtype=torch.float64)[:, None], summary)
+        assert places[:3].argmax(-1).tolist() == focal
+        assert bool((places[:3].amax(-1) == 1).all())
+        rest = [i for i in range(6) if i not in focal]
+        want = torch.tensor([scores[i] for i in rest], dtype=torch.float64).softmax(0)
+        torch.testing.assert_close(places[3, rest], want, **EXACT)
+        assert bool((places[3, focal] == 0).all())
+
+
+def test_gamma_means_what_is_written():
+    # in floating point 0.55 * 100 is above 55 and 0.07 * 100 above 7
+    assert DGA(group_size=100, gamma=0.55).rule.chunk == 155
+    assert DGA(group_size=100, gamma=0.07).rule.chunk == 107
+    assert DGA(group_size=16).rule == condense.ops.UniformRule(chunk=18, window=1, entries=3)
+    assert DGA(gamma=0).rule.entries == 1
+    assert DGA(gamma=1).rule.chunk == 32
+    lengths = torch.tensor([0, 1, 7, 100, 101, 1000])
+    method = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt")
+    assert method.num_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
+    assert method.prompt_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
+
+
+@pytest.mark.parametrize("selection", ["streaming", "prompt"])
+def test_random_focal_tokens_are_alike_in_rows_and_heads_and_change_with_the_seed(selection):
+    method = DGA(group_size=4, gamma=0.5, min_focal=1, selection=selection, focal="random", rep_bias="log_size")
+    q, k, _ = oracle.random_qkv(3, 4, 2, 48, 3, 1)
+    v = torch.eye(48, dtype=torch.float64).expand(3, 2, 48, 48)
+
+    def entries(seed, pads=0):
+        """Weights ``[entries, tokens]`` of the tokens in each entry, with equal weights inside a group."""
+        padded = [torch.cat([x.new_zeros(*x.shape[:2], pads, x.shape[3]), x], 2) for x in (q * 0, k, v)]
+        counts = torch.full((3,), 48)
+        _, past = extend(method.replace(seed=seed), None, *padded[1:], padded[0], scale=1.0, counts=counts)
+        assert torch.equal(past.prefix_v, past.prefix_v[:1, :1].expand_as(past.prefix_v))
+        return past.prefix_v[0, 0]
+
+    got = entries(0)
+    assert torch.equal(got, entries(0))
+    assert torch.equal(got, entries(0, pads=7))
+    assert not torch.equal(got, entries(1))
+    focal = got.argmax(-1)[got.amax(-1) == 1]
+    assert len(focal) == (16 if selection == "streaming" else 24)
+    if selection == "streaming":
+        assert (focal // 6).tolist() == [number for number in range(8) for _ in range(2)]
+    assert len(set((focal % 6).tolist())) > 3  # each chunk has its own
+
+
+def test_importance_finds_what_the_queries_look_at():
+    q, k, v = oracle.random_qkv(1, 4, 2, 200, 8, 8)
+    needles = [17, 60, 141]
+    k[:, :, needles, 0] = 20
+    q[..., 0] = 2
+    _, past = extend(SELECT.replace(gamma=0.1), None, k, v, q, scale=8**-0.5)
+    assert past.prefix_k.shape[2] == 20 + 45
+    for head in range(2):
+        assert torch.equal(past.prefix_k[0, head, past.prefix_k[0, head, :, 0] == 20], k[0, head, needles])
+
+
+@pytest.mark.parametrize("block", [1, 1000, 1 << 24])
+@pytest.mark.parametrize(("recent", "random"), [(1, 0), (3, 4), (64, 64)])
+def test_importance_is_the_papers(backend, monkeypatch, block, recent, random):
+    monkeypatch.setattr(torch_importance, "_BLOCK", block)
+    L, pads = 30, (0, 11, 30)
+    q, k, _ = oracle.random_qkv(3, 4, 2, L, 3, 1)
+    method = DGA(selection="prompt", num_recent=recent, num_random=random, seed=9)
+    tokens = L - torch.tensor(pads)
+    got = importance(q, k, tokens, scale=0.7, num_recent=recent, num_random=random, seed=9, backend=backend)
+    for b, n in enumerate(tokens.tolist()):
+        assert bool((got[b, :, : L - n] == 0).all())
+        for h in range(2):
+            row = oracle_dga.Row(method, q[b, 2 * h : 2 * h + 2, L - n :], k[b, h, L - n :], 0.7, 0)
+            want = torch.tensor([row._importance(n)[i] for i in range(n)] if n else [], dtype=torch.float64)
+            torch.testing.assert_close(got[b, h, L - n :], want, **EXACT)
+
+
+def test_importance_ties_are_exact_and_go_to_the_earlier():
+    """Equal keys seen by the same sampled queries: the focal ones are the first."""
+    method = DGA(group_size=4, gamma=0, min_focal=5, selection="prompt", num_recent=1, num_random=0)
+    q, _, _ = oracle.random_qkv(1, 2, 1, 37, 3, 1)
+    v = torch.eye(37, dtype=torch.float64)[None, None]
+    _, past = extend(method, None, torch.ones(1, 1, 37, 3).double(), v, q, scale=1.0)
+    assert past.prefix_v[0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["select-random", "select-not-complementary"])
+def test_a_prompts_values_never_reach_back(backend, name):
+    """The choice looks ahead, what is chosen does not: with the choice fixed, nothing does."""
+    method = oracle.SELECTIONS[name].replace(focal="random")
+    inputs = oracle.random_qkv(1, 4, 2, 45, 4, 4)
+    before = condense.attention(*inputs, method=method, backend=backend)
+    for t in (1, 8, 20, 33, 44):
+        changed = [torch.cat([x[:, :, :t], 9 * x[:, :, t:] + 1], dim=2) for x in inputs]
+        assert torch.equal(condense.attention(*changed, method=method, backend=backend)[:, :, :t], before[:, :, :t])
+    q, k, v = inputs
+    before = condense.attention(q, k, v, method=SELECT, backend=backend)
+    changed = torch.cat([v[:, :, :30], v[:, :, 30:] + 1], dim=2)
+    assert torch.equal(condense.attention(q, k, changed, method=SELECT, backend=backend)[:, :, :30], before[:, :, :30])
+
+
+def test_at_its_groups_end_a_query_sees_itself_through_the_group_only():
+    method = DGA(group_size=4, gamma=0, min_focal=0, selection="prompt")
+    q, k, _ = oracle.random_qkv(1, 1, 1, 8, 3, 1)
+    v = torch.eye(8, dtype=torch.float64)[None, None]
+    out, lse = condense.attention(q, k, v, method=method, return_lse=True)
+    members = torch.softmax(q[0, 0, 3] @ k[0, 0, :4].T * 3**-0.5, 0)
+    torch.testing.assert_close(out[0, 0, 3, :4], members, **EXACT)
+    torch.testing.assert_close(lse[0, 0, 3], q[0, 0, 3] @ (members @ k[0, 0, :4]) * 3**-0.5, **EXACT)
+
+
+def test_weight_scale_weighs_and_does_not_score():
+    q, k, v = oracle.random_qkv(1, 2, 1, 30, 4, 4)
+    plain, paper = (DGA(group_size=4, weight_scale=s) for s in (None, 1.0))
+    got = condense.attention(q, k, v, method=paper)
+    assert not torch.allclose(got, condense.attention(q, k, v, method=plain))
+    torch.testing.assert_close(got, oracle.attention(q, k, v, method=paper)[0], **EXACT)
+    same = condense.attention(q, k, v, method=plain.replace(weight_scale=0.5))
+    torch.testing.assert_close(same, condense.attention(q, k, v, method=plain), **EXACT)
+
+
+def test_gradients_through_a_prompts_selection_need_consent():
+    q, k, v = (x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, 30, 4, 4))
+    with pytest.raises(ValueError, match=r"lets tokens depend on later ones.*train with selection='streaming' or pass"):
+        condense.attention(q, k, v, method=SELECT)
+    with torch.no_grad():
+        want = condense.attention(q, k, v, method=SELECT)
+    allowed = condense.attention(q, k, v, method=SELECT.replace(allow_future=True))
+    assert torch.equal(allowed, want)
+    assert all(bool(grad.any()) for grad in torch.autograd.grad(allowed.square().sum(), (q, k, v)))
+
+
+def test_on_the_meta_device():
+    q, k, v = (x.to("meta") for x in oracle.random_qkv(2, 4, 2, 700, 4, 6))
+    for method in (DGA(), DGA(focal="random", rep_bias="log_size")):
+        out, lse = condense.attention(q, k, v, method=method, return_lse=True)
+        assert (out.shape, lse.shape) == ((2, 4, 700, 6), (2, 4, 700))
