@@ -201,8 +201,7 @@ def _consume(
     q = queries.index(GROUP)
     packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed))
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))
-    count = 0
-    piece = 0
+    count, piece = 0, 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
         first, b, kvh = _tile(work, tiles, K, R)
         wide_b, wide_kvh = b.to(gl.int64), kvh.to(gl.int64)
@@ -230,11 +229,10 @@ def _consume(
             D, BN, STAGES, True, BIASED, GROUP, TURNS,
         )  # fmt: skip
         acc, p, m, total = _step(
-            acc, p, m, total, whole, blocks, count + whole, piece, stream, seen, q, bias, M, scale, rings, barriers, turns,
-            D, BN, STAGES, False, BIASED, GROUP, TURNS,
+            acc, p, m, total, whole, blocks, count + whole, piece, stream, seen, q, bias, M, scale, rings, barriers,
+            turns, D, BN, STAGES, False, BIASED, GROUP, TURNS,
         )  # fmt: skip
-        count += blocks
-        piece += 1
+        count, piece = count + blocks, piece + 1
         acc = _add_values(p, acc, v_ring, count - 1, BN, D, STAGES)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((count - 1) % STAGES))
@@ -299,7 +297,7 @@ def fits_hopper(q: Tensor, Dv: int, R: int) -> bool:
     """True if the kernel can run: a GPU of compute capability 9.0, 16-bit types, widths of 64 or 128."""
     if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
         return False
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == Dv and Dv in (64, 128) and R <= 2 * ROWS.value
+    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == Dv and Dv in (64, 128) and 2 * ROWS.value >= R
 
 
 def launch_fwd_hopper(
