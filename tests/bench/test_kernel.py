@@ -54,10 +54,9 @@ def test_wrong_attention_is_not_timed(op, monkeypatch):
         return out * 1.01, lse
 
     monkeypatch.setattr(steps if op == "decode" else tasks, "attend_to", wrong)
-    static = getattr(condense.caches, "StaticCondensedLayer", None)
-    if static is not None:
-        step = static.step
-        monkeypatch.setattr(static, "step", lambda *arguments, **options: step(*arguments, **options) * 1.01)
+    layer = condense.caches.StaticCondensedLayer
+    step = layer.step
+    monkeypatch.setattr(layer, "step", lambda *arguments, **options: step(*arguments, **options) * 1.01)
     _, content = run(ops=(op,), lengths=(64,), baselines=())
     for row in content["rows"]:
         assert row["error"].startswith("wrong: ")

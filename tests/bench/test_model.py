@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import condense
-from condense.bench import MODEL_SHAPES, ModelPlan, bench_model, random_model, ready, runners
+from condense.bench import MODEL_SHAPES, ModelPlan, bench_model, model_gate, random_model, ready, runners
 from condense.bench.model_gate import ModelGate
 
 METHODS = {
@@ -98,7 +98,8 @@ class EagerDecoder:
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_graph_decoder_is_held_to_the_eager_loop(model, monkeypatch, skip):
     monkeypatch.setattr(EagerDecoder, "skip", skip)
-    monkeypatch.setattr(runners.models, "GraphDecoder", EagerDecoder, raising=False)
+    for module in (runners, model_gate):
+        monkeypatch.setattr(module, "GraphDecoder", EagerDecoder)
     plan = ModelPlan((40,), METHODS, ("dense_graph", "condensed_graph"), steps=2, prefill_chunk=9)
     for row in bench_model(model, plan)["rows"]:
         assert row.get("error", "").startswith("wrong: logits" if skip else "")

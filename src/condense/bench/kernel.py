@@ -98,7 +98,7 @@ def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
 
 
 def _tasks(plan: KernelPlan) -> Iterator[Task]:
-    setting, backend = plan.setting, plan.backend
+    setting = plan.setting
     whole = [op for op in plan.ops if op != "decode"]
     for length in plan.lengths:
         if whole:
@@ -108,7 +108,7 @@ def _tasks(plan: KernelPlan) -> Iterator[Task]:
                 if "decode" in BASELINES[name].ops:
                     yield steps.baseline_step_task(setting, length, name)
             for label, method in plan.methods.items():
-                yield steps.step_task(setting, length, label, method, backend)
+                yield steps.step_task(setting, length, label, method)
 
 
 def _whole_sequences(plan: KernelPlan, length: int, ops: Sequence[str]) -> Iterator[Task]:

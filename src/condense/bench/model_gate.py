@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from condense.bench.gate import Verdict
-from condense.bench.runners import graph_decoder
 from condense.methods import Method
-from condense.models import use
+from condense.models import GraphDecoder, use
 
 
 class ModelGate:
@@ -66,7 +65,7 @@ class ModelGate:
 
     def _by_graph(self) -> Tensor:
         prompt = self.ids.shape[1] - self.steps
-        decoder = graph_decoder(self.model, 1, self.ids.shape[1] + 1)
+        decoder = GraphDecoder(self.model, batch_size=1, max_length=self.ids.shape[1] + 1)
         logits = decoder.prefill(self.ids[:, :prompt], chunk=prompt // 2 + 1)
         for step in range(prompt, self.ids.shape[1]):
             logits = decoder.step(self.ids[:, step])

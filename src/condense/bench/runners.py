@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-import condense.models as models
 from condense.caches import cache_nbytes
+from condense.models import GraphDecoder
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
 def read_by_graph(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
     """A static cache and a replayed CUDA graph, ids ``[B, L]``; making and recording them is not on the first token."""
     start = now(ids.device)
-    decoder = graph_decoder(model, ids.shape[0], ids.shape[1] + steps)
+    decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps)
     decoder.prefill(ids[:, :1])
     marks = [now(ids.device)]
     setup_s = marks[0] - start
@@ -63,14 +63,6 @@ def read_by_graph(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | 
         marks.append(now(ids.device))
     first_s, *further = (b - a for a, b in itertools.pairwise(marks))
     return Reading(first_s, further, cache_nbytes(decoder.cache), setup_s)
-
-
-def graph_decoder(model: PreTrainedModel, batch_size: int, max_length: int) -> Any:
-    """`condense.GraphDecoder`. Raises ValueError in versions without it."""
-    decoder = getattr(models, "GraphDecoder", None)
-    if decoder is None:
-        raise ValueError("this version of condense has no GraphDecoder")
-    return decoder(model, batch_size=batch_size, max_length=max_length)
 
 
 def now(device: torch.device) -> float:

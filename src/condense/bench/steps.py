@@ -10,16 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import condense.caches as caches
 from condense.bench import gate
 from condense.bench.baselines import dense_step
 from condense.bench.gate import Verdict
 from condense.bench.problems import Setting, step_bytes
 from condense.bench.tasks import Task, Work
-from condense.caches import CondensedLayer
-from condense.functional import Sources, attend_to
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.methods import Dense, Method
 
 MIN_CACHES = 8
@@ -41,23 +38,16 @@ def baseline_step_task(setting: Setting, length: int, name: str) -> Task:
     return Task("decode", name, None, False, length, prepare)
 
 
-def step_task(setting: Setting, length: int, label: str, method: Method, backend: str) -> Task:
+def step_task(setting: Setting, length: int, label: str, method: Method) -> Task:
     """One decode step of a condensed layer: the token is taken in, a group that is due is closed, and it attends."""
-    static = getattr(caches, "StaticCondensedLayer", None)
-
-    def prepare() -> Work:
-        if static is None:
-            return _over_sources(setting, length, method, backend)
-        return _over_layers(setting, length, method, static)
-
-    return Task("decode", label, method, True, length, prepare)
+    return Task("decode", label, method, True, length, lambda: _over_layers(setting, length, method))
 
 
-def _over_layers(setting: Setting, length: int, method: Method, static: Any) -> Work:
+def _over_layers(setting: Setting, length: int, method: Method) -> Work:
     """Static layers; the first has read ``length`` tokens, the others hold random numbers."""
     scale = float(setting.shape.width**-0.5)
     q, k, v = setting.inputs(length + 1)
-    layer, growing = static(method, length + _ROOM), CondensedLayer(method)
+    layer, growing = StaticCondensedLayer(method, length + _ROOM), CondensedLayer(method)
     for cache in (layer, growing):
         cache.update(k[:, :, :-1], v[:, :, :-1], query_states=q[:, :, :-1], scale=scale)
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
@@ -65,9 +55,10 @@ def _over_layers(setting: Setting, length: int, method: Method, static: Any) -> 
     nbytes = step_bytes(q, sources)
     layers = [layer]
     for draw in range(1, _num_caches(setting.device, nbytes)):
-        other = static(method, length + _ROOM)
+        other = StaticCondensedLayer(method, length + _ROOM)
         other.lazy_initialization(k, v)
         generator = torch.Generator(setting.device).manual_seed(setting.seed * 1000 + draw)
+        assert other.state is not None
         for buffer in other.state[:-1]:
             buffer.normal_(generator=generator)
         other.state.seen.fill_(length)
@@ -78,23 +69,6 @@ def _over_layers(setting: Setting, length: int, method: Method, static: Any) -> 
         return gate.check_output(layer.step(q, k, v, scale=scale), q, sources, scale=scale)
 
     return Work([_bound(other.step, q, k, v, scale=scale) for other in layers], check, nbytes=nbytes)
-
-
-def _over_sources(setting: Setting, length: int, method: Method, backend: str) -> Work:
-    """Attention alone, over what a growing cache hands over."""
-    scale = float(setting.shape.width**-0.5)
-    first = setting.step(method, length, 0)
-    nbytes = step_bytes(*first)
-    steps = [first, *(setting.step(method, length, i) for i in range(1, _num_caches(setting.device, nbytes)))]
-
-    def attend(q: Tensor, sources: Sources) -> Tensor:
-        return attend_to(sources, q, scale=scale, backend=backend)[0]
-
-    return Work(
-        [_bound(attend, *step) for step in steps],
-        lambda: gate.check_output(attend(*first), *first, scale=scale),
-        nbytes=nbytes,
-    )
 
 
 def _num_caches(device: torch.device, nbytes: int) -> int:

@@ -20,6 +20,7 @@ from condense.ops.triton_forward import attend_fwd_kernel
 
 _LOG2E = math.log2(math.e)
 _UNLIMITED = 1 << 30
+_HOPPER_ROWS = 128
 _NAMES = ("prefix_k", "prefix_v", "band_k", "band_v")
 
 
@@ -143,6 +144,16 @@ def _attend(
     plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale)
     q, *sources = (_whole_rows(x) for x in (q, prefix_k, prefix_v, band_k, band_v))
     out, lse = _results(q, band_v)
+    if _is_for_hopper(q, out.shape[3], plan.R) and _fills(q, plan.K):
+        # only here: Gluon knows no interpreter
+        from condense.ops.triton_forward_hopper import launch_fwd_hopper
+
+        shared = {name: value for name, value in plan.shared().items() if name not in ("L", "PRECISION")}
+        with torch.cuda.device_of(q):
+            launch_fwd_hopper(
+                q, _filled(sources), out, lse, s_bounds=plan.s_bounds, M=prefix_k.shape[2], **shared
+            )  # fmt: skip
+        return out, lse
     tiles = _tiles(q, out.shape[3], plan.R, "fwd")
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):
@@ -152,6 +163,18 @@ def _attend(
             **_widths(q.shape[3], out.shape[3]), **tiles,
         )  # fmt: skip
     return out, lse
+
+
+def _is_for_hopper(q: Tensor, Dv: int, R: int) -> bool:
+    """True on a GPU of compute capability 9.0 for 16-bit types, widths 64 or 128 and at most 128 heads per KV head."""
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == Dv and Dv in (64, 128) and R <= _HOPPER_ROWS
+    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+def _fills(q: Tensor, K: int) -> bool:
+    """True if tiles of 128 rows give every multiprocessor something to do: with fewer, smaller tiles are faster."""
+    tiles = triton.cdiv(q.shape[2], _HOPPER_ROWS // (q.shape[1] // K))
+    return tiles * q.shape[0] * K >= int(torch.cuda.get_device_properties(q.device).multi_processor_count)
 
 
 def _results(q: Tensor, band_v: Tensor) -> tuple[Tensor, Tensor]:

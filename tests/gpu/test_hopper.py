@@ -1,0 +1,55 @@
+"""The forward kernel for Hopper, held to float64 like the plain one; small shapes would not choose it by themselves."""
+
+import oracle
+import pytest
+import torch
+from triton_kernels import test_attend as plain
+
+import condense
+from condense.ops import triton_attend
+
+ROWS = [row for row in plain.MATRIX if row[2] != torch.float32 and row[3:] in ((64, 64), (128, 128))]
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a kernel for compute capability 9.0")
+    monkeypatch.setattr(triton_attend, "_fills", lambda q, K: True)
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype", "D", "Dv"), ROWS, ids=str)
+def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
+    plain.test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv)
+
+
+def test_general_bounds_per_row_and_head():
+    plain.test_general_bounds_per_row_and_head()
+
+
+def test_inputs_of_any_layout_and_poisoned_padding():
+    plain.test_inputs_of_any_layout_and_poisoned_padding()
+
+
+def test_repeats_are_bit_equal():
+    plain.test_repeats_are_bit_equal()
+
+
+def test_a_later_token_leaves_earlier_outputs_bit_equal():
+    plain.test_a_later_token_leaves_earlier_outputs_bit_equal()
+
+
+def test_is_chosen_for_long_sequences_and_agrees_with_the_plain_kernel(monkeypatch):
+    """Several tiles per program, so that the ring of keys goes on from one to the next."""
+    monkeypatch.undo()
+    q, k, v = (x.cuda() for x in oracle.random_qkv(1, 32, 8, 5000, 128, 128, dtype=torch.bfloat16))
+    assert triton_attend._fills(q, 8)
+    assert triton_attend._is_for_hopper(q, 128, 4)
+    for method in (condense.CCA(), condense.CCA(window=100, rep_bias="log_size"), condense.StreamingLLM(window=500)):
+        got = condense.attention(q, k, v, method=method, return_lse=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_attend, "_fills", lambda q, K: False)
+            want = condense.attention(q, k, v, method=method, return_lse=True)
+        # both round weights and outputs to bfloat16
+        assert float((got[0].float() - want[0].float()).abs().max()) <= 2**-6 * float(want[0].abs().max())
+        assert float((got[1] - want[1]).abs().max()) < 1e-5
