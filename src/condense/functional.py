@@ -52,7 +52,7 @@ class Sources(NamedTuple):
     band_k: Tensor
     band_v: Tensor
     bounds: Bounds
-    prefix_bias: Tensor | None
+    prefix_bias: Tensor | float | None
 
 
 def empty_past(k: Tensor, v: Tensor) -> Past:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import condense
-from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, gate, steps, tasks
+from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, gate, tasks
+from condense.caches import StaticCondensedLayer
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float32, torch.device("cpu"), 0)
 METHODS = {"cca": condense.CCA(group_size=4, window=16), "window": condense.StreamingLLM(sink=2, window=16)}
@@ -53,10 +54,9 @@ def test_wrong_attention_is_not_timed(op, monkeypatch):
         out, lse = condense.functional.attend_to(sources, q, **options)
         return out * 1.01, lse
 
-    monkeypatch.setattr(steps if op == "decode" else tasks, "attend_to", wrong)
-    layer = condense.caches.StaticCondensedLayer
-    step = layer.step
-    monkeypatch.setattr(layer, "step", lambda *arguments, **options: step(*arguments, **options) * 1.01)
+    step = StaticCondensedLayer.step
+    monkeypatch.setattr(tasks, "attend_to", wrong)
+    monkeypatch.setattr(StaticCondensedLayer, "step", lambda *args, **options: step(*args, **options) * 1.01)
     _, content = run(ops=(op,), lengths=(64,), baselines=())
     for row in content["rows"]:
         assert row["error"].startswith("wrong: ")

@@ -175,7 +175,7 @@ def test_is_one_well_formed_operation(kind):
     if kind == "arrays":
         bounds = ArrayBounds(*bounds.arrays(0, 20, q.device))
     prefix_k, prefix_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
-    arguments = (q, prefix_k, prefix_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3)
+    arguments = (q, prefix_k, prefix_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3, 0.5)
     torch.library.opcheck(triton_attend._attend, arguments)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.functional import Sources
+from condense.ops.aligned import per_entry
 
 BLOCK = 128
 
@@ -81,7 +82,8 @@ def flex_attention(sources: Sources, length: int, *, scale: float) -> Callable[[
     from torch.nn.attention import flex_attention as flex
 
     mask = block_mask(sources, length)
-    bias, score_mod = sources.prefix_bias, None
+    score_mod = None
+    bias = per_entry(sources.prefix_bias, sources.prefix_k.shape[2], sources.prefix_k.device)
     if bias is not None:
         if bias.shape[:2] != (1, 1):
             raise ValueError("FlexAttention with our mask is for a bias that all heads and rows share")

@@ -21,6 +21,7 @@ from torch import Tensor
 from condense.bench.problems import Inputs, pooled
 from condense.functional import Sources
 from condense.methods import Method
+from condense.ops.aligned import per_entry
 
 # the newest queries of a long problem that are checked: they see every entry
 TAIL = 64
@@ -160,7 +161,8 @@ def _narrow(q: Tensor, sources: Sources, start: int) -> _Part:
     spans = [(start, stop), (0, rep_end), (0, rep_end), (raw_start, raw_end), (raw_start, raw_end)]
     whole = (q, *sources[:4])
     queries, prefix_k, prefix_v, band_k, band_v = (x[:, :, a:b] for x, (a, b) in zip(whole, spans, strict=True))
-    bias = None if sources.prefix_bias is None else sources.prefix_bias[..., :rep_end].double()
+    bias = per_entry(sources.prefix_bias, sources.prefix_k.shape[2], q.device)
+    bias = None if bias is None else bias[..., :rep_end].double()
     return _Part(queries, prefix_k, prefix_v, band_k, band_v, mask, bias, spans)
 
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from condense.functional import Past, Sources, extend, num_entries, step_plan
 from condense.methods import Method, on_latents
 from condense.ops import StepState, decode_step, resolve_step_backend
+from condense.ops.aligned import per_entry
 
 
 class StaticCondensedLayer(CacheLayerMixin):
@@ -57,7 +58,8 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.view = on_latents(self.method, latent_width) if latent_width else self.method
         self.backend = resolve_step_backend("auto", device, self.dtype, (D, Dv), self.plan, latent=self.latent_width)
         # entries of such methods differ in their bias, which a plan cannot say
-        self.prefix_bias = self.method.prefix_bias(M, device) if self.method.pooling is None else None
+        bias = self.method.prefix_bias(M, device) if self.method.pooling is None else None
+        self.prefix_bias = per_entry(bias, M, device)
         if not torch.compiler.is_compiling():
             for tensor in (*self.state, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)

@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
     band_k: Tensor
     band_v: Tensor
     bounds: Bounds
-    prefix_bias: Tensor | None
+    prefix_bias: Tensor | float | None
     kept_k: Tensor
     kept_v: Tensor
 
@@ -109,8 +109,10 @@ class Method(MethodConfig):
         k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (band_k, band_v))
         return self.represent(k, v, summary, first_chunk=first_chunk, scale=scale, backend=backend)
 
-    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
-        """Additive bias ``[B|1, 1, num_entries]`` float64 on the scaled scores of prefix entries, or None.
+    def prefix_bias(
+        self, num_entries: int, device: torch.device, origin: Tensor | None = None
+    ) -> Tensor | float | None:
+        """Additive bias on the scaled scores of prefix entries: one for all, float64 ``[B|1, 1, num_entries]`` or None.
 
         origin int64 CPU ``[B]``: tokens per row that `read_prompt` took, whose entries come first; None: no row's.
         """

@@ -130,8 +130,10 @@ class GroupPooling(Method):
             backend=backend,
         )
 
-    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
+    def prefix_bias(
+        self, num_entries: int, device: torch.device, origin: Tensor | None = None
+    ) -> Tensor | float | None:
         """ln(g) on every representative with ``rep_bias="log_size"`` (LCA, the version Theorem 1 bounds)."""
         if self.rep_bias == "none" or self.group_size == 1:
             return None
-        return torch.full((1, 1, num_entries), math.log(self.group_size), dtype=torch.float64, device=device)
+        return math.log(self.group_size)

@@ -58,7 +58,9 @@ class LatentGroups(Method):
         """As for ordinary keys."""
         return self.groups.permits_future
 
-    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
+    def prefix_bias(
+        self, num_entries: int, device: torch.device, origin: Tensor | None = None
+    ) -> Tensor | float | None:
         """As for ordinary keys."""
         return self.groups.prefix_bias(num_entries, device, origin)
 

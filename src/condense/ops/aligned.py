@@ -25,6 +25,13 @@ def merge(per_row: Tensor) -> Tensor:
     return per_row[:1] if bool((per_row == per_row[0]).all()) else per_row
 
 
+def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
+    """A prefix bias number by number, ``[B|1, K|1, M]``, if it is one for all."""
+    if not isinstance(bias, float):
+        return bias
+    return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
+
+
 def append_band(old: Tensor, new: Tensor, counts: Tensor | None) -> Tensor:
     """``[B, K, N, D]``: old columns, then the last ``counts`` new ones, right-aligned per row."""
     if old.shape[2] == 0:

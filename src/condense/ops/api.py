@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from condense.ops import reference, torch_blocks, torch_importance, torch_pool, torch_step
-from condense.ops.aligned import chunks
+from condense.ops.aligned import chunks, per_entry
 from condense.ops.bounds import Bounds, Windows
 from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
 from condense.ops.sampling import sampled_queries
@@ -31,7 +31,7 @@ def attend(
     bounds: Bounds,
     *,
     scale: float,
-    prefix_bias: Tensor | None = None,
+    prefix_bias: Tensor | float | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
     return_lse: bool = False,
@@ -40,7 +40,7 @@ def attend(
 
     q ``[B, H, L, D]``; prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``; band_k ``[B, K, N, D]``,
     band_v ``[B, K, N, Dv]``; K divides H; float64, float32, bfloat16 or float16, one dtype and device.
-    ``prefix_bias`` float ``[B|1, K|1, M]`` is added to the scaled scores of prefix entries.
+    ``prefix_bias`` is added to the scaled scores of prefix entries: a number for all, or float ``[B|1, K|1, M]``.
     ``dropout_p`` is attention dropout.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
@@ -69,7 +69,7 @@ def attend(
                 band_v,
                 bounds,
                 scale=scale,
-                prefix_bias=prefix_bias,
+                prefix_bias=per_entry(prefix_bias, prefix_k.shape[2], q.device),
                 dropout_p=dropout_p,
             )
             return out, lse if return_lse else None
@@ -82,7 +82,7 @@ def attend(
                 band_v,
                 bounds,
                 scale=scale,
-                prefix_bias=prefix_bias,
+                prefix_bias=per_entry(prefix_bias, prefix_k.shape[2], q.device),
                 dropout_p=dropout_p,
                 return_lse=return_lse,
             )

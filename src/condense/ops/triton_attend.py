@@ -63,9 +63,10 @@ class _Plan:
         rule: list[int],
         start: list[int],
         scale: float,
+        level: float,
     ) -> None:
         self.K, self.R, self.L = K, q.shape[1] // K, q.shape[2]
-        self.scale = scale
+        self.scale, self.level = scale, level
         self.biased = bias is not None
         self.bias = q.new_empty(1, dtype=torch.float32) if bias is None else (bias.float() * _LOG2E).contiguous()
         self.s_bias = (0, 0) if bias is None else _row_strides(self.bias)
@@ -81,7 +82,8 @@ class _Plan:
         names = ("chunk", "window", "entries", "max_chunks", "query_start", "band_start", "pads", "offset")
         return {
             "bias_ptr": self.bias, "bounds": self.bounds, "s_bias": self.s_bias, "K": self.K, "R": self.R, "L": self.L,
-            **dict(zip(names, (*self.rule, *self.start), strict=True)), "scale": self.scale * _LOG2E,
+            **dict(zip(names, (*self.rule, *self.start), strict=True)),
+            "scale": self.scale * _LOG2E, "level": self.level * _LOG2E,
             "RULE": self.kind, "BIASED": self.biased, "PRECISION": self.precision,
         }  # fmt: skip
 
@@ -138,10 +140,10 @@ def _descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> di
 @torch.library.custom_op("condense::attend", mutates_args=())
 def _attend(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
-    bounds: list[Tensor], rule: list[int], start: list[int], scale: float,
+    bounds: list[Tensor], rule: list[int], start: list[int], scale: float, level: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp; bounds, rule and start from `_describe`. One operation for torch.compile."""
-    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale)
+    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale, level)
     q, *sources = (_whole_rows(x) for x in (q, prefix_k, prefix_v, band_k, band_v))
     out, lse = _results(q, band_v)
     if _is_for_hopper(q, out.shape[3], plan.R) and _fills(q, plan.K):
@@ -191,10 +193,10 @@ def _(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Ten
 def _attend_backward(
     d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor,
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
-    bounds: list[Tensor], rule: list[int], start: list[int], scale: float,
+    bounds: list[Tensor], rule: list[int], start: list[int], scale: float, level: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q and the four sources."""
-    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale)
+    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale, level)
     d_out, q, *sources = (_whole_rows(x) for x in (d_out, q, prefix_k, prefix_v, band_k, band_v))
     B, _, L, D = q.shape
     M, N, Dv = prefix_k.shape[2], band_k.shape[2], out.shape[3]
@@ -234,16 +236,17 @@ def _(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> t
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, bounds, ctx.rule, ctx.start, ctx.scale = inputs
+    *tensors, bounds, ctx.rule, ctx.start, ctx.scale, ctx.level = inputs
     ctx.save_for_backward(*output, *tensors, *bounds)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
     out, lse, q, prefix_k, prefix_v, band_k, band_v, bias, *bounds = ctx.saved_tensors
     grads = _attend_backward(
-        d_out, d_lse, out, lse, q, prefix_k, prefix_v, band_k, band_v, bias, bounds, ctx.rule, ctx.start, ctx.scale
-    )
-    return *grads, None, [None] * len(bounds), None, None, None
+        d_out, d_lse, out, lse, q, prefix_k, prefix_v, band_k, band_v, bias,
+        bounds, ctx.rule, ctx.start, ctx.scale, ctx.level,
+    )  # fmt: skip
+    return *grads, None, [None] * len(bounds), None, None, None, None
 
 
 _attend.register_autograd(_differentiate, setup_context=_keep)
@@ -276,12 +279,13 @@ def attend(
     bounds: Bounds,
     *,
     scale: float,
-    prefix_bias: Tensor | None,
+    prefix_bias: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend`."""
+    bias, level = (prefix_bias, 0.0) if isinstance(prefix_bias, Tensor) else (None, prefix_bias or 0.0)
     if scale <= 0:  # the kernels count on a positive scale
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     out: tuple[Tensor, Tensor] = _attend(
-        q, prefix_k, prefix_v, band_k, band_v, prefix_bias, *_describe(bounds, q.shape[2], q.device), scale
+        q, prefix_k, prefix_v, band_k, band_v, bias, *_describe(bounds, q.shape[2], q.device), scale, level
     )
     return out

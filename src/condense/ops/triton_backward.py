@@ -18,7 +18,7 @@ from condense.ops.triton_rule import seen_by, split, tile_rows, visible
 
 @triton.jit
 def _dq_keys(
-    dq, q, d_out, lse, delta, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale,
+    dq, q, d_out, lse, delta, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale, level,
     BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +29,7 @@ def _dq_keys(
         v = load_keys(v_source, b, kvh, start, BN, BV)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
-        shift = lse[:, None]
+        shift = (lse - level)[:, None]
         if BIASED:
             shift = shift - tl.load(bias_ptr + n, mask=n < size, other=0.0)[None, :]
         p = tl.exp2(s * scale - shift)
@@ -44,7 +44,7 @@ def _dq_keys(
 def attend_dq_kernel(
     q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr,
     delta_ptr, dq_ptr, s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
-    chunk, window, entries, max_chunks, scale, softmax_scale,
+    chunk, window, entries, max_chunks, scale, level, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,26 +79,26 @@ def attend_dq_kernel(
     hi = tl.max(rep_end)
     _, whole = split(0, 0, tl.min(rep_end), hi, BN)
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale,
+        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
         BD, BV, BN, False, BIASED, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale,
+        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
         BD, BV, BN, True, BIASED, PRECISION,
     )  # fmt: skip
 
     lo, hi = tl.min(raw_start), tl.max(raw_end)
     left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale,
+        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
         BD, BV, BN, True, False, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale,
+        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
         BD, BV, BN, False, False, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale,
+        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
         BD, BV, BN, True, False, PRECISION,
     )  # fmt: skip
     tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * softmax_scale).to(q.dtype), mask=width)
@@ -140,7 +140,7 @@ def attend_dkv_kernel(
     d_out_source, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
     s_prefix_k, s_prefix_v, s_band_k, s_band_v, s_bias, s_prefix_seen, s_band_seen,
     K, R, L, M, N, prefix_blocks, query_start, band_start, pads, offset, chunk, window, entries, max_chunks,
-    scale, softmax_scale,
+    scale, level, softmax_scale,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HEADS: tl.constexpr, RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -167,6 +167,7 @@ def attend_dkv_kernel(
         k_at = prefix_k_ptr + b * s_prefix_k[0] + kvh * s_prefix_k[1] + wide_n * s_prefix_k[2] + d[None, :]
         v_at = prefix_v_ptr + b * s_prefix_v[0] + kvh * s_prefix_v[1] + wide_n * s_prefix_v[2] + e[None, :]
         dk_at, dv_at = d_prefix_k_ptr, d_prefix_v_ptr
+        bias += level
         if BIASED:
             bias += tl.load(bias_ptr + b * s_bias[0] + kvh * s_bias[1] + n, mask=inside, other=0.0)
         first, last = seen_by(

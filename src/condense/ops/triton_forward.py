@@ -26,11 +26,14 @@ def load_keys(source, b, kvh, start, BN: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def _forward_keys(
-    acc, m, total, q, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale,
+    acc, m, total, q, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale, level,
     BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys ``[lo, hi)`` of one source; a row sees ``[first, last)``. Scores are base 2."""
+    """Online softmax over keys ``[lo, hi)`` of one source; a row sees ``[first, last)``. Scores are base 2.
+
+    level is added to all of them; with BIASED, a number per key is.
+    """
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
         k = load_keys(k_source, b, kvh, start, BN, BD)
@@ -40,9 +43,9 @@ def _forward_keys(
         if MASKED:
             s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), s, float("-inf"))
         # scale is positive: scaling the maximum leaves one fused multiply-add per score
-        m_new = tl.maximum(m, tl.max(s, 1) if BIASED else tl.max(s, 1) * scale)
+        m_new = tl.maximum(m, tl.max(s, 1) if BIASED else tl.max(s, 1) * scale + level)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - m_safe[:, None])
+        p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - level)[:, None])
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
         v = load_keys(v_source, b, kvh, start, BN, BV)
@@ -54,7 +57,8 @@ def _forward_keys(
 @triton.jit(do_not_specialize=VARYING)
 def attend_fwd_kernel(
     q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, lse_ptr,
-    s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset, chunk, window, entries, max_chunks, scale,
+    s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
+    chunk, window, entries, max_chunks, scale, level,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,26 +83,26 @@ def attend_fwd_kernel(
     hi = tl.max(rep_end)
     _, whole = split(0, 0, tl.min(rep_end), hi, BN)
     acc, m, total = _forward_keys(
-        acc, m, total, q, prefix_k, prefix_v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale,
+        acc, m, total, q, prefix_k, prefix_v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
         BD, BV, BN, False, BIASED, PRECISION,
     )  # fmt: skip
     acc, m, total = _forward_keys(
-        acc, m, total, q, prefix_k, prefix_v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale,
+        acc, m, total, q, prefix_k, prefix_v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
         BD, BV, BN, True, BIASED, PRECISION,
     )  # fmt: skip
 
     lo, hi = tl.min(raw_start), tl.max(raw_end)
     left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
     acc, m, total = _forward_keys(
-        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale,
+        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
         BD, BV, BN, True, False, PRECISION,
     )  # fmt: skip
     acc, m, total = _forward_keys(
-        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale,
+        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
         BD, BV, BN, False, False, PRECISION,
     )  # fmt: skip
     acc, m, total = _forward_keys(
-        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale,
+        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
         BD, BV, BN, True, False, PRECISION,
     )  # fmt: skip
 

@@ -135,8 +135,9 @@ def _add_values(p, acc, v_ring, count, BN: gl.constexpr, D: gl.constexpr, STAGES
 
 @gluon.jit
 def _softmax(
-    s, m, total, t, stream, seen, bias_ptr, M, scale, BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr
-):
+    s, m, total, t, stream, seen, bias_ptr, M, scale, level,
+    BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr,
+):  # fmt: skip
     """One step of the online softmax, scores base 2: weights, new maximum and sum, what earlier sums shrink by."""
     rep_end, raw_start, raw_end = seen
     is_prefix, at = _block(t, stream, BN)
@@ -148,16 +149,17 @@ def _softmax(
         hi = gl.where(is_prefix, rep_end, raw_end)
         s = gl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), s, float("-inf"))
     # scale is positive: scaling the maximum leaves one fused multiply-add per score
-    m_new = gl.maximum(m, gl.max(s, 1) if BIASED else gl.max(s, 1) * scale)
+    level = gl.where(is_prefix, level, 0.0)
+    m_new = gl.maximum(m, gl.max(s, 1) if BIASED else gl.max(s, 1) * scale + level)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(s - m_safe[:, None] if BIASED else s * scale - m_safe[:, None])
+    p = gl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - level)[:, None])
     alpha = gl.exp2(m - m_safe)
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
 def _step(
-    acc, p, m, total, lo, hi, count, piece, stream, seen, q, bias_ptr, M, scale, rings, barriers, turns,
+    acc, p, m, total, lo, hi, count, piece, stream, seen, q, bias_ptr, M, scale, level, rings, barriers, turns,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -173,7 +175,7 @@ def _step(
         mbarrier.arrive(turns.index(1 - GROUP))
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(now % STAGES))
-        p, m, total, alpha = _softmax(s, m, total, t, stream, seen, bias_ptr, M, scale, BN, MASKED, BIASED)
+        p, m, total, alpha = _softmax(s, m, total, t, stream, seen, bias_ptr, M, scale, level, BN, MASKED, BIASED)
         # the softmax comes first: p goes through the wait, and the loop in which a barrier waits ends a run of
         # instructions within which the assembler would still move it
         mbarrier.wait(v_full.index(now % STAGES), now // STAGES & 1)
@@ -185,8 +187,8 @@ def _step(
 
 @gluon.jit
 def _consume(
-    q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, tiles, works,
-    queries, rings, barriers, turns,
+    q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level, tiles,
+    works, queries, rings, barriers, turns,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr, BIASED: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -222,16 +224,16 @@ def _consume(
         s = _scores(q, k_ring, k_full, count, BN, D, STAGES)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(count % STAGES))
-        p, m, total, _ = _softmax(s, m, total, 0, stream, seen, bias, M, scale, BN, True, BIASED)
+        p, m, total, _ = _softmax(s, m, total, 0, stream, seen, bias, M, scale, level, BN, True, BIASED)
         mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
         whole = gl.maximum(stream[5], 1)
         acc, p, m, total = _step(
-            acc, p, m, total, 1, whole, count + 1, piece, stream, seen, q, bias, M, scale, rings, barriers, turns,
-            D, BN, STAGES, True, BIASED, GROUP,
+            acc, p, m, total, 1, whole, count + 1, piece, stream, seen, q, bias, M, scale, level, rings, barriers,
+            turns, D, BN, STAGES, True, BIASED, GROUP,
         )  # fmt: skip
         acc, p, m, total = _step(
-            acc, p, m, total, whole, blocks, count + whole, piece, stream, seen, q, bias, M, scale, rings, barriers,
-            turns, D, BN, STAGES, False, BIASED, GROUP,
+            acc, p, m, total, whole, blocks, count + whole, piece, stream, seen, q, bias, M, scale, level, rings,
+            barriers, turns, D, BN, STAGES, False, BIASED, GROUP,
         )  # fmt: skip
         count, piece = count + blocks, piece + 1
         acc = _add_values(p, acc, v_ring, count - 1, BN, D, STAGES)
@@ -252,7 +254,7 @@ def _consume(
 def attend_fwd_hopper_kernel(
     q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, lse_ptr,
     s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
-    chunk, window, entries, max_chunks, scale, tiles, works,
+    chunk, window, entries, max_chunks, scale, level, tiles, works,
     D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr, BIASED: gl.constexpr,
 ):  # fmt: skip
     """See `condense.ops.triton_forward.attend_fwd_kernel`. tiles: of queries; works: tiles times B times K."""
@@ -279,12 +281,12 @@ def attend_fwd_hopper_kernel(
     rings, barriers = (k_ring, v_ring), (k_full, k_empty, v_full, v_empty)
     gl.warp_specialize([
         (_consume, (
-            q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, tiles,
-            works, queries, rings, barriers, turns, D, BN, STAGES, RULE, BIASED, 0,
+            q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level,
+            tiles, works, queries, rings, barriers, turns, D, BN, STAGES, RULE, BIASED, 0,
         )),
         (_consume, (
-            q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, tiles,
-            works, queries, rings, barriers, turns, D, BN, STAGES, RULE, BIASED, 1,
+            q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level,
+            tiles, works, queries, rings, barriers, turns, D, BN, STAGES, RULE, BIASED, 1,
         )),
         (_produce, (
             prefix_k, prefix_v, band_k, band_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings, barriers,
