@@ -1,5 +1,7 @@
 """Whole models: figures, the gate, and what happens to what is wrong or cannot run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -78,7 +80,7 @@ class EagerDecoder:
 
     skip = False
 
-    def __init__(self, model, *, batch_size, max_length):
+    def __init__(self, model, *, batch_size, max_length, compile):
         self.model, self.max_length = model, max_length
 
     def prefill(self, ids, chunk=None):
@@ -108,14 +110,15 @@ def test_a_graph_decoder_is_held_to_the_eager_loop(model, monkeypatch, skip):
 
 def test_a_method_that_looks_ahead_has_no_gate(model):
     ahead = condense.CCA(group_size=4, window=8, summary="prompt")
-    assert ModelGate(model, ahead, 0).check(graph=False) is None
+    assert ModelGate(model, ahead, 0).check(None) is None
 
 
 def test_an_error_stands_in_its_row(model, monkeypatch):
     def broken(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
-    monkeypatch.setitem(runners.RUNNERS, "dense", ("stock", broken))
+    stock = SimpleNamespace(description="stock", compile=None, read=broken)
+    monkeypatch.setitem(runners.RUNNERS, "dense", stock)
     dense, condensed = bench_model(model, ModelPlan((40,), {"cca": METHODS["cca"]}, ("dense", "condensed"), steps=2))[
         "rows"
     ]

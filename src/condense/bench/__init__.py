@@ -8,10 +8,11 @@ from condense.bench.model_shapes import MODEL_SHAPES, check_shape, random_model,
 from condense.bench.problems import HeadShape, Setting
 from condense.bench.report import render
 from condense.bench.rows import OP_TITLES, OPS, check_ops
-from condense.bench.runners import RUNNERS
+from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
 
 __all__ = [
     "BASELINES",
+    "DEFAULT_RUNNERS",
     "GPU_BASELINES",
     "MODEL_SHAPES",
     "OPS",

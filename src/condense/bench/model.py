@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from condense.bench.gate import Verdict
 from condense.bench.model_gate import ModelGate, random_tokens
 from condense.bench.rows import Row, condensed_runners, crossover, first_line, medians
-from condense.bench.runners import RUNNERS, Reading, read_by_graph
+from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS, Reading
 from condense.bench.timing import Times
 from condense.methods import Method
 from condense.models import use
@@ -31,7 +31,7 @@ class ModelPlan:
 
     lengths: Sequence[int]
     methods: Mapping[str, Method]
-    runners: Sequence[str] = tuple(RUNNERS)
+    runners: Sequence[str] = DEFAULT_RUNNERS
     steps: int = 32
     prefill_chunk: int | None = None
     seed: int = 0
@@ -84,7 +84,7 @@ def bench_model(
         "claims": model.device.type == "cuda",
         "steps": plan.steps,
         "prefill_chunk": plan.prefill_chunk,
-        "runners": {name: RUNNERS[name][0] for name in plan.runners},
+        "runners": {name: RUNNERS[name].description for name in plan.runners},
         "methods": plain(plan.methods),
         "rows": rows,
         "crossover": crossovers(rows),
@@ -104,12 +104,12 @@ def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
 
 def _verdict(model: PreTrainedModel, runner: str, method: Method | None, plan: ModelPlan) -> Verdict | str | None:
     """The gate's verdict, or the error in one line; None where there is nothing to check."""
-    graph = RUNNERS[runner][1] is read_by_graph
+    compile = RUNNERS[runner].compile
     try:
         if method is not None:
-            return ModelGate(model, method, plan.seed).check(graph=graph)
-        if graph:
-            return ModelGate(model, next(iter(plan.methods.values())), plan.seed).check_dense_graph()
+            return ModelGate(model, method, plan.seed).check(compile)
+        if compile is not None:
+            return ModelGate(model, next(iter(plan.methods.values())), plan.seed).check_dense_graph(compile)
         return None
     except Exception as error:
         return first_line(error)
@@ -156,7 +156,7 @@ def _row(
 
 def _readings(model: PreTrainedModel, ids: Tensor, runner: str, plan: ModelPlan) -> list[Reading]:
     """The first one (plans, memory from the driver) counts only if it took very long."""
-    read = RUNNERS[runner][1]
+    read = RUNNERS[runner].read
     first = read(model, ids, plan.steps, plan.prefill_chunk)
     if first.first_s > _VERY_LONG_S:
         return [first]

@@ -27,24 +27,27 @@ class ModelGate:
         length = (rule.window or 0) + 4 * rule.chunk + self.steps
         self.ids = random_tokens(model, length, seed)
 
-    def check(self, *, graph: bool) -> Verdict | None:
-        """Condensed: at once against in pieces. None if the method's prompts are meant to differ from its steps."""
+    def check(self, compile: bool | None) -> Verdict | None:
+        """Condensed: at once against in pieces, or by a graph if ``compile`` is not None.
+
+        None if the method's prompts are meant to differ from its steps.
+        """
         if self.method.looks_ahead:
             return None
         dense = _rms(self._at_once() - self._in_pieces())
         with use(self.model, self.method):
             want = self._at_once()
             moved = _rms(want - self._at_once(nudged=True))
-            got = self._by_graph() if graph else self._in_pieces()
+            got = self._in_pieces() if compile is None else self._by_graph(compile)
         bound = 2 * (dense + moved) + torch.finfo(self.model.dtype).eps * _rms(want)
         return Verdict(_rms(got - want) / bound)
 
-    def check_dense_graph(self) -> Verdict:
+    def check_dense_graph(self, compile: bool) -> Verdict:
         """Stock attention in a graph: against its own eager loop, at once."""
         want = self._at_once()
         moved = _rms(want - self._at_once(nudged=True)) + _rms(want - self._in_pieces())
         bound = 2 * moved + torch.finfo(self.model.dtype).eps * _rms(want)
-        return Verdict(_rms(self._by_graph() - want) / bound)
+        return Verdict(_rms(self._by_graph(compile) - want) / bound)
 
     def _at_once(self, *, nudged: bool = False) -> Tensor:
         embeddings = self.model.get_input_embeddings()(self.ids)
@@ -63,9 +66,9 @@ class ModelGate:
             logits = self.model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].double()
 
-    def _by_graph(self) -> Tensor:
+    def _by_graph(self, compile: bool) -> Tensor:
         prompt = self.ids.shape[1] - self.steps
-        decoder = GraphDecoder(self.model, batch_size=1, max_length=self.ids.shape[1] + 1)
+        decoder = GraphDecoder(self.model, batch_size=1, max_length=self.ids.shape[1] + 1, compile=compile)
         logits = decoder.prefill(self.ids[:, :prompt], chunk=prompt // 2 + 1)
         for step in range(prompt, self.ids.shape[1]):
             logits = decoder.step(self.ids[:, step])

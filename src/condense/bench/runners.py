@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +49,12 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
     return Reading(marks[1] - marks[0], further, cache_nbytes(cache))
 
 
-def read_by_graph(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
+def read_by_graph(
+    model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None, *, compile: bool = False
+) -> Reading:
     """A static cache and a replayed CUDA graph, ids ``[B, L]``; making and recording them is not on the first token."""
     start = now(ids.device)
-    decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps)
+    decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps, compile=compile)
     decoder.prefill(ids[:, :1])
     marks = [now(ids.device)]
     setup_s = marks[0] - start
@@ -85,9 +87,28 @@ class _Stopwatch(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+class Runner(NamedTuple):
+    """How a model is run. compile: whether a graph's step is compiled first, None: no graph, Hugging Face's loop."""
+
+    description: str
+    compile: bool | None
+
+    def read(self, model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
+        """Read ids ``[B, L]`` in pieces of ``chunk`` tokens (None: at once) and make ``steps`` further tokens."""
+        if self.compile is None:
+            return read_by_loop(model, ids, steps, chunk)
+        return read_by_graph(model, ids, steps, chunk, compile=self.compile)
+
+
+_KINDS = {"dense": "stock attention", "condensed": "condensed attention"}
 RUNNERS = {
-    "dense": ("Hugging Face's generate, dynamic cache, stock attention", read_by_loop),
-    "condensed": ("Hugging Face's generate, dynamic cache, condensed attention", read_by_loop),
-    "dense_graph": ("static cache and CUDA graph, stock attention", read_by_graph),
-    "condensed_graph": ("static cache and CUDA graph, condensed attention", read_by_graph),
+    name + suffix: Runner(f"{how}, {kind}", compile)
+    for suffix, how, compile in (
+        ("", "Hugging Face's generate, dynamic cache", None),
+        ("_graph", "static cache and CUDA graph", False),
+        ("_compiled", "static cache, step compiled by torch.compile, CUDA graph", True),
+    )
+    for name, kind in _KINDS.items()
 }
+# compiling a large model takes a minute
+DEFAULT_RUNNERS = tuple(name for name, runner in RUNNERS.items() if not runner.compile)

@@ -98,7 +98,7 @@ def model_command(
     layers: Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")] = None,
     lengths: LengthsOption = None,
     method: MethodOption = None,
-    runners: Annotated[str, typer.Option(help=f"Of {', '.join(bench.RUNNERS)}.")] = ",".join(bench.RUNNERS),
+    runners: Annotated[str, typer.Option(help=f"Of {', '.join(bench.RUNNERS)}.")] = ",".join(bench.DEFAULT_RUNNERS),
     steps: Annotated[int | None, typer.Option(help="Further tokens that are timed. Default: 32.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Read prompts in pieces of so many tokens.")] = None,
     dtype: DtypeOption = None,
