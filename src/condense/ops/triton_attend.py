@@ -6,6 +6,7 @@ D and Dv widths.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -153,7 +154,8 @@ def _attend(
         shared = {name: value for name, value in plan.shared().items() if name not in ("L", "PRECISION")}
         with torch.cuda.device_of(q):
             launch_fwd_hopper(
-                q, _filled(sources), out, lse, s_bounds=plan.s_bounds, M=prefix_k.shape[2], **shared
+                q, _filled(sources), out, lse, programs=_device(q.device)[1], s_bounds=plan.s_bounds,
+                M=prefix_k.shape[2], **shared,
             )  # fmt: skip
         return out, lse
     tiles = _tiles(q, out.shape[3], plan.R, "fwd")
@@ -167,16 +169,23 @@ def _attend(
     return out, lse
 
 
+@functools.cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and number of multiprocessors, asked for in every call."""
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
 def _is_for_hopper(q: Tensor, Dv: int, R: int) -> bool:
     """True on a GPU of compute capability 9.0 for 16-bit types, widths 64 or 128 and at most 128 heads per KV head."""
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == Dv and Dv in (64, 128) and R <= _HOPPER_ROWS
-    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return fits and q.is_cuda and _device(q.device)[0] == (9, 0)
 
 
 def _fills(q: Tensor, K: int) -> bool:
     """True if tiles of 128 rows give every multiprocessor something to do: with fewer, smaller tiles are faster."""
     tiles = triton.cdiv(q.shape[2], _HOPPER_ROWS // (q.shape[1] // K))
-    return tiles * q.shape[0] * K >= int(torch.cuda.get_device_properties(q.device).multi_processor_count)
+    return tiles * q.shape[0] * K >= _device(q.device)[1]
 
 
 def _results(q: Tensor, band_v: Tensor) -> tuple[Tensor, Tensor]:

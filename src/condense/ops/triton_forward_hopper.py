@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -296,11 +295,21 @@ def attend_fwd_hopper_kernel(
 
 
 def launch_fwd_hopper(
-    q: Tensor, sources: list[Tensor], out: Tensor, lse: Tensor, *, K: int, R: int, BIASED: bool, **shared: Any
+    q: Tensor,
+    sources: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    *,
+    programs: int,
+    K: int,
+    R: int,
+    BIASED: bool,
+    **shared: Any,
 ) -> None:
     """Starts the kernel on 16-bit tensors of width 64 or 128, at most 128 query heads per KV head.
 
-    sources: prefix k and v, band k and v, none empty. shared: the kernel's other arguments.
+    sources: prefix k and v, band k and v, none empty. programs: one per multiprocessor. shared:
+    the kernel's other arguments.
     """
     B, _, L, D = q.shape
     tiles = triton.cdiv(L, 2 * ROWS.value // R)
@@ -310,9 +319,8 @@ def launch_fwd_hopper(
     prefix_k, prefix_v, band_k, band_v = (
         TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, D], layout) for x in sources
     )
-    programs = min(works, torch.cuda.get_device_properties(q.device).multi_processor_count)
     # 12 warps: 168 registers each to begin with, of which the loading warps give most to the others
-    attend_fwd_hopper_kernel[(programs,)](
+    attend_fwd_hopper_kernel[(min(works, programs),)](
         q, prefix_k, prefix_v, band_k, band_v, out_ptr=out, lse_ptr=lse, s_q=q.stride()[:3], K=K, R=R, L=L,
         tiles=tiles, works=works, D=D, BN=BN, STAGES=stages, BIASED=BIASED, num_warps=4, maxnreg=168,
         **shared,

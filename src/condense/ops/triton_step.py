@@ -120,8 +120,10 @@ def _widths(D: int, Dv: int, latent: int) -> dict[str, int]:
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _device(device: torch.device) -> tuple[int, int]:
+    """Major compute capability and number of multiprocessors, asked for in every step."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count
 
 
 class _Tiles(NamedTuple):
@@ -142,7 +144,7 @@ def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
     """
     if not q.is_cuda:  # the interpreter
         return _Tiles(64, 16, 4, 1, 1, False)
-    early = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    early = _device(q.device)[0] >= 9
     if q.dtype == torch.float32:  # multiplied without tensor cores, whole rows in registers: more warps, small tiles
         return _Tiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2, early)
     if latent:  # a program's output is up to 512 columns wide, so few splits
@@ -152,7 +154,7 @@ def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
 
 def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
     """Splits that share the keys, by capacity, plus the one with the new token."""
-    wanted = tiles.waves * _num_sms(q.device) // programs if q.is_cuda else 2
+    wanted = tiles.waves * _device(q.device)[1] // programs if q.is_cuda else 2
     return 1 + max(1, min(wanted, triton.cdiv(capacity, tiles.BN)))
 
 
