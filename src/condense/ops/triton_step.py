@@ -153,9 +153,9 @@ def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
 
 
 def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
-    """Splits that share the keys, by capacity, plus the one with the new token."""
-    wanted = tiles.waves * _device(q.device)[1] // programs if q.is_cuda else 2
-    return 1 + max(1, min(wanted, triton.cdiv(capacity, tiles.BN)))
+    """Splits that share the keys, by capacity, and the one with the new token, in whole waves over the device."""
+    wanted = tiles.waves * _device(q.device)[1] // programs if q.is_cuda else 3
+    return max(2, min(wanted, 1 + triton.cdiv(capacity, tiles.BN)))
 
 
 def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
