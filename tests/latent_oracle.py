@@ -12,6 +12,7 @@ import math
 from typing import Any, NamedTuple
 
 import oracle
+import oracle_dga
 import torch
 from torch import Tensor
 
@@ -93,15 +94,21 @@ def _row(
 ) -> list[tuple[Tensor, Tensor]]:
     """Per query out ``[H, d_v]`` and lse ``[H]``. q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope ``[L, d_r]``."""
     H, L, _ = q.shape
+    dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
     made: dict[int, tuple[Tensor, Tensor]] = {}
     results = []
     for t in range(L):
-        groups, exact = oracle.visible(method, t)
-        for j in groups:
-            if j not in made:
-                positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
-                made[j] = _representative(method, j, q[:, list(positions)].mean(1), c, k_rope, w_uk, scale)
-        tokens = [made[j] for j in groups] + [(c[i], k_rope[i]) for i in exact]
+        if dga is not None:
+            exact, parts = dga.sees(t)
+            groups = [(weights @ c[members], weights @ k_rope[members]) for members, weights in parts]
+        else:
+            numbers, exact = oracle.visible(method, t)
+            for j in numbers:
+                if j not in made:
+                    positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
+                    made[j] = _representative(method, j, q[:, list(positions)].mean(1), c, k_rope, w_uk, scale)
+            groups = [made[j] for j in numbers]
+        tokens = groups + [(c[i], k_rope[i]) for i in exact]
         keys = torch.stack([_key(*token, w_uk) for token in tokens], 1)
         values = torch.stack([torch.stack([token[0] @ w for token in tokens]) for w in w_uv])
         logits = scale * (q[:, t, None] * keys).sum(-1)
@@ -123,3 +130,12 @@ def _representative(
         oracle._pool(c[members], scores, method.value_pooling),
         oracle._pool(k_rope[members], scores, method.key_pooling),
     )
+
+
+def _dga(method: Any, q: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float) -> oracle_dga.Row:
+    """Focal tokens and groups of streaming DGA, the same for all heads.
+
+    The heads' queries and keys side by side, so that one product is the mean over heads of each head's own score.
+    """
+    keys = torch.stack([_key(c[i], k_rope[i], w_uk).flatten() for i in range(len(c))])
+    return oracle_dga.Row(method, q.transpose(0, 1).flatten(1)[None] / len(q), keys, scale, prompt=0)

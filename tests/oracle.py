@@ -39,6 +39,15 @@ def visible(method: Any, t: int) -> Seen:
     return Seen(range(closed), list(range(closed * method.group_size, t + 1)))
 
 
+def num_visible(method: Any, length: int) -> list[int]:
+    """Keys that each query of a row sees, representatives included. What they hold does not matter to their number."""
+    if method.name != "dga":
+        return [sum(map(len, visible(method, t))) for t in range(length)]
+    q, k, _ = random_qkv(1, 1, 1, length, 2, 1)
+    row = oracle_dga.Row(method, q[0], k[0, 0], 1.0, length)
+    return [sum(map(len, row.sees(t))) for t in range(length)]
+
+
 def summary_positions(method: Any, j: int, prompt: int) -> range:
     """Positions of the queries whose mean weighs group j of a row that began with ``prompt`` tokens at once."""
     g = method.group_size
