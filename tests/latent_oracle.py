@@ -68,6 +68,8 @@ def attention(
     out = x.q_nope.new_zeros(B, H, L, x.w_uv.shape[2])
     lse = x.q_nope.new_full((B, H, L), -math.inf)
     for b, start, stop in spans:
+        if start == stop:
+            continue
         q = torch.cat([x.q_nope[b, :, start:stop], x.q_rope[b, :, start:stop]], -1)
         c, k_rope = x.c[b, start:stop], x.k_rope[b, start:stop]
         for t, (row_out, row_lse) in enumerate(_row(method, q, c, k_rope, x.w_uk, x.w_uv, scale, prompt)):
