@@ -84,6 +84,11 @@ def _key(c: Tensor, k_rope: Tensor, w_uk: Tensor) -> Tensor:
     return torch.stack([torch.cat([c @ w, k_rope]) for w in w_uk])
 
 
+def _expand(c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """Key ``[H, d_n + d_r]`` and value ``[H, d_v]`` of every head."""
+    return _key(c, k_rope, w_uk), torch.stack([c @ w for w in w_uv])
+
+
 def _row(
     method: Any,
     q: Tensor,
@@ -97,22 +102,25 @@ def _row(
     """Per query out ``[H, d_v]`` and lse ``[H]``. q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope ``[L, d_r]``."""
     H, L, _ = q.shape
     dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    own = [_expand(c[i], k_rope[i], w_uk, w_uv) for i in range(L)]
+    made: dict[Any, tuple[Tensor, Tensor]] = {}
     results = []
     for t in range(L):
         if dga is not None:
             exact, parts = dga.sees(t)
-            groups = [(weights @ c[members], weights @ k_rope[members]) for members, weights in parts]
+            groups = [tuple(members) for members, _ in parts]
+            for group, (members, weights) in zip(groups, parts, strict=True):
+                if group not in made:
+                    made[group] = _expand(weights @ c[members], weights @ k_rope[members], w_uk, w_uv)
         else:
-            numbers, exact = oracle.visible(method, t)
-            for j in numbers:
+            groups, exact = oracle.visible(method, t)
+            for j in groups:
                 if j not in made:
                     positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
-                    made[j] = _representative(method, j, q[:, list(positions)].mean(1), c, k_rope, w_uk, scale)
-            groups = [made[j] for j in numbers]
-        tokens = groups + [(c[i], k_rope[i]) for i in exact]
-        keys = torch.stack([_key(*token, w_uk) for token in tokens], 1)
-        values = torch.stack([torch.stack([token[0] @ w for token in tokens]) for w in w_uv])
+                    summary = q[:, list(positions)].mean(1)
+                    made[j] = _expand(*_representative(method, j, summary, c, k_rope, w_uk, scale), w_uk, w_uv)
+        seen = [made[j] for j in groups] + [own[i] for i in exact]
+        keys, values = (torch.stack(parts, 1) for parts in zip(*seen, strict=True))
         logits = scale * (q[:, t, None] * keys).sum(-1)
         if getattr(method, "rep_bias", "none") == "log_size":
             logits = logits + logits.new_tensor([math.log(method.group_size)] * len(groups) + [0.0] * len(exact))

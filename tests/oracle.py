@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import oracle_dga
@@ -39,13 +40,11 @@ def visible(method: Any, t: int) -> Seen:
     return Seen(range(closed), list(range(closed * method.group_size, t + 1)))
 
 
-def num_visible(method: Any, length: int) -> list[int]:
-    """Keys that each query of a row sees, representatives included. What they hold does not matter to their number."""
-    if method.name != "dga":
-        return [sum(map(len, visible(method, t))) for t in range(length)]
-    q, k, _ = random_qkv(1, 1, 1, length, 2, 1)
-    row = oracle_dga.Row(method, q[0], k[0, 0], 1.0, length)
-    return [sum(map(len, row.sees(t))) for t in range(length)]
+def num_visible(method: Any, q: Tensor, k: Tensor, scale: float) -> list[int]:
+    """Keys that each query of a row and KV head sees, representatives included. q ``[R, L, D]``, k ``[L, D]``."""
+    L = len(k)
+    seen = oracle_dga.Row(method, q, k, scale, L).sees if method.name == "dga" else partial(visible, method)
+    return [sum(map(len, seen(t))) for t in range(L)]
 
 
 def summary_positions(method: Any, j: int, prompt: int) -> range:

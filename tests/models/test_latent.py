@@ -40,8 +40,13 @@ def as_latents(module, q, entries):
     return latent_oracle.Latents(*q.split([8, 4], -1), *entries.split([12, 4], -1), weight[:, :8].mT, weight[:, 8:].mT)
 
 
-@pytest.mark.parametrize("method", ["lca", "cca", "streaming-6", "dga", "dga-streaming-log", "streaming-llm"])
-@NAMES
+DEFINED = [
+    *((name, "lca") for name in tiny.LATENT),
+    *(("deepseek_v3", method) for method in ("cca", "streaming-6", "dga", "dga-streaming-log", "streaming-llm")),
+]
+
+
+@pytest.mark.parametrize(("name", "method"), DEFINED)
 def test_layers_compute_the_definition_with_the_models_own_scale(monkeypatch, name, method):
     model = condense.apply(tiny.model(name), tiny.METHODS[method])
     calls = recorded(monkeypatch, model, IDS[:1])
