@@ -12,6 +12,7 @@ import math
 from typing import Any, NamedTuple
 
 import oracle
+import oracle_dga
 import torch
 from torch import Tensor
 
@@ -67,6 +68,8 @@ def attention(
     out = x.q_nope.new_zeros(B, H, L, x.w_uv.shape[2])
     lse = x.q_nope.new_full((B, H, L), -math.inf)
     for b, start, stop in spans:
+        if start == stop:
+            continue
         q = torch.cat([x.q_nope[b, :, start:stop], x.q_rope[b, :, start:stop]], -1)
         c, k_rope = x.c[b, start:stop], x.k_rope[b, start:stop]
         for t, (row_out, row_lse) in enumerate(_row(method, q, c, k_rope, x.w_uk, x.w_uv, scale, prompt)):
@@ -81,6 +84,11 @@ def _key(c: Tensor, k_rope: Tensor, w_uk: Tensor) -> Tensor:
     return torch.stack([torch.cat([c @ w, k_rope]) for w in w_uk])
 
 
+def _expand(c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """Key ``[H, d_n + d_r]`` and value ``[H, d_v]`` of every head."""
+    return _key(c, k_rope, w_uk), torch.stack([c @ w for w in w_uv])
+
+
 def _row(
     method: Any,
     q: Tensor,
@@ -93,17 +101,26 @@ def _row(
 ) -> list[tuple[Tensor, Tensor]]:
     """Per query out ``[H, d_v]`` and lse ``[H]``. q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope ``[L, d_r]``."""
     H, L, _ = q.shape
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
+    own = [_expand(c[i], k_rope[i], w_uk, w_uv) for i in range(L)]
+    made: dict[Any, tuple[Tensor, Tensor]] = {}
     results = []
     for t in range(L):
-        groups, exact = oracle.visible(method, t)
-        for j in groups:
-            if j not in made:
-                positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
-                made[j] = _representative(method, j, q[:, list(positions)].mean(1), c, k_rope, w_uk, scale)
-        tokens = [made[j] for j in groups] + [(c[i], k_rope[i]) for i in exact]
-        keys = torch.stack([_key(*token, w_uk) for token in tokens], 1)
-        values = torch.stack([torch.stack([token[0] @ w for token in tokens]) for w in w_uv])
+        if dga is not None:
+            exact, parts = dga.sees(t)
+            groups = [tuple(members) for members, _ in parts]
+            for group, (members, weights) in zip(groups, parts, strict=True):
+                if group not in made:
+                    made[group] = _expand(weights @ c[members], weights @ k_rope[members], w_uk, w_uv)
+        else:
+            groups, exact = oracle.visible(method, t)
+            for j in groups:
+                if j not in made:
+                    positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
+                    summary = q[:, list(positions)].mean(1)
+                    made[j] = _expand(*_representative(method, j, summary, c, k_rope, w_uk, scale), w_uk, w_uv)
+        seen = [made[j] for j in groups] + [own[i] for i in exact]
+        keys, values = (torch.stack(parts, 1) for parts in zip(*seen, strict=True))
         logits = scale * (q[:, t, None] * keys).sum(-1)
         if getattr(method, "rep_bias", "none") == "log_size":
             logits = logits + logits.new_tensor([math.log(method.group_size)] * len(groups) + [0.0] * len(exact))
@@ -123,3 +140,12 @@ def _representative(
         oracle._pool(c[members], scores, method.value_pooling),
         oracle._pool(k_rope[members], scores, method.key_pooling),
     )
+
+
+def _dga(method: Any, q: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float) -> oracle_dga.Row:
+    """Focal tokens and groups of streaming DGA, the same for all heads.
+
+    The heads' queries and keys side by side, so that one product is the mean over heads of each head's own score.
+    """
+    keys = torch.stack([_key(c[i], k_rope[i], w_uk).flatten() for i in range(len(c))])
+    return oracle_dga.Row(method, q.transpose(0, 1).flatten(1)[None] / len(q), keys, scale, prompt=0)

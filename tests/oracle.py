@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import oracle_dga
@@ -37,6 +38,13 @@ def visible(method: Any, t: int) -> Seen:
         return Seen(range(0), list(range(min(kept, outside))) + list(range(outside, t + 1)))
     closed = outside // method.group_size
     return Seen(range(closed), list(range(closed * method.group_size, t + 1)))
+
+
+def num_visible(method: Any, q: Tensor, k: Tensor, scale: float) -> list[int]:
+    """Keys that each query of a row and KV head sees, representatives included. q ``[R, L, D]``, k ``[L, D]``."""
+    L = len(k)
+    seen = oracle_dga.Row(method, q, k, scale, L).sees if method.name == "dga" else partial(visible, method)
+    return [sum(map(len, seen(t))) for t in range(L)]
 
 
 def summary_positions(method: Any, j: int, prompt: int) -> range:

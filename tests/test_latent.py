@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from latent_oracle import Latents
 
 import condense
-from condense import CCA, LCA
+from condense import CCA, DGA, LCA
 from condense.functional import extend
 from condense.latent import UpProjection, attend_to_latents, summary_queries
 from condense.methods import on_latents
@@ -83,13 +83,15 @@ def test_latent_attention_heads_and_widths(backend, name, shape):
 
 
 @pytest.mark.parametrize("padding", [(0, 5, 36), (9, 9, 9), (37, 0, 36), (37, 37, 37), (0, 0, 0)])
-@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries", "prompt-select"])
+@pytest.mark.parametrize(
+    "name", ["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries", "prompt-select", "dga"]
+)
 def test_latent_attention_left_padding(backend, name, padding):
     check(backend, (3, 3, 37, WIDTHS), METHODS[name], padding=padding)
 
 
 @pytest.mark.parametrize("cu_seqlens", [(0, 1, 2, 3), (0, 20, 20, 41), (0, 0, 17, 18, 45, 45)])
-@pytest.mark.parametrize("name", ["dense", "lca-log_size", "prompt"])
+@pytest.mark.parametrize("name", ["dense", "lca-log_size", "prompt", "dga"])
 def test_latent_attention_packed(backend, name, cu_seqlens):
     check(backend, (1, 3, cu_seqlens[-1], WIDTHS), METHODS[name], cu_seqlens=cu_seqlens)
 
@@ -228,6 +230,8 @@ GRADIENTS = {
     "streaming-mean-max": LCA(group_size=4, window=3, key_pooling="mean", value_pooling="max"),
     "last-weighted": CCA(group_size=2, window=1, key_pooling="max"),
     "prompt": LCA(group_size=3, window=2, summary="prompt", allow_future=True),
+    "dga": DGA(group_size=3, window=1, gamma=0.3),
+    "dga-streaming": DGA(group_size=2, window=2, gamma=0.5, summary="streaming", rep_bias="log_size"),
 }
 
 
@@ -319,6 +323,12 @@ BAD = {
 def test_bad_arguments(changes, message):
     with pytest.raises(ValueError, match=message):
         condense.latent_attention(**arguments(**changes))
+
+
+@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+def test_a_prompt_selection_asks_each_heads_own_queries(method):
+    with pytest.raises(ValueError, match=r"^DGA\(.*selection='prompt'.*latents \(MLA\).*: use selection='streaming'"):
+        condense.latent_attention(**arguments(method=method))
 
 
 @pytest.mark.parametrize("name", ["q_nope", "q_rope", "c", "k_rope", "w_uk"])

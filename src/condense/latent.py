@@ -71,7 +71,8 @@ def latent_attention(
     ``[c w_uk[h] ; k_rope]`` and values ``c w_uv[h]``. With a model's ``kv_b_proj.weight`` viewed as
     ``[H, d_n + d_v, d_c]``, that is ``weight[:, :d_n].mT`` and ``weight[:, d_n:].mT``. One dtype and device for all:
     float64, float32, bfloat16 or float16.
-    method: of `condense.LCA` and `condense.CCA`, value_pooling pools the latents and key_pooling the rope keys.
+    method: of `condense.LCA` and `condense.CCA`, value_pooling pools the latents and key_pooling the rope keys;
+    `condense.DGA` keeps and weighs whole entries ``[c ; k_rope]``, with ``selection="streaming"`` only.
     scale: softmax scale, default ``(d_n + d_r) ** -0.5``; models with YaRN have their own.
     backend, cu_seqlens, padding and what is returned: as in `condense.attention`; out is ``[B, H, L, d_v]``.
     Differentiable in all six tensors. Raises ValueError for arguments that do not fit together.
@@ -83,10 +84,11 @@ def latent_attention(
         _check_alike(q_nope, q_rope=q_rope, c=c, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
         q, up = torch.cat([q_nope, q_rope], dim=-1), UpProjection(w_uk, w_uv)
         scale = check_scale(scale, q)
+        view = on_latents(method, c.shape[-1])
 
         def run(q: Tensor, entries: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
             sources, _ = extend(
-                on_latents(method, c.shape[-1]),
+                view,
                 None,
                 entries,
                 entries[..., :0],

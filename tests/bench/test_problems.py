@@ -33,11 +33,16 @@ def test_other_shapes_are_refused(text):
         HeadShape.parse(text)
 
 
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+COUNTED = oracle.PLANS | oracle.SELECTIONS
+
+
+@pytest.mark.parametrize("method", COUNTED.values(), ids=COUNTED)
 def test_visible_pairs_are_counted_as_the_definition_does(method):
-    bounds = pooled(method, SETTING.inputs(37)).bounds
-    seen = [oracle.visible(method, t) for t in range(37)]
-    assert visible_pairs(bounds, 37, CPU) == sum(len(groups) + len(exact) for groups, exact in seen)
+    inputs = SETTING.inputs(37)
+    bounds = pooled(method, inputs).bounds
+    q, k = inputs.q.double().unflatten(1, (2, 2)), inputs.k.double()
+    want = sum(sum(oracle.num_visible(method, q[0, head], k[0, head], inputs.scale)) for head in range(2))
+    assert visible_pairs(bounds, 37, CPU) == round(want / 2)
 
 
 def test_flops_of_one_pair():
@@ -67,5 +72,6 @@ def test_a_step_is_over_the_cache_that_the_method_keeps(method):
     real, _ = cache.update(k[:, :, -1:], v[:, :, -1:], query_states=q, scale=1.0)
     assert [x.shape for x in sources[:4]] == [x.shape for x in real[:4]]
     assert sources.bounds.extents([(0, 1)]) == real.bounds.extents([(0, 1)])
-    groups, exact = oracle.visible(method, 37)
-    assert step_bytes(q, sources) == 4 * ((len(groups) + len(exact)) * 2 * (8 + 6) + 4 * (8 + 6))
+    assert step_bytes(q, sources) == 4 * (
+        oracle.num_visible(method, k[0, :1], k[0, 0], 1.0)[-1] * 2 * (8 + 6) + 4 * (8 + 6)
+    )

@@ -311,12 +311,18 @@ def test_generate_uses_the_layers_of_a_saved_model(saved: Path, monkeypatch: pyt
         assert used == [expected] * 2
 
 
-def interrupt(*arguments: str, after: Path | None, wait: float = 0.0, how: int = signal.SIGINT) -> int:
-    """Run a command, interrupt it once a file has appeared and some time has passed, and return its exit code."""
+def interrupt(
+    *arguments: str, wait: float, after: Path | None = None, text: bytes | None = None, how: int = signal.SIGINT
+) -> int:
+    """Run a command, interrupt it some time after a file has appeared or it has read ``text``; return its exit code."""
     command = [sys.executable, "-m", "condense.cli.main", *arguments]
     # a shell starts background jobs, and so maybe this test run, with the interrupt ignored; children inherit that
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=listen) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes, preexec_fn=listen) as process:
+        if text is not None:
+            process.stdin.write(text)
+        process.stdin.close()
         deadline = time.monotonic() + 120
         while after is not None and not after.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -327,8 +333,9 @@ def interrupt(*arguments: str, after: Path | None, wait: float = 0.0, how: int =
 
 def test_ctrl_c_leaves_no_result_files(tmp_path: Path) -> None:
     outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
-    # past the imports, at work on the text
-    assert interrupt("compare", "--max-new-tokens", "1000", *outputs, after=None, wait=8) == 130
+    # more than a pipe holds: however slow the imports are, the command is past them once it has taken this
+    text = b"The harbour lay quiet under the moon. " * 5000
+    assert interrupt("compare", "--text", "-", "--max-new-tokens", "1000", *outputs, text=text, wait=2) == 130
     assert not list(tmp_path.iterdir())
 
 

@@ -40,8 +40,13 @@ def as_latents(module, q, entries):
     return latent_oracle.Latents(*q.split([8, 4], -1), *entries.split([12, 4], -1), weight[:, :8].mT, weight[:, 8:].mT)
 
 
-@pytest.mark.parametrize("method", ["lca", "cca", "streaming-6", "streaming-llm"])
-@NAMES
+DEFINED = [
+    *((name, "lca") for name in tiny.LATENT),
+    *(("deepseek_v3", method) for method in ("cca", "streaming-6", "dga", "dga-streaming-log", "streaming-llm")),
+]
+
+
+@pytest.mark.parametrize(("name", "method"), DEFINED)
 def test_layers_compute_the_definition_with_the_models_own_scale(monkeypatch, name, method):
     model = condense.apply(tiny.model(name), tiny.METHODS[method])
     calls = recorded(monkeypatch, model, IDS[:1])
@@ -222,8 +227,32 @@ def test_a_prompt_summary_reads_prompts_and_does_not_train():
     torch.testing.assert_close(tiny.logits(model, IDS, use_cache=True), full, **tiny.EXACT)
     with condense.use(model, LCA):
         assert (tiny.logits(model, IDS) - full).abs().max() > 1
-    with pytest.raises(ValueError, match=r"LCA\(.*summary='prompt'\): this summary lets tokens depend on later ones"):
+    with pytest.raises(ValueError, match=r"LCA\(.*summary='prompt'\) lets tokens depend on later ones"):
         model(IDS)
+
+
+@NAMES
+def test_a_prompt_selection_is_refused_and_changes_nothing(name):
+    message = r"DGA\(.*selection='prompt'.*latents \(MLA\).*: use selection='streaming'"
+    model = tiny.model(name)
+    stock = tiny.logits(model, IDS)
+    with pytest.raises(ValueError, match=message):
+        condense.apply(model, tiny.SELECT)
+    with pytest.raises(ValueError, match=message):
+        condense.apply(model, tiny.SELECT, layers=[1])
+    with pytest.raises(ValueError, match=message):
+        inspect(model, tiny.SELECT, 100)
+    assert torch.equal(tiny.logits(model, IDS), stock)
+    condense.apply(model, LCA)
+    with pytest.raises(ValueError, match=message), condense.use(model, tiny.SELECT):
+        pass
+    assert condense.models.condensed_layers(model) == dict.fromkeys(range(3), LCA)
+
+
+def test_a_configuration_with_a_prompt_selection_is_refused():
+    config = tiny.config("deepseek_v3", condense={"methods": [{"method": tiny.SELECT.to_dict(), "layers": [0]}]})
+    with pytest.raises(ValueError, match=r"latents \(MLA\).*: use selection='streaming'"):
+        AutoModelForCausalLM.from_config(config)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "q_lora_rank": 16}

@@ -15,6 +15,8 @@ from condense.caches import StaticCondensedLayer
 PAIRS = {
     **{f"llama-{name}": ("llama", name, None) for name in tiny.METHODS},
     **{f"{name}-streaming-6": (name, "streaming-6", None) for name in tiny.OTHERS},
+    "deepseek_v3-dga": ("deepseek_v3", "dga", None),
+    "minicpm3-dga-streaming-log": ("minicpm3", "dga-streaming-log", None),
     "llama-one-layer": ("llama", "cca", (1,)),
     "gpt2-one-layer": ("gpt2", "streaming-select-log", (1,)),
     "qwen2-two-layers": ("qwen2", "lca", (0, 2)),

@@ -24,7 +24,10 @@ from condense.results import plain
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What is to be measured. ``methods``: label to method; ``budget_s``: seconds of timing per row."""
+    """What is to be measured. ``methods``: label to method; ``budget_s``: seconds of timing per row.
+
+    Raises ValueError for a method that reads prompts at once: its pooling is no work per chunk that a row could count.
+    """
 
     setting: Setting
     lengths: Sequence[int]
@@ -33,6 +36,14 @@ class KernelPlan:
     ops: Sequence[str] = OPS
     backend: str = "auto"
     budget_s: float = 0.4
+
+    def __post_init__(self) -> None:
+        for label, method in self.methods.items():
+            if method.reads_prompt:
+                raise ValueError(
+                    f"methods: {label} reads prompts at once, which only `condense bench model` times; use "
+                    f"{method.causal_setting} here"
+                )
 
     def num_rows(self) -> int:
         """How many rows there will be."""

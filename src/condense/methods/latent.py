@@ -18,8 +18,15 @@ from condense.ops import UniformRule, pool_groups
 def on_latents(method: Method, latent_width: int) -> Method:
     """The method for one KV head whose keys are ``[c ; k_rope]`` and whose values, of width 0, are part of the keys.
 
-    Methods that treat all channels alike are the same there: each kept token stands for itself.
+    Methods that treat all channels alike are the same there: a kept token stands for itself, and a group of DGA is
+    the weighted mean of its whole entries. Raises ValueError for a method that reads prompts at once, since heads
+    share one summary query there.
     """
+    if method.reads_prompt:
+        raise ValueError(
+            f"{method} chooses a prompt's tokens by each head's own queries, which latents (MLA) do not keep apart: "
+            f"use {method.causal_setting}"
+        )
     return LatentGroups(groups=method, latent_width=latent_width) if isinstance(method, GroupPooling) else method
 
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method
+from condense.methods import Method, on_latents
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
-from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window
+from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -48,7 +48,9 @@ def _plan(
     chosen = full if layers is None else checked_layers(layers, attentions, full)
     if not chosen:
         raise ValueError(f"{type(base).__name__} has sliding windows in all layers: nothing is left to condense")
-    return {**_methods(attentions), **dict.fromkeys(chosen, method)}
+    plan = dict.fromkeys(chosen, method)
+    check_latents(plan, attentions)
+    return {**_methods(attentions), **plan}
 
 
 def restore(model: ModelT) -> ModelT:
@@ -98,6 +100,7 @@ def condense_from_config(model: PreTrainedModel) -> None:
     if not attentions:
         return  # an inner model or a head without attention of its own; the outer post_init comes by later
     assignment = {i: Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}
+    check_latents(assignment, attentions)
     _set_methods(attentions, assignment, config._attn_implementation)
     # straight into the field: the public setter walks a model that is not complete yet
     config._attn_implementation_internal = IMPLEMENTATION
@@ -191,3 +194,11 @@ def checked_layers(layers: Iterable[int], attentions: dict[int, nn.Module], full
     if not chosen:
         raise ValueError("layers must name at least one layer, got none; leave it out to condense all")
     return chosen
+
+
+def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module]) -> None:
+    """Raise ValueError if a layer that caches latents is to have a method that cannot condense them."""
+    for index, method in methods.items():
+        module: Any = attentions[index]
+        if is_latent(module):
+            on_latents(method, module.kv_lora_rank)

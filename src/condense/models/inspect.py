@@ -12,7 +12,7 @@ from torch import nn
 from condense.config import check_int
 from condense.functional import SLACK, first_needed, num_entries
 from condense.methods import DGA, Dense, Method
-from condense.models.apply import MethodChoice, attention_layers, checked_layers
+from condense.models.apply import MethodChoice, attention_layers, check_latents, checked_layers
 from condense.models.families import is_latent, sliding_window
 
 _COUNTERS = 16  # bytes: a condensed layer's counts of tokens, in the prompt and seen since, int64 each
@@ -58,6 +58,7 @@ def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int =
         chosen = {i: Method.parse(method[i]) for i in checked_layers(method, attentions, full)}
     else:
         chosen = dict.fromkeys(full, Method.parse(method))
+    check_latents(chosen, attentions)
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
 
 
