@@ -18,8 +18,9 @@ from torch import Tensor
 
 from condense.methods.base import Method
 from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
-from condense.ops.aligned import append_band, append_prefix, copied, merge, newest, own
+from condense.ops.aligned import append_band, append_prefix, copied, head_mean, newest, own
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
+from condense.ops.rows import PerRow, agreed, at_least, most, spread
 
 # raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
 # assisted decoding proposes at once by default
@@ -27,12 +28,13 @@ SLACK = 20
 
 
 class Past(NamedTuple):
-    """What one layer keeps between calls. ``seen`` and ``origin`` are int64 on the CPU: no step waits for a GPU.
+    """What one layer keeps between calls. ``seen`` and ``origin`` are known on the host: no step waits for a GPU.
 
     prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``: entries, left-aligned, `Method` order.
     band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``: exact tokens, right-aligned.
-    summary_q ``[B, K, Q, D]``: the newest summary queries, right-aligned. origin ``[B]``: a prompt's tokens that
-    `Method.read_prompt` took, whose entries come first in the prefix. seen ``[B]``: real tokens per row since.
+    summary_q ``[B, K, Q, D]``: the newest summary queries, right-aligned. origin: a prompt's tokens that
+    `Method.read_prompt` took, whose entries come first in the prefix. seen: real tokens per row since. Both are an int
+    where the rows agree, else int64 CPU ``[B]``.
     """
 
     prefix_k: Tensor
@@ -40,8 +42,13 @@ class Past(NamedTuple):
     band_k: Tensor
     band_v: Tensor
     summary_q: Tensor
-    seen: Tensor
-    origin: Tensor
+    seen: PerRow
+    origin: PerRow
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All but the numbers."""
+        return self[:5]
 
 
 class Sources(NamedTuple):
@@ -58,8 +65,7 @@ class Sources(NamedTuple):
 def empty_past(k: Tensor, v: Tensor) -> Past:
     """The past of rows that have seen nothing; k ``[B, K, L, D]`` and v give shapes, dtype and device."""
     none_k, none_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
-    zeros = torch.zeros(k.shape[0], dtype=torch.int64)
-    return Past(none_k, none_v, none_k, none_v, none_k, zeros, zeros)
+    return Past(none_k, none_v, none_k, none_v, none_k, 0, 0)
 
 
 def extend(
@@ -90,49 +96,51 @@ def extend(
     L = k.shape[2]
     fresh = past is None
     past = empty_past(k, v) if past is None else past
-    if counts is not None and bool((counts == L).all()):
-        counts = None
-    if counts is not None:
+    pads = 0 if counts is None else agreed(L - counts)
+    if counts is not None and (isinstance(pads, Tensor) or pads > 0):
         pad = (torch.arange(L) < (L - counts)[:, None]).to(k.device)[:, None, :, None]
         k, v = k.masked_fill(pad, 0), v.masked_fill(pad, 0)
+    seen = agreed(past.seen + (L - pads))
     if fresh and method.reads_prompt:
         prompt = method.read_prompt(q, k, v, counts, scale=scale, backend=backend)
-        read = past.seen + (L if counts is None else counts)
-        kept = past._replace(prefix_k=prompt.kept_k, prefix_v=prompt.kept_v, origin=read) if keep else None
+        kept = past._replace(prefix_k=prompt.kept_k, prefix_v=prompt.kept_v, origin=seen) if keep else None
         return Sources(*prompt[:6]), kept
-    band_k, band_v = append_band(past.band_k, k, counts), append_band(past.band_v, v, counts)
-    seen = past.seen + (L if counts is None else counts)
+    rule, num_summary = method.rule, method.num_summary
+    band_k, band_v = append_band(past.band_k, k, pads), append_band(past.band_v, v, pads)
+    band_start = seen - band_k.shape[2]
 
-    origin = past.origin if bool(past.origin.any()) else None
-    offset = None if origin is None else method.prompt_entries(origin)
-    before, after = _ready(method, past.seen), _ready(method, seen)
-    num_new = int((after - before).max())
+    offset = method.prompt_entries(past.origin)
+    before, after = rule.ready(past.seen, method.lag), rule.ready(seen, method.lag)
+    num_new = most(after - before)
     prefix_k, prefix_v = past.prefix_k, past.prefix_v
     if num_new > 0:
-        c, p, S = method.rule.chunk, method.rule.entries, method.num_summary
-        tokens = before * c - (seen - band_k.shape[2])
+        c, p = rule.chunk, rule.entries
         summary = None
-        if S > 0:
+        if num_summary > 0:
             # the end of a prompt sums up all of it, else every chunk has a window of its own
             whole = method.looks_ahead and fresh
-            begin, num = (seen - S, 1) if whole else ((before + 1) * c + method.lag - S, num_new)
-            summary = summarize(q, past.summary_q, Windows(begin, past.seen, seen, num, S, c), backend=backend)
-            summary = summary.expand(-1, -1, num_new, -1)
+            first, num = (seen, 1) if whole else ((before + 1) * c + method.lag, num_new)
+            windows = Windows(first - num_summary, past.seen, seen, num, num_summary, c)
+            summary = summarize(q, past.summary_q, windows, backend=backend).expand(-1, -1, num_new, -1)
         new_k, new_v = method.represent_band(
-            band_k, band_v, tokens, num_new, summary, first_chunk=before, scale=scale, backend=backend
+            band_k,
+            band_v,
+            before * c - band_start,
+            num_new,
+            summary,
+            first_chunk=before,
+            scale=scale,
+            backend=backend,
         )
-        start, stop = (n * p if offset is None else n * p + offset for n in (before, after))
+        start, stop = before * p + offset, after * p + offset
         prefix_k, prefix_v = append_prefix(prefix_k, new_k, start, stop), append_prefix(prefix_v, new_v, start, stop)
 
-    pads = torch.zeros(1, dtype=torch.int64) if counts is None else merge(L - counts)
-    ahead = None if offset is None else merge(offset)
-    bounds = UniformBounds(method.rule, merge(seen - L), merge(seen - band_k.shape[2]), pads, ahead)
-    bias = method.prefix_bias(prefix_k.shape[2], k.device, origin)
+    bounds = UniformBounds(rule, seen - L, band_start, pads, offset)
+    bias = method.prefix_bias(prefix_k.shape[2], k.device, past.origin)
     sources = Sources(prefix_k, prefix_v, band_k, band_v, bounds, bias)
     if not keep:
         return sources, None
-    num_band = int((seen - first_needed(method, seen - SLACK)).clamp(max=band_k.shape[2]).max())
-    queries = _newest_queries(method, past, q, seen, backend)
+    num_band = min(band_k.shape[2], most(seen - first_needed(method, seen - SLACK)))
     # without a past to append to, these may still be the caller's own tensors
     keep_only = copied if past.band_k.shape[2] == 0 else own
     return sources, Past(
@@ -140,30 +148,40 @@ def extend(
         keep_only(prefix_v),
         keep_only(newest(band_k, num_band)),
         keep_only(newest(band_v, num_band)),
-        queries,
+        _newest_queries(num_summary, past.summary_q, q, pads),
         seen,
         past.origin,
     )
 
 
-def _newest_queries(method: Method, past: Past, q: Tensor, seen: Tensor, backend: str) -> Tensor:
+def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow) -> Tensor:
     """The mean queries that later summaries and `SLACK` need, ``[B, K, Q, D]`` in the dtype of q."""
-    if method.num_summary <= 1:
-        return own(past.summary_q)
-    count = min(past.summary_q.shape[2] + q.shape[2], method.num_summary - 1 + SLACK)
-    each = Windows(seen - count, past.seen, seen, count, 1, 1)
-    return summarize(q.detach(), past.summary_q, each, backend=backend).to(q.dtype)
+    if num_summary <= 1:
+        return own(tail)
+    (B, K, Q, _), L = tail.shape, q.shape[2]
+    count = min(Q + L, num_summary - 1 + SLACK)
+    new = newest(q.detach(), min(L, count))
+    # the padding that is left of it, which stays in rows that have not seen enough
+    pads = at_least(pads - (L - new.shape[2]), 0)
+    if isinstance(pads, Tensor) or pads > 0:
+        pad = torch.arange(new.shape[2]) < spread(pads, B)[:, None]
+        new = new.masked_fill(pad.to(new.device)[:, None, :, None], 0)
+    else:
+        tail = newest(tail, count - new.shape[2])
+    return own(newest(append_band(tail, head_mean(new, K), pads), count))
 
 
-def first_needed(method: Method, seen: Tensor) -> Tensor:
+def first_needed(method: Method, seen: PerRow) -> PerRow:
     """Position of the earliest token that must still be at hand, exact, once ``seen`` tokens have been read."""
-    return method.rule.closed(seen.clamp(min=0)) * method.rule.chunk
+    return method.rule.closed(at_least(seen, 0)) * method.rule.chunk
 
 
-def num_entries(method: Method, seen: Tensor, origin: Tensor | None = None) -> Tensor:
-    """Prefix entries made once ``seen`` tokens (int64 ``[B]``) have been read after prompts of ``origin`` tokens."""
-    entries = _ready(method, seen) * method.rule.entries
-    return entries if origin is None else entries + method.prompt_entries(origin)
+def num_entries(method: Method, seen: PerRow, origin: PerRow = 0) -> PerRow:
+    """Prefix entries made once ``seen`` tokens have been read after prompts of ``origin`` tokens.
+
+    All three are an int or int64 CPU ``[B]``.
+    """
+    return method.rule.ready(seen, method.lag) * method.rule.entries + method.prompt_entries(origin)
 
 
 def step_plan(method: Method) -> StepPlan:
@@ -279,8 +297,3 @@ def attend_to(
         backend=backend,
         return_lse=return_lse,
     )
-
-
-def _ready(method: Method, seen: Tensor) -> Tensor:
-    """Chunks whose entries can be made from the first ``seen`` tokens."""
-    return method.rule.ready(seen, method.lag)

@@ -42,6 +42,11 @@ def test_every_row_is_timed_and_compared(results):
     assert set(content["crossover"]) == {"forward", "backward", "layer", "decode"}
 
 
+def test_methods_that_read_prompts_at_once_are_refused():
+    with pytest.raises(ValueError, match=r"methods: mine reads prompts at once.*use selection='streaming' here"):
+        run(methods={"mine": condense.DGA(selection="prompt")})
+
+
 def test_what_needs_a_gpu_says_so(results):
     skipped = [row for row in results[1]["rows"] if row["runner"] in ("cudnn", "flex_mask")]
     assert skipped

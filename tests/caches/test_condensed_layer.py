@@ -202,4 +202,4 @@ def test_a_layer_keeps_no_graph():
     qkv = [x.requires_grad_() for x in _qkv(30)]
     layer = CondensedLayer(tiny.STREAMING_6)
     assert _read(layer, qkv).requires_grad
-    assert not any(x.requires_grad for x in layer.past)
+    assert not any(x.requires_grad for x in layer.past.tensors)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import condense
 from condense.functional import SLACK, attend_to, extend, first_needed, num_entries
+from condense.ops.rows import most, spread
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 K, H, D, Dv = 2, 4, 3, 4
@@ -57,15 +58,15 @@ def read_in_steps(method, data, steps, backend):
 
 def check_past(method, past, position, B):
     """What stays is what is needed and the slack, in tensors that own their storage."""
-    assert torch.equal(past.origin + past.seen, torch.tensor(position))
+    assert spread(past.origin + past.seen, B).tolist() == position
     seen = past.seen
     # NaN of the padding must not have got in
-    assert all(bool(x.isfinite().all()) for x in past)
-    for x in past:
+    assert all(bool(x.isfinite().all()) for x in past.tensors)
+    for x in past.tensors:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
-    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == int(num_entries(method, seen, past.origin).max())
-    needed = int((seen - first_needed(method, seen)).max())
+    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == most(num_entries(method, seen, past.origin))
+    needed = most(seen - first_needed(method, seen))
     kept = past.band_k.shape[2]
     assert needed <= kept <= needed + SLACK + method.rule.chunk
     assert past.band_v.shape[2] == kept
@@ -180,11 +181,11 @@ def test_extend_leaves_the_old_past_as_it_was():
     method = oracle.PLANS["lca"]
     data = rows([31, 31])
     _, _, past = read_in_steps(method, data, [(30, 17)], "torch")
-    before = [x.clone() for x in past]
+    before = [torch.as_tensor(x).clone() for x in past]
     q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))
     for _ in range(2):
         extend(method, past, k, v, q, scale=SCALE)
-        assert all(torch.equal(x, y) for x, y in zip(before, past, strict=True))
+        assert all(torch.equal(x, torch.as_tensor(y)) for x, y in zip(before, past, strict=True))
 
 
 def test_extend_trains_through_the_new_tokens_and_not_the_past():
@@ -195,7 +196,7 @@ def test_extend_trains_through_the_new_tokens_and_not_the_past():
     free = condense.attention(q, k, v, method=method)
     got, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (kept, free))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    assert not any(x.requires_grad for x in past)
+    assert not any(x.requires_grad for x in past.tensors)
 
 
 def test_extend_without_keep_returns_no_past():

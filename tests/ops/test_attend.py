@@ -74,7 +74,7 @@ def test_uniform_bounds_hulls_and_arrays(chunk, window, entries, max_chunks, ban
     query_start = origin + band - queries
     pads = torch.tensor([max(min(p, queries), -int(s), queries - band) for p, s in zip(pads, query_start, strict=True)])
     bounds = UniformBounds(rule, query_start, origin, pads)
-    arrays = bounds.arrays(0, queries, torch.device("cpu"))
+    arrays = [x.expand(2, 1, queries) for x in bounds.arrays(0, queries, torch.device("cpu"))]
     for b in range(2):
         for i in range(queries):
             t = int(query_start[b]) + i

@@ -141,7 +141,7 @@ def filled_state(method, past, tokens):
     """`condense.functional.Past` at fixed addresses."""
     B, K, _, D = past.prefix_k.shape
     state = empty_state(method, B, K, D, past.prefix_v.shape[3], tokens, dtype=past.prefix_k.dtype)
-    seen, M = int(past.seen[0]), past.prefix_k.shape[2]
+    seen, M = past.seen, past.prefix_k.shape[2]
     state.prefix_k[:, :, :M], state.prefix_v[:, :, :M] = past.prefix_k, past.prefix_v
     for ring, new in ((state.ring_k, past.band_k), (state.ring_v, past.band_v), (state.ring_q, past.summary_q)):
         for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):

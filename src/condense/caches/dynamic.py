@@ -6,6 +6,7 @@ a little slack. Shapes as in `condense.functional`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from condense.functional import Past, Sources, extend, first_needed, num_entries
 from condense.methods import Method, on_latents
+from condense.ops.rows import PerRow, agreed, least, most
 
 
 class CondensedLayer(CacheLayerMixin):
@@ -130,15 +132,15 @@ class CondensedLayer(CacheLayerMixin):
             )
         past, seen = self.past, self.past.seen - count
         N, Q = past.band_k.shape[2], past.summary_q.shape[2]
-        needed = int((seen - first_needed(self.method, seen)).max())
-        queries_needed = min(max(0, self.method.num_summary - 1), int(seen.max()))
+        needed = most(seen - first_needed(self.method, seen))
+        queries_needed = min(max(0, self.method.num_summary - 1), most(seen))
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
-        if too_few or bool((seen < 0).any()):  # a prompt read at once is condensed to its last token
+        if too_few or least(seen) < 0:  # a prompt read at once is condensed to its last token
             raise ValueError(
                 f"crop: {count} tokens lie beyond what a condensed cache can take back; propose fewer tokens at a "
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
             )
-        num_prefix = int(num_entries(self.method, seen, past.origin).max())
+        num_prefix = most(num_entries(self.method, seen, past.origin))
         self.past = past._replace(
             prefix_k=past.prefix_k[:, :, :num_prefix],
             prefix_v=past.prefix_v[:, :, :num_prefix],
@@ -152,15 +154,7 @@ class CondensedLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``)."""
-        if self.past is None:
-            return
-        counts = torch.stack([self.past.seen, self.past.origin])
-        if bool((counts == counts[:, :1]).all()):
-            counts = counts[:, :1].repeat(1, beam_idx.shape[0])  # rows alike: no need to wait for beam_idx from the GPU
-        else:
-            counts = counts.index_select(1, beam_idx.cpu())
-        tensors = (x.index_select(0, beam_idx.to(x.device)) for x in self.past[:-2])
-        self.past = Past(*tensors, *counts.unbind())
+        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times."""
@@ -178,11 +172,12 @@ class CondensedLayer(CacheLayerMixin):
         """Move the state back to the device of the layer."""
         self._map_tensors(lambda x: x.to(self.device, non_blocking=True))
 
-    def _map_rows(self, change: Any) -> None:
-        if self.past is not None:
-            self.past = Past(*(change(x) for x in self.past))
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        # rows alike: no need to wait for indices from the GPU
+        self._map_tensors(change, lambda x: agreed(change(x)) if isinstance(x, Tensor) else x)
 
-    def _map_tensors(self, change: Any) -> None:
+    def _map_tensors(
+        self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
+    ) -> None:
         if self.past is not None:
-            counts = {"seen": self.past.seen, "origin": self.past.origin}
-            self.past = Past(*(change(x) for x in self.past[:-2]), **counts)
+            self.past = Past(*map(change, self.past.tensors), *map(change_number, self.past[5:]))

@@ -17,6 +17,7 @@ from condense.functional import Past, Sources, extend, num_entries, step_plan
 from condense.methods import Method, on_latents
 from condense.ops import StepState, decode_step, resolve_step_backend
 from condense.ops.aligned import per_entry
+from condense.ops.rows import PerRow, agreed, least, most, spread
 
 
 class StaticCondensedLayer(CacheLayerMixin):
@@ -47,7 +48,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         (B, K, _, D), Dv = key_states.shape, value_states.shape[3]
         rule, N = self.method.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
-        M = int(num_entries(self.method, torch.tensor(N)))
+        M = most(num_entries(self.method, N))
         sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (self.plan.num_summary, D))
         device = key_states.device
         buffers = [torch.zeros(B, K, *size, dtype=key_states.dtype, device=device) for size in sizes]
@@ -112,7 +113,7 @@ class StaticCondensedLayer(CacheLayerMixin):
                 "...) on the model, or give the stock model a new cache"
             )
         state = self._for(key_states, value_states, kwargs.get("latent_width"))
-        before = state.seen.cpu()
+        before = agreed(state.seen.cpu())
         sources, past = extend(
             self.view,
             self._past(state, before) if int(self.num_slots) > 0 else None,
@@ -157,24 +158,24 @@ class StaticCondensedLayer(CacheLayerMixin):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _past(self, state: StepState, seen: Tensor) -> Past:
-        """What the buffers hold, in order. seen int64 CPU ``[B]``."""
-        most = int(seen.max())
-        num_prefix = int(num_entries(self.method, seen).max())
+    def _past(self, state: StepState, seen: PerRow) -> Past:
+        """What the buffers hold, in order, once the rows have ``seen`` tokens."""
+        count = most(seen)
+        num_prefix = most(num_entries(self.method, seen))
         return Past(
             state.prefix_k[:, :, :num_prefix],
             state.prefix_v[:, :, :num_prefix],
-            _newest(state.ring_k, seen, most),
-            _newest(state.ring_v, seen, most),
-            _newest(state.ring_q, seen, most),
+            _newest(state.ring_k, seen, count),
+            _newest(state.ring_v, seen, count),
+            _newest(state.ring_q, seen, count),
             seen,
-            torch.zeros_like(seen),
+            0,
         )
 
-    def _store(self, state: StepState, before: Tensor, past: Past) -> None:
+    def _store(self, state: StepState, before: PerRow, past: Past) -> None:
         """Bring the buffers from ``before`` tokens to the past."""
         old, new = (num_entries(self.method, seen) for seen in (before, past.seen))
-        first, last = int(old.min()), int(new.max())
+        first, last = least(old), most(new)
         state.prefix_k[:, :, first:last].copy_(past.prefix_k[:, :, first:last])
         state.prefix_v[:, :, first:last].copy_(past.prefix_v[:, :, first:last])
         for ring, columns in (
@@ -187,7 +188,7 @@ class StaticCondensedLayer(CacheLayerMixin):
                 # what stands before a row's start goes to slots of its own and is never seen
                 slots = _slots(past.seen, n, ring)
                 ring.scatter_(2, slots.expand(-1, ring.shape[1], -1, ring.shape[3]), columns[:, :, -n:])
-        state.seen.copy_(past.seen)
+        state.seen.copy_(spread(past.seen, self.batch_size))
 
     @property
     def keys(self) -> Tensor | None:
@@ -257,15 +258,15 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _slots(seen: Tensor, n: int, ring: Tensor) -> Tensor:
+def _slots(seen: PerRow, n: int, ring: Tensor) -> Tensor:
     """Ring slots of the newest n positions, ``[B, 1, n, 1]``."""
-    slots = (seen[:, None] - n + torch.arange(n)) % ring.shape[2]
+    slots = (spread(seen, ring.shape[0])[:, None] - n + torch.arange(n)) % ring.shape[2]
     return slots.to(ring.device, non_blocking=True)[:, None, :, None]
 
 
-def _newest(ring: Tensor, seen: Tensor, most: int) -> Tensor:
-    """The newest columns in order, right-aligned: as many as there are, at most ``most``."""
-    n = min(most, ring.shape[2])
+def _newest(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
+    """The newest columns in order, right-aligned: as many as there are, at most ``limit``."""
+    n = min(limit, ring.shape[2])
     if n == 0:
         return ring[:, :, :0]
     return ring.gather(2, _slots(seen, n, ring).expand(-1, ring.shape[1], -1, ring.shape[3]))

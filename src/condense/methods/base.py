@@ -17,6 +17,7 @@ from torch import Tensor
 from condense.config import MethodConfig, method_from_dict
 from condense.ops import Bounds, Pooling, UniformRule
 from condense.ops.aligned import chunks
+from condense.ops.rows import PerRow
 
 
 class Prompt(NamedTuple):
@@ -78,13 +79,14 @@ class Method(MethodConfig):
         return ("mean", "mean") if stands_for_itself else None
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """Prefix entries of G chunks: ``[B, K, G * p, D]`` and ``[B, K, G * p, Dv]`` in the dtype of k and v.
 
         k ``[B, K, G, c, D]``, v ``[B, K, G, c, Dv]``; summary ``[B, K, G, D]`` float32 or wider, None if
-        `num_summary` is 0; first_chunk int64 ``[B]``, the number of each row's first chunk. By default each token
-        stands for itself. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
+        `num_summary` is 0; first_chunk: the number of each row's first chunk, an int or, where they differ, int64
+        ``[B]``. By default each token stands for itself. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv
+        is 0 (`condense.latent`).
         """
         return k.flatten(2, 3), v.flatten(2, 3)
 
@@ -92,29 +94,27 @@ class Method(MethodConfig):
         self,
         band_k: Tensor,
         band_v: Tensor,
-        start: Tensor | int,
+        start: PerRow,
         num_chunks: int,
         summary: Tensor | None,
         *,
-        first_chunk: Tensor,
+        first_chunk: PerRow,
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        """`represent` of the chunks that stand one after another in the band from column ``start[b]`` on.
+        """`represent` of the chunks that stand one after another in the band from column ``start`` on.
 
-        band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, start int64 CPU ``[B]`` or the same for all. This is what
+        band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, start an int or int64 CPU ``[B]``. This is what
         `condense.functional` calls; a method whose kernels find the chunks themselves overrides it and saves the
         copy that rows of different lengths need.
         """
         k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (band_k, band_v))
         return self.represent(k, v, summary, first_chunk=first_chunk, scale=scale, backend=backend)
 
-    def prefix_bias(
-        self, num_entries: int, device: torch.device, origin: Tensor | None = None
-    ) -> Tensor | float | None:
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: PerRow = 0) -> Tensor | float | None:
         """Additive bias on the scaled scores of prefix entries: one for all, float64 ``[B|1, 1, num_entries]`` or None.
 
-        origin int64 CPU ``[B]``: tokens per row that `read_prompt` took, whose entries come first; None: no row's.
+        origin: tokens per row that `read_prompt` took, whose entries come first, an int or int64 CPU ``[B]``.
         """
         return None
 
@@ -133,9 +133,9 @@ class Method(MethodConfig):
         """
         raise TypeError(f"{type(self).__name__} must define `read_prompt`")
 
-    def prompt_entries(self, tokens: Tensor) -> Tensor:
-        """Entries that `read_prompt` keeps of prompts of so many tokens, int64 ``[B]`` both."""
-        return torch.zeros_like(tokens)
+    def prompt_entries(self, tokens: PerRow) -> PerRow:
+        """Entries that `read_prompt` keeps of prompts of so many tokens, both an int or int64 CPU ``[B]``."""
+        return tokens * 0
 
     @classmethod
     def parse(cls, settings: Self | dict[str, object]) -> Method:

@@ -18,7 +18,7 @@ from condense.config import check_bool, check_choice, check_int, check_number
 from condense.methods.base import Method, Prompt
 from condense.methods.dga_prompt import exact_prompt, focal_prompt, highest, take
 from condense.ops import UniformRule, group_scores, importance, pool
-from condense.ops.aligned import merge
+from condense.ops.rows import PerRow, each, upright
 from condense.ops.sampling import scramble
 
 
@@ -114,7 +114,7 @@ class DGA(Method):
         return "selection='streaming'"
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """The paper's decode rule; see `Method.represent` for shapes.
 
@@ -126,7 +126,7 @@ class DGA(Method):
         scores = group_scores(summary, k, scale=self._weight_scale(scale), backend=backend)
         ranking = scores.detach()
         if self.focal == "random":
-            ranking = self._lots(first_chunk.to(k.device, non_blocking=True), k.shape[2], k.shape[3]).expand_as(scores)
+            ranking = self._lots(first_chunk, k.shape[2], k.shape[3], k.device).expand_as(scores)
         order = ranking.argsort(stable=True, descending=True)
         focal, rest = (x.sort(-1).values for x in order.split([num_focal, self.group_size], dim=-1))
         weights = scores.gather(-1, rest)
@@ -136,17 +136,14 @@ class DGA(Method):
         )
         return entries_k.flatten(2, 3), entries_v.flatten(2, 3)
 
-    def prefix_bias(self, num_entries: int, device: torch.device, origin: Tensor | None = None) -> Tensor | None:
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: PerRow = 0) -> Tensor | None:
         """ln(g) on groups with ``rep_bias="log_size"``, 0 on focal entries, which come first in what a prompt left."""
         if self.rep_bias == "none" or self.group_size == 1:
             return None
         entry, period = torch.arange(num_entries, device=device)[None], self.rule.entries
         is_group = entry % period == period - 1
-        if origin is not None:
-            prompt = merge(origin)
-            num_focal, ahead = (
-                x[:, None].to(device, non_blocking=True) for x in (self.num_focal(prompt), self.prompt_entries(prompt))
-            )
+        if isinstance(origin, Tensor) or origin > 0:
+            num_focal, ahead = (upright(x, 2, device) for x in (self.num_focal(origin), self.prompt_entries(origin)))
             is_group = torch.where(entry < ahead, entry >= num_focal, (entry - ahead) % period == period - 1)
         return (is_group.double() * math.log(self.group_size))[:, None]
 
@@ -157,6 +154,7 @@ class DGA(Method):
         L = k.shape[2]
         tokens = torch.full((k.shape[0],), L) if counts is None else counts
         num_focal = self.num_focal(tokens)
+        assert isinstance(num_focal, Tensor)
         if torch.equal(num_focal, tokens):
             return exact_prompt(k, v, tokens)
         if self.focal == "random":
@@ -187,26 +185,25 @@ class DGA(Method):
             backend=backend,
         )
 
-    def num_focal(self, tokens: Tensor) -> Tensor:
-        """Focal tokens of prompts of so many tokens, int64 ``[B]`` both: with them the rest fills its groups."""
-        wanted = [max(_share(self.gamma, n), self.min_focal) for n in tokens.tolist()]
-        focal = torch.minimum(torch.tensor(wanted, dtype=torch.int64), tokens)
+    def num_focal(self, tokens: PerRow) -> PerRow:
+        """Focal tokens of prompts of so many tokens, as `prompt_entries`: with them the rest fills its groups."""
+        focal = each(lambda n: min(n, max(_share(self.gamma, n), self.min_focal)), tokens)
         return focal + (tokens - focal) % self.group_size
 
-    def prompt_entries(self, tokens: Tensor) -> Tensor:
+    def prompt_entries(self, tokens: PerRow) -> PerRow:
         """Focal tokens and groups; none with ``selection="streaming"``."""
         if self.selection == "streaming":
-            return torch.zeros_like(tokens)
+            return super().prompt_entries(tokens)
         focal = self.num_focal(tokens)
         return focal + (tokens - focal) // self.group_size
 
     def _weight_scale(self, scale: float) -> float:
         return scale if self.weight_scale is None else self.weight_scale
 
-    def _lots(self, first_chunk: Tensor, G: int, c: int) -> Tensor:
-        """A lot per token, int64 ``[B, 1, G, c]``, drawn from its chunk's number and the seed alone."""
-        number = first_chunk[:, None] + torch.arange(G, device=first_chunk.device)
-        return scramble(number[..., None] * c + torch.arange(c, device=first_chunk.device), self.seed)[:, None]
+    def _lots(self, first_chunk: PerRow, G: int, c: int, device: torch.device) -> Tensor:
+        """A lot per token, int64 ``[B|1, 1, G, c]``, drawn from its chunk's number and the seed alone."""
+        number = torch.arange(G, device=device)[None] + upright(first_chunk, 2, device)
+        return scramble(number[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]
 
 
 @lru_cache(maxsize=1024)  # asked for in every step

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from condense.methods.base import Prompt
 from condense.ops import ArrayBounds, UniformBounds, UniformRule, group_scores, pool
-from condense.ops.aligned import merge
+from condense.ops.rows import agreed
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def highest(scores: Tensor, num_focal: Tensor, tokens: Tensor) -> Tensor:
 def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
     """All tokens focal: plain causal attention. The tokens are what stays."""
     L = k.shape[2]
-    start = merge(tokens) - L
+    start = agreed(tokens) - L
     bounds = UniformBounds(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
     columns = _columns(_real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
     kept_k, kept_v = (take(x.detach(), columns) for x in (k, v))

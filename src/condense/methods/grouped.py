@@ -12,6 +12,7 @@ from torch import Tensor
 from condense.config import check_bool, check_choice, check_int
 from condense.methods.base import Method
 from condense.ops import POOLINGS, Pooling, UniformRule, pool_groups
+from condense.ops.rows import PerRow
 
 Summary = Literal["last", "streaming", "prompt"]
 RepBias = Literal["none", "log_size"]
@@ -90,7 +91,7 @@ class GroupPooling(Method):
         return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
         return self.represent_band(
@@ -108,11 +109,11 @@ class GroupPooling(Method):
         self,
         band_k: Tensor,
         band_v: Tensor,
-        start: Tensor | int,
+        start: PerRow,
         num_chunks: int,
         summary: Tensor | None,
         *,
-        first_chunk: Tensor,
+        first_chunk: PerRow,
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
@@ -130,9 +131,7 @@ class GroupPooling(Method):
             backend=backend,
         )
 
-    def prefix_bias(
-        self, num_entries: int, device: torch.device, origin: Tensor | None = None
-    ) -> Tensor | float | None:
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: PerRow = 0) -> Tensor | float | None:
         """ln(g) on every representative with ``rep_bias="log_size"`` (LCA, the version Theorem 1 bounds)."""
         if self.rep_bias == "none" or self.group_size == 1:
             return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from condense.methods.base import Method
 from condense.methods.grouped import GroupPooling
 from condense.ops import UniformRule, pool_groups
+from condense.ops.rows import PerRow
 
 
 def on_latents(method: Method, latent_width: int) -> Method:
@@ -65,14 +66,12 @@ class LatentGroups(Method):
         """As for ordinary keys."""
         return self.groups.permits_future
 
-    def prefix_bias(
-        self, num_entries: int, device: torch.device, origin: Tensor | None = None
-    ) -> Tensor | float | None:
+    def prefix_bias(self, num_entries: int, device: torch.device, origin: PerRow = 0) -> Tensor | float | None:
         """As for ordinary keys."""
         return self.groups.prefix_bias(num_entries, device, origin)
 
     def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: Tensor, scale: float, backend: str
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
         """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
 
@@ -94,11 +93,11 @@ class LatentGroups(Method):
         self,
         band_k: Tensor,
         band_v: Tensor,
-        start: Tensor | int,
+        start: PerRow,
         num_chunks: int,
         summary: Tensor | None,
         *,
-        first_chunk: Tensor,
+        first_chunk: PerRow,
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:

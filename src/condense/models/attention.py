@@ -251,7 +251,6 @@ class DenseState:
         return out if queries is None else queries.restore(out)
 
     def _band(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | int, scale: float, dropout: float) -> Tensor:
-        seen = torch.as_tensor(seen).reshape(-1)
         bounds = UniformBounds(self.rule, seen - q.shape[2], seen - k.shape[2])
         return attend(q, k[:, :, :0], v[:, :, :0], k, v, bounds, scale=scale, dropout_p=dropout)[0]
 

@@ -1,6 +1,6 @@
 """Moving tokens of right-aligned rows: append, cut into chunks, keep the newest.
 
-All of it is differentiable. Per-row numbers are int64 CPU ``[B]``; where all rows agree, slices replace gathers.
+All of it is differentiable. Where all rows agree (`condense.ops.rows`), slices replace gathers.
 
 Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
 """
@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from condense.ops.rows import PerRow, agreed, most, upright
+
 
 def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
     """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q ``[B, H, L, D]``."""
@@ -20,11 +22,6 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
     return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
 
 
-def merge(per_row: Tensor) -> Tensor:
-    """``[B]`` to ``[1]`` if all rows agree, so that one mask serves the batch."""
-    return per_row[:1] if bool((per_row == per_row[0]).all()) else per_row
-
-
 def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
     """A prefix bias number by number, ``[B|1, K|1, M]``, if it is one for all."""
     if not isinstance(bias, float):
@@ -32,35 +29,34 @@ def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.devic
     return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
 
 
-def append_band(old: Tensor, new: Tensor, counts: Tensor | None) -> Tensor:
-    """``[B, K, N, D]``: old columns, then the last ``counts`` new ones, right-aligned per row."""
+def append_band(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
+    """``[B, K, N, D]``: old columns, then the new ones behind their first ``pads``, right-aligned per row."""
     if old.shape[2] == 0:
         return new
     joined = torch.cat([old, new], dim=2)
-    if counts is None:
+    if not isinstance(pads, Tensor) and pads == 0:
         return joined
     # the new columns' padding stands in the middle now: move the old columns over it
-    N, pads = joined.shape[2], new.shape[2] - counts[:, None]
-    column = torch.arange(N)
-    source = torch.where(column >= N - counts[:, None], column, (column - pads).clamp(min=0))
+    column, pads = torch.arange(joined.shape[2])[None], upright(pads, 2)
+    source = torch.where(column >= old.shape[2] + pads, column, (column - pads).clamp(min=0))
     return joined.gather(2, source.to(new.device, non_blocking=True)[:, None, :, None].expand_as(joined))
 
 
-def append_prefix(old: Tensor, new: Tensor, start: Tensor, stop: Tensor) -> Tensor:
-    """New entries ``[B, K, n, D]`` at ``[start[b], stop[b])``. What a shorter row gets past its end stays unseen."""
-    first = int(start[0])
-    if bool((start == first).all()):
-        return new if first == 0 else torch.cat([old[:, :, :first], new], dim=2)
-    wide = F.pad(old, (0, 0, 0, int(start.max()) + new.shape[2] - old.shape[2]))
+def append_prefix(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Tensor:
+    """New entries ``[B, K, n, D]`` at ``[start, stop)``. What a shorter row gets past its end stays unseen."""
+    start = agreed(start)
+    if not isinstance(start, Tensor):
+        return new if start == 0 else torch.cat([old[:, :, :start], new], dim=2)
+    wide = F.pad(old, (0, 0, 0, most(start) + new.shape[2] - old.shape[2]))
     index = (start[:, None] + torch.arange(new.shape[2])).to(new.device, non_blocking=True)[:, None, :, None]
-    return wide.scatter(2, index.expand_as(new), new)[:, :, : int(stop.max())]
+    return wide.scatter(2, index.expand_as(new), new)[:, :, : most(stop)]
 
 
-def chunks(band: Tensor, start: Tensor | int, G: int, c: int) -> Tensor:
-    """``[B, K, G, c, D]``: G chunks of c band columns from column ``start[b]`` on, or from the same one in all rows."""
-    first = start if isinstance(start, int) else int(start[0])
-    if isinstance(start, int) or bool((start == first).all()):
-        return band[:, :, first : first + G * c].unflatten(2, (G, c))
+def chunks(band: Tensor, start: PerRow, G: int, c: int) -> Tensor:
+    """``[B, K, G, c, D]``: G chunks of c band columns from column ``start`` on."""
+    start = agreed(start)
+    if not isinstance(start, Tensor):
+        return band[:, :, start : start + G * c].unflatten(2, (G, c))
     column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device, non_blocking=True)
     index = column[:, None, :, None].expand(-1, band.shape[1], -1, band.shape[3])
     return band.gather(2, index).unflatten(2, (G, c))

@@ -15,6 +15,7 @@ from condense.ops import reference, torch_blocks, torch_importance, torch_pool, 
 from condense.ops.aligned import chunks, per_entry
 from condense.ops.bounds import Bounds, Windows
 from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
+from condense.ops.rows import PerRow
 from condense.ops.sampling import sampled_queries
 from condense.ops.step import Represent, StepPlan, StepState
 
@@ -113,7 +114,7 @@ def pool_groups(
     v: Tensor,
     summary: Tensor | None,
     *,
-    start: Tensor | int,
+    start: PerRow,
     num_groups: int,
     group_size: int,
     scale: float,
@@ -123,8 +124,8 @@ def pool_groups(
 ) -> tuple[Tensor, Tensor]:
     """Representative key and value ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of G groups of c tokens.
 
-    k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j of row b holds columns ``[start[b] + c * j,
-    start[b] + c * (j + 1))``, start int64 CPU ``[B]`` or the same for all, >= 0. summary ``[B, K, G, D]`` float32 or
+    k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j holds columns ``[start + c * j,
+    start + c * (j + 1))``, start >= 0. summary ``[B, K, G, D]`` float32 or
     wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see
     `pool`) asks for scores. What a group past the band's end gives is finite and means nothing.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.

@@ -9,12 +9,12 @@ Shapes: B rows, K KV heads, L queries. A dimension that does not matter is 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-IntT = TypeVar("IntT", int, Tensor)
+from condense.ops.rows import IntT, PerRow, agreed, at_least, at_most, spread, upright
 
 
 class Extent(NamedTuple):
@@ -36,24 +36,27 @@ class Arrays(NamedTuple):
 class Windows(NamedTuple):
     """Windows of queries of each row: window j holds positions ``[start + stride * j, start + stride * j + size)``.
 
-    Positions below 0 do not count. start, before and after are int64 CPU ``[B]``: where window 0 begins, and the
-    real tokens of the row before and after the new queries were read.
+    Positions below 0 do not count. start: where window 0 begins; before and after: real tokens of the row before and
+    after the new queries were read.
     """
 
-    start: Tensor
-    before: Tensor
-    after: Tensor
+    start: PerRow
+    before: PerRow
+    after: PerRow
     num: int
     size: int
     stride: int
 
     def agreed(self) -> tuple[int, int, int] | None:
         """start, before and after if they are the same in all rows."""
-        rows = self[:3]
-        if any(x.numel() > 1 and bool((x != x[0]).any()) for x in rows):
+        start, before, after = (agreed(x) for x in self[:3])
+        if isinstance(start, Tensor) or isinstance(before, Tensor) or isinstance(after, Tensor):
             return None
-        start, before, after = (int(x[0]) for x in rows)
         return start, before, after
+
+    def rows(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """start, before and after of each row, int64 CPU ``[B]``."""
+        return spread(self.start, num_rows), spread(self.before, num_rows), spread(self.after, num_rows)
 
 
 class Bounds(Protocol):
@@ -93,19 +96,17 @@ class UniformRule:
         """Chunks no longer visible token by token once ``seen`` tokens (int, or int64 of any shape) have been read."""
         if self.window is None:
             return seen * 0
-        behind = seen - self.window
-        return behind * (behind > 0) // self.chunk
+        return at_least(seen - self.window, 0) // self.chunk
 
     def ready(self, seen: IntT, lag: int) -> IntT:
         """Chunks whose entries are made once ``seen`` tokens have been read, each ``lag`` tokens after its last."""
-        behind = seen - lag
-        ready = behind * (behind > 0) // self.chunk
-        return ready if self.max_chunks is None else ready - (ready - self.max_chunks) * (ready > self.max_chunks)
+        ready = at_least(seen - lag, 0) // self.chunk
+        return ready if self.max_chunks is None else at_most(ready, self.max_chunks)
 
     def visible_entries(self, closed: IntT) -> IntT:
         """Prefix entries that stand for ``closed`` chunks."""
         if self.max_chunks is not None:
-            closed = closed - (closed - self.max_chunks) * (closed > self.max_chunks)
+            closed = at_most(closed, self.max_chunks)
         return closed * self.entries
 
 
@@ -113,89 +114,95 @@ class UniformRule:
 class UniformBounds:
     """The uniform rule on rows that may start anywhere.
 
-    query_start: int64 CPU ``[B]`` or ``[1]``, position of each row's query 0, counted back from the real ones.
+    query_start: position of each row's query 0, counted back from the real ones, an int or int64 CPU ``[B]``.
     band_start: likewise, position of the token in band column 0.
-    padding: likewise, queries before a row's first real one; by default those at negative positions.
-    offset: likewise, prefix entries ahead of the rule's own, which every query sees; by default none.
+    padding: likewise, queries before a row's first real one; None: those at negative positions.
+    offset: likewise, prefix entries ahead of the rule's own, which every query sees.
+    Tensors whose rows agree become ints.
     """
 
     rule: UniformRule
-    query_start: Tensor
-    band_start: Tensor
-    padding: Tensor | None = None
-    offset: Tensor | None = None
+    query_start: PerRow
+    band_start: PerRow
+    padding: PerRow | None = None
+    offset: PerRow = 0
+
+    def __post_init__(self) -> None:
+        padding = at_least(-self.query_start, 0) if self.padding is None else self.padding
+        numbers = {"query_start": self.query_start, "band_start": self.band_start, "padding": padding}
+        for name, x in (*numbers.items(), ("offset", self.offset)):
+            object.__setattr__(self, name, agreed(x))
 
     def arrays(self, start: int, stop: int, device: torch.device) -> Arrays:
         """Bounds of queries ``[start, stop)``: int64 ``[B|1, 1, L]``."""
-        steps = torch.arange(start, stop, device=device)
-        return self._at(steps, device)
+        return self._at(torch.arange(start, stop, device=device)[None, None])
 
     def extents(self, blocks: list[tuple[int, int]]) -> list[Extent]:
         """Hull per block. Bounds never decrease with t, so a block's ends are all that is looked at."""
-        if self._rows_agree():
+        if self.same_in_all_rows() is not None:
             # a decode step in every layer: plain integers cost far less than tensors of one element
             return [self._extent(start, stop - 1) for start, stop in blocks]
-        starts, stops = torch.tensor(blocks, dtype=torch.int64).T
+        starts, stops = (x[None, None] for x in torch.tensor(blocks, dtype=torch.int64).T)
         last = self._at(stops - 1)
         # a left-padded row begins at its first real token
-        first = self._at(torch.maximum(starts, self._pads()[:, None])[:, None]).raw_start
+        first = self._at(starts.clamp(min=upright(self._pads, 3))).raw_start
         none = torch.iinfo(torch.int64).max
         raw_start = torch.where(last.raw_end > 0, first, none).amin((0, 1))
         raw_end = last.raw_end.amax((0, 1))
         hulls = torch.stack([last.rep_end.amax((0, 1)), torch.minimum(raw_start, raw_end), raw_end], dim=1)
         return [Extent(*row) for row in hulls.tolist()]
 
+    def same_in_all_rows(self) -> tuple[int, int, int, int] | None:
+        """query_start, band_start, padding and offset if all rows agree."""
+        query_start, band_start, pads, offset = self.query_start, self.band_start, self._pads, self.offset
+        if isinstance(query_start, Tensor) or isinstance(band_start, Tensor):
+            return None
+        if isinstance(pads, Tensor) or isinstance(offset, Tensor):
+            return None
+        return query_start, band_start, pads, offset
+
     def starts(self) -> Tensor:
         """query_start, band_start, padding and offset of each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
-        offset = torch.zeros(1, dtype=torch.int64) if self.offset is None else self.offset
-        parts = torch.broadcast_tensors(self.query_start, self.band_start, self._pads(), offset)
-        return torch.stack(parts, dim=1)
+        numbers = (self.query_start, self.band_start, self._pads, self.offset)
+        return torch.stack(torch.broadcast_tensors(*(spread(x, 1) for x in numbers)), dim=1)
 
     def is_hull(self, start: int, stop: int) -> bool:
         """True for a single query that means the same in all rows: a decode step without padding."""
-        return stop - start == 1 and self._rows_agree()
-
-    def _rows_agree(self) -> bool:
-        offsets = 1 if self.offset is None else self.offset.numel()
-        return self.query_start.numel() == self.band_start.numel() == self._pads().numel() == offsets == 1
+        return stop - start == 1 and self.same_in_all_rows() is not None
 
     def _extent(self, first: int, last: int) -> Extent:
         """The hull of queries first to last of the one row that stands for all."""
-        query_start, origin, pads = int(self.query_start), int(self.band_start), int(self._pads())
+        numbers = self.same_in_all_rows()
+        assert numbers is not None
+        query_start, origin, pads, offset = numbers
         if last < pads:
             return Extent(0, 0, 0)
         earliest = self.rule.closed(query_start + max(first, pads) + 1) * self.rule.chunk
         seen = query_start + last + 1
         return Extent(
-            self.rule.visible_entries(self.rule.closed(seen)) + (0 if self.offset is None else int(self.offset)),
+            self.rule.visible_entries(self.rule.closed(seen)) + offset,
             min(max(earliest - origin, 0), seen - origin),
             seen - origin,
         )
 
     def is_causal(self, num_queries: int, num_band: int) -> bool:
         """True if no row is padded, the band starts at its row's start and no chunk is closed yet."""
-        if bool((self.band_start != 0).any()) or bool((self._pads() != 0).any()):
-            return False
-        if self.offset is not None and bool((self.offset != 0).any()):
-            return False
-        if bool((self.query_start != num_band - num_queries).any()):
-            return False
-        return self.rule.closed(num_band) == 0
+        return self.same_in_all_rows() == (num_band - num_queries, 0, 0, 0) and self.rule.closed(num_band) == 0
 
-    def _pads(self) -> Tensor:
-        return (-self.query_start).clamp(min=0) if self.padding is None else self.padding
+    @property
+    def _pads(self) -> PerRow:
+        assert self.padding is not None
+        return self.padding
 
-    def _at(self, steps: Tensor, device: torch.device | None = None) -> Arrays:
-        # from pageable memory: staged before the call returns, and no wait for the GPU in every decode step
-        query_start, origin, pads = (
-            x.to(device, non_blocking=True)[:, None, None] for x in (self.query_start, self.band_start, self._pads())
+    def _at(self, steps: Tensor) -> Arrays:
+        """Bounds of queries ``[B|1, 1, L]``, on their device."""
+        query_start, origin, pads, offset = (
+            upright(x, 3, steps.device) for x in (self.query_start, self.band_start, self._pads, self.offset)
         )
         real = steps >= pads
         seen = query_start + steps + 1
         closed = self.rule.closed(seen)
-        entries = self.rule.visible_entries(closed)
-        if self.offset is not None:
-            entries = entries + self.offset.to(device, non_blocking=True)[:, None, None]
+        entries = self.rule.visible_entries(closed) + offset
         starts = (closed * self.rule.chunk - origin).clamp(min=0)
         return Arrays(*(torch.where(real, x, 0) for x in torch.broadcast_tensors(entries, starts, seen - origin)))
 

@@ -21,6 +21,8 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOLING_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_POOLING_WIDTH = 1024
 MAX_STEP_WIDTH, MAX_STEP_LATENT = 256, 512
+# looked up once: it is asked for in every step
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -119,9 +121,11 @@ def resolve_backend(
     """  # fmt: skip
     if check_backend(backend) not in ("auto", "triton"):
         return backend
+    if backend == "auto" and (device.type != "cuda" or num_queries == 1):
+        return "torch"
     obstacle = _triton_obstacle(device, dtype, widths, dropout_p)
     if backend == "auto":
-        return "triton" if obstacle is None and device.type == "cuda" and num_queries > 1 else "torch"
+        return "triton" if obstacle is None else "torch"
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     return backend
@@ -181,7 +185,7 @@ def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widt
 def _triton_absence(device: torch.device) -> str | None:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, got {device.type}"
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "needs the triton package"
     return None
 

@@ -62,8 +62,7 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     means = q.to(wide).unflatten(1, (K, -1)).mean(2).to(q.dtype)
     rows = []
-    for b in range(q.shape[0]):
-        start, before, after = (int(x[b]) for x in windows[:3])
+    for b, (start, before, after) in enumerate(zip(*(x.tolist() for x in windows.rows(q.shape[0])), strict=True)):
         # column 0 is position `origin`, the last column position `after - 1`
         known = torch.cat([tail[b], means[b, :, L - (after - before) :]], dim=1).to(wide)
         origin = before - Q

@@ -51,7 +51,7 @@ def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     """Windows that stand apart in each row, or reach beyond what is there."""
     (B, K, Q, D), L = tail.shape, q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
-    start, before, after = (x[:, None] for x in windows[:3])
+    start, before, after = (x[:, None] for x in windows.rows(B))
     first = L - (after - before)
     lo = min(L, max(0, int((first + start - before).min())))
     known = torch.cat([tail, head_mean(q[:, :, lo:], K)], dim=2)

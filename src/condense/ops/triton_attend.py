@@ -273,10 +273,10 @@ def _describe(bounds: Bounds, L: int, device: torch.device) -> tuple[list[Tensor
     rule = bounds.rule
     window, max_chunks = (_UNLIMITED if x is None else x for x in (rule.window, rule.max_chunks))
     numbers = [rule.chunk, window, rule.entries, max_chunks]
-    starts = bounds.starts()
-    if starts.shape[0] == 1:
-        return [], numbers, starts[0].tolist()
-    return [starts.to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0, 0]
+    start = bounds.same_in_all_rows()
+    if start is not None:
+        return [], numbers, list(start)
+    return [bounds.starts().to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0, 0]
 
 
 def attend(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from condense.ops.bounds import Windows
+from condense.ops.rows import PerRow, agreed, least, most
 from condense.ops.triton_pool_kernels import (
     pool_bwd_kernel,
     pool_fwd_kernel,
@@ -57,11 +58,11 @@ class _Place(NamedTuple):
     rows: Tensor | None
 
 
-def _place(windows: Windows, device: torch.device) -> _Place:
+def _place(windows: Windows, num_rows: int, device: torch.device) -> _Place:
     agreed = windows.agreed()
     if agreed is not None:
         return _Place(agreed, None)
-    rows = torch.stack([x.to(torch.int32) for x in windows[:3]])
+    rows = torch.stack(windows.rows(num_rows)).to(torch.int32)
     return _Place((0, 0, 0), rows.to(device, non_blocking=True))
 
 
@@ -73,7 +74,7 @@ class _Summarize(torch.autograd.Function):
         q, tail = _dense_rows(q), _dense_rows(tail)
         B, H, L, D = q.shape
         K, Q, G, R = tail.shape[1], tail.shape[2], windows.num, H // tail.shape[1]
-        place = _place(windows, q.device)
+        place = _place(windows, B, q.device)
         out = q.new_empty(B, K, G, D, dtype=torch.float32)
         tile = _tile(q, D)
         heads = min(tile.vectors, triton.next_power_of_2(R))
@@ -109,7 +110,7 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, summary: Tensor | None, start: Tensor | int, settings: _Settings
+        ctx: Any, k: Tensor, v: Tensor, summary: Tensor | None, start: PerRow, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
         k, v = _dense_rows(k), _dense_rows(v)
         summary = None if summary is None else _dense_rows(summary.float())
@@ -158,7 +159,7 @@ class _Settings(NamedTuple):
     value_pooling: str
 
     def constants(
-        self, D: int, Dv: int, summary: Tensor | None, start: Tensor | int, tile: _Tile
+        self, D: int, Dv: int, summary: Tensor | None, start: PerRow, tile: _Tile
     ) -> dict[str, int | str | bool]:
         """What a kernel is compiled for."""
         return {
@@ -184,7 +185,7 @@ def pool_groups(
     k: Tensor,
     v: Tensor,
     summary: Tensor | None,
-    start: Tensor | int,
+    start: PerRow,
     num_groups: int,
     group_size: int,
     scale: float,
@@ -192,12 +193,9 @@ def pool_groups(
     value_pooling: str,
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.pool_groups`."""
-    columns = [start] if isinstance(start, int) else start.tolist()
-    earliest, latest = min(columns), max(columns)
-    place = start
-    if isinstance(start, Tensor):
-        place = latest if earliest == latest else start.to(torch.int32).to(k.device, non_blocking=True)
-    settings = _Settings(num_groups, group_size, earliest, latest, scale, key_pooling, value_pooling)
+    start = agreed(start)
+    settings = _Settings(num_groups, group_size, least(start), most(start), scale, key_pooling, value_pooling)
+    place = start.to(torch.int32).to(k.device, non_blocking=True) if isinstance(start, Tensor) else start
     with torch.cuda.device_of(k):
         out: tuple[Tensor, Tensor] = _Pool.apply(k, v, summary, place, settings)
     return out

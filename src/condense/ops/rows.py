@@ -1,0 +1,63 @@
+"""A number for each row of a batch: one Python int where the rows agree, a tensor where they differ.
+
+Mostly all rows agree, and then no tensor is made, moved or looked at: a decode step is planned in integers, and
+``torch.compile`` sees constants. Plain ``+ - * // %`` and comparisons work on both kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+# an int for all rows, or int64 CPU ``[B]``
+PerRow = int | Tensor
+IntT = TypeVar("IntT", int, Tensor, PerRow)
+
+
+def agreed(x: PerRow) -> PerRow:
+    """The int that all rows of ``x`` (int64 CPU ``[B]``) agree on, else x as it is."""
+    if isinstance(x, Tensor):
+        least, most = (int(end) for end in x.aminmax())
+        return least if least == most else x
+    return x
+
+
+def at_least(x: IntT, bound: int) -> IntT:
+    """The larger of both, row by row."""
+    return x.clamp(min=bound) if isinstance(x, Tensor) else max(x, bound)
+
+
+def at_most(x: IntT, bound: int) -> IntT:
+    """The smaller of both, row by row."""
+    return x.clamp(max=bound) if isinstance(x, Tensor) else min(x, bound)
+
+
+def least(x: PerRow) -> int:
+    """The smallest number of any row."""
+    return int(x.min()) if isinstance(x, Tensor) else x
+
+
+def most(x: PerRow) -> int:
+    """The largest number of any row."""
+    return int(x.max()) if isinstance(x, Tensor) else x
+
+
+def each(function: Callable[[int], int], x: PerRow) -> PerRow:
+    """The function of every row's number."""
+    return torch.tensor([function(n) for n in x.tolist()]) if isinstance(x, Tensor) else function(x)
+
+
+def upright(x: PerRow, ndim: int, device: torch.device | None = None) -> PerRow:
+    """An int, or ``[B, 1, ...]`` of ``ndim`` dimensions on the device, to go with tensors whose rows come first."""
+    if not isinstance(x, Tensor):
+        return x
+    # from pageable memory: staged before the call returns, and no wait for the GPU
+    return x.reshape(-1, *(1,) * (ndim - 1)).to(device, non_blocking=True)
+
+
+def spread(x: PerRow, num_rows: int) -> Tensor:
+    """int64 CPU ``[B]``."""
+    return x if isinstance(x, Tensor) else torch.full((num_rows,), x, dtype=torch.int64)

@@ -1,0 +1,40 @@
+"""One int where rows agree, a tensor where they differ: the same numbers either way."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from condense.ops import UniformBounds, UniformRule, Windows
+from condense.ops.rows import agreed, at_least, at_most, each, least, most, spread, upright
+
+NUMBERS = st.lists(st.integers(-9, 9), min_size=1, max_size=3)
+
+
+@given(numbers=NUMBERS, bound=st.integers(-9, 9))
+def test_every_operation_is_that_of_each_row(numbers, bound):
+    x, B = agreed(torch.tensor(numbers)), len(numbers)
+    assert isinstance(x, int) == (len(set(numbers)) == 1)
+    assert spread(x, B).tolist() == numbers
+    assert spread(at_least(x, bound), B).tolist() == [max(n, bound) for n in numbers]
+    assert spread(at_most(x, bound), B).tolist() == [min(n, bound) for n in numbers]
+    assert spread(each(lambda n: n * n, x), B).tolist() == [n * n for n in numbers]
+    assert (least(x), most(x)) == (min(numbers), max(numbers))
+    assert (torch.zeros(B, 2, 3, dtype=torch.int64) + upright(x, 3))[:, 1, 2].tolist() == numbers
+
+
+@given(seen=st.integers(0, 99), window=st.one_of(st.none(), st.integers(0, 9)), most=st.one_of(st.none(), st.just(3)))
+def test_a_rule_says_the_same_of_ints_and_tensors(seen, window, most):
+    rule = UniformRule(chunk=4, window=window, entries=2, max_chunks=most)
+    for ask in (rule.closed, rule.visible_entries, lambda n: rule.ready(n, 3)):
+        assert ask(torch.tensor([seen])).tolist() == [ask(seen)]
+
+
+@pytest.mark.parametrize(("other", "agree"), [(5, True), (6, False)])
+def test_tensors_whose_rows_agree_are_recognised(other, agree):
+    rows = torch.tensor([5, other])
+    bounds = UniformBounds(UniformRule(4, 2), rows, rows)
+    assert bounds.same_in_all_rows() == ((5, 5, 0, 0) if agree else None)
+    assert bounds.is_hull(0, 1) is agree
+    assert bounds.starts().tolist() == ([[5, 5, 0, 0]] if agree else [[5, 5, 0, 0], [6, 6, 0, 0]])
+    assert Windows(rows, 5, 5, 1, 1, 1).agreed() == ((5, 5, 5) if agree else None)
