@@ -242,12 +242,12 @@ def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """
     device_type = tensors[0].device.type
     # torch.compile cannot look into the question, and is not asked for devices without autocast
-    if not (torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)):
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    if not (known and torch.is_autocast_enabled(device_type)):
         yield tensors
         return
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
     with torch.autocast(device_type, enabled=False):
         yield tensors
 

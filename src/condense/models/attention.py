@@ -131,8 +131,9 @@ class Captured:
         kind = _condensed if self.latents is None else condensed_latents
         condensed = partial(kind, module, scale=scale, dropout=dropout)
         seen = 0 if self.cache is None else int(self.cache.get_seq_length(self.layer_idx))
-        padding = padding_of(mask, seen, B, L)
-        documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None)
+        all_real = ALL_REAL in kwargs
+        padding = None if all_real else padding_of(mask, seen, B, L)
+        documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None and not all_real)
         if documents is not None:
             _refuse_cached_documents(module, self.cache, seen)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)

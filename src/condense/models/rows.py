@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# keyword through a model's forward: its new tokens are all real, nobody needs to look
+# keyword through a model's forward: its new tokens are all real and, unless cu_seq_lens_q says otherwise, one document
+# per row; nobody needs to look, which a forward that is compiled as one graph could not
 ALL_REAL = "condense_all_real"
 
 
