@@ -18,7 +18,7 @@ from torch import Tensor
 
 from condense.methods.base import Method
 from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
-from condense.ops.aligned import append_band, append_prefix, copied, head_mean, newest, own
+from condense.ops.aligned import append_band, append_prefix, copied, newest, own
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.rows import PerRow, agreed, at_least, most, spread
 
@@ -148,27 +148,29 @@ def extend(
         keep_only(prefix_v),
         keep_only(newest(band_k, num_band)),
         keep_only(newest(band_v, num_band)),
-        _newest_queries(num_summary, past.summary_q, q, pads),
+        _newest_queries(num_summary, past.summary_q, q, pads, backend),
         seen,
         past.origin,
     )
 
 
-def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow) -> Tensor:
+def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow, backend: str) -> Tensor:
     """The mean queries that later summaries and `SLACK` need, ``[B, K, Q, D]`` in the dtype of q."""
     if num_summary <= 1:
         return own(tail)
-    (B, K, Q, _), L = tail.shape, q.shape[2]
+    (B, _, Q, _), L = tail.shape, q.shape[2]
     count = min(Q + L, num_summary - 1 + SLACK)
-    new = newest(q.detach(), min(L, count))
+    n = min(L, count)
+    # the backend's own means: chunked or not, summaries are the same to the bit
+    new = summarize(newest(q.detach(), n), tail[:, :, :0], Windows(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
     # the padding that is left of it, which stays in rows that have not seen enough
-    pads = at_least(pads - (L - new.shape[2]), 0)
+    pads = at_least(pads - (L - n), 0)
     if isinstance(pads, Tensor) or pads > 0:
-        pad = torch.arange(new.shape[2]) < spread(pads, B)[:, None]
+        pad = torch.arange(n) < spread(pads, B)[:, None]
         new = new.masked_fill(pad.to(new.device)[:, None, :, None], 0)
     else:
-        tail = newest(tail, count - new.shape[2])
-    return own(newest(append_band(tail, head_mean(new, K), pads), count))
+        tail = newest(tail, count - n)
+    return own(newest(append_band(tail, new, pads), count))
 
 
 def first_needed(method: Method, seen: PerRow) -> PerRow:

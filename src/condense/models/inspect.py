@@ -15,8 +15,6 @@ from condense.methods import DGA, Dense, Method
 from condense.models.apply import MethodChoice, attention_layers, check_latents, checked_layers
 from condense.models.families import is_latent, sliding_window
 
-_COUNTERS = 16  # bytes: a condensed layer's counts of tokens, in the prompt and seen since, int64 each
-
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -80,7 +78,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         dense_entries=dense_entries,
         entries=entries,
         dense_bytes=dense_bytes,
-        bytes=numbers * itemsize + _COUNTERS,
+        bytes=numbers * itemsize,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),

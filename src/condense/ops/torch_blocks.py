@@ -64,8 +64,8 @@ def attend(
         out = torch.cat([part[0] for part in parts], dim=2)
         return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
     if len(blocks) == 1:
-        whole = block(q, 0, extents[0])
-        return whole[0], whole[1] if return_lse else None
+        only, only_lse = block(q, 0, extents[0])
+        return only, only_lse if return_lse else None
     out = q.new_empty(*q.shape[:3], band_v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)) if return_lse else None
     for q_block, (start, stop), extent in work:

@@ -34,6 +34,8 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     means = head_mean(new, K)
     if lo < 0:
         means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
+    if S == stride == 1:
+        return means.to(wide)
     if stride == S:
         return means.unfold(2, S, stride).mean(-1, dtype=wide)
     return _mean([means[:, :, s::stride][:, :, :G] for s in range(S)], wide)
