@@ -158,12 +158,14 @@ def model_command(
 def report_command(
     files: Annotated[list[Path], typer.Argument(help="Result files, one section each.")],
     output: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/performance.md"),
-    plots: Annotated[bool, typer.Option("--plots", help="Draw a picture per file next to the page.")] = False,
+    plots: Annotated[bool, typer.Option("--plots", help="Draw a picture per file of several lengths.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Tables, ratios and the lengths from which condensing pays, from result files."""
     documents = {path: bench.read_result(path) for path in files}
-    pictures = {path: output.parent / f"{path.stem}.png" for path in files} if plots else {}
+    # of one length there is nothing to draw
+    drawn = [path for path in files if plots and len({row["length"] for row in documents[path]["results"]["rows"]}) > 1]
+    pictures = {path: output.parent / f"{path.stem}.png" for path in drawn}
     for target in (output, *pictures.values()):
         refuse_existing(target, "output", overwrite=overwrite)
     for picture in pictures.values():
