@@ -9,8 +9,7 @@ Rows are right-aligned: new tokens end at column L - 1, padding stands to their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from condense.methods.base import Method
 from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
 from condense.ops.aligned import append_band, append_prefix, copied, newest, own
+from condense.ops.autocast import outside_autocast
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.rows import PerRow, agreed, at_least, most, spread
 
@@ -234,24 +234,6 @@ def attention(
 
         out, lse = each_document(run, (q, k, v), cu_seqlens, padding)
     return out if lse is None else (out, lse)
-
-
-@contextmanager
-def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors in autocast's dtype, if it is on, and autocast off: it would round scores and pooling weights.
-
-    As in PyTorch's own operations, float64 stays what it is.
-    """
-    device_type = tensors[0].device.type
-    # torch.compile cannot look into the question, and is not asked for devices without autocast
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if not (known and torch.is_autocast_enabled(device_type)):
-        yield tensors
-        return
-    dtype = torch.get_autocast_dtype(device_type)
-    tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-    with torch.autocast(device_type, enabled=False):
-        yield tensors
 
 
 def each_document(

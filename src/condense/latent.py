@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.functional import Sources, each_document, extend, outside_autocast
+from condense.functional import Sources, each_document, extend
 from condense.methods.base import Method
 from condense.methods.latent import on_latents
 from condense.ops import attend
+from condense.ops.autocast import outside_autocast
 from condense.ops.checks import DTYPES, check_scale, check_tensors
 
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import Cache
 
 # keyword through a model's forward: its new tokens are all real and, unless cu_seq_lens_q says otherwise, one document
 # per row; nobody needs to look, which a forward that is compiled as one graph could not
@@ -107,6 +108,12 @@ def _check_mask(mask: Tensor, B: int, num_missing: int = 0) -> None:
             "attention_mask must have a row per sequence and cover all tokens so far, the cached ones included: "
             f"wanted {B} rows, got {mask.shape[0]} rows and {num_missing} tokens too few"
         )
+
+
+def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
+    """Training asks for a cache by default and drops it; anybody else would go on with it."""
+    if cache is not None and (seen > 0 or not module.training):
+        raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
