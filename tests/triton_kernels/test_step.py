@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import warnings
-from contextlib import contextmanager
 
 import oracle
 import pytest
@@ -94,18 +92,6 @@ def exact_to_rounding(out, want, largest, width=128):
     """
     units = 16 * max(1.0, width / 128)
     return float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(torch.float32).eps * float(largest)
-
-
-@contextmanager
-def no_waiting():
-    """Raises if the host waits for the device. PyTorch warns that it does not notice every wait."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -367,44 +353,3 @@ def test_refuses_what_it_has_no_kernel_for():
     with pytest.raises(ValueError, match="real must be"):
         triton_step.step(q, k, v, state, plan, scale=0.25, real=torch.ones(1, dtype=torch.bool))
     assert same(before, state)
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_replayed_graph_decodes_as_eager_steps_do(dtype):
-    """Across group boundaries, without a wait for the device."""
-    method, L, D = condense.LCA(group_size=16, window=64), 300, 128
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 8, 2, L, D, D, dtype=dtype))
-    eager, replayed = (empty_state(method, 2, 2, D, D, L, dtype=dtype) for _ in range(2))
-    want = decode(method, q, k, v, eager)
-    now = [x[:, :, :1].clone() for x in (q, k, v)]
-    scratch = copy_of(replayed)
-    triton_step.step(*now, scratch, plan_of(method), scale=D**-0.5)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = triton_step.step(*now, replayed, plan_of(method), scale=D**-0.5)
-    outs = []
-    with no_waiting():
-        for t in range(L):
-            for x, whole in zip(now, (q, k, v), strict=True):
-                x.copy_(whole[:, :, t : t + 1])
-            graph.replay()
-            outs.append(out.clone())
-    assert torch.equal(torch.cat(outs, 2), want)
-    assert same(eager, replayed)
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs 4.3 GB")
-def test_addresses_beyond_32_bits():
-    """The second row starts more than 2^31 elements behind the first."""
-    now, state, plan = some_step(torch.bfloat16, seen=24)
-    far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device=DEVICE)
-    B, K, M, D = state.prefix_k.shape
-    moved = []
-    for i, x in enumerate((state.prefix_k, state.prefix_v)):
-        place = far.as_strided((B, K, M, D), (2**31, M * D, D, 1), i * 2**18)
-        moved.append(place.copy_(x))
-    other = StepState(*moved, *(x.clone() for x in state[2:]))
-    assert torch.equal(triton_step.step(*now, other, plan, scale=0.25), triton_step.step(*now, state, plan, scale=0.25))
-    assert same(state, other)
