@@ -132,6 +132,23 @@ def plot_bench(results: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_lines(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: Path, *, x_label: str, y_label: str
+) -> None:
+    """Lines in panels: title -> label -> x and y."""
+    figure, axes = _figure(len(panels), width=3.6)
+    for axis, (title, lines) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
+        for i, (label, (x, y)) in enumerate(lines.items()):
+            axis.plot(x, y, "o-", markersize=3, color=_COLOURS[i % len(_COLOURS)], label=label)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(x_label, fontsize=8)
+        axis.set_ylabel(y_label, fontsize=8)
+        axis.tick_params(labelsize=8)
+        if axis.has_data():
+            axis.legend(fontsize=7)
+    _save(figure, path)
+
+
 def _figure(panels: int, width: float) -> tuple[Any, Any]:
     import matplotlib
 

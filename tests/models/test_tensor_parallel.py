@@ -34,7 +34,9 @@ def ranks(models, tmp_path_factory):
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+        | ({} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]

@@ -1,4 +1,7 @@
-"""One of two processes that share a model's heads; started by test_tensor_parallel.py. Saves what it computed."""
+"""One of two processes that share a model's heads; started by test_tensor_parallel.py. Saves what it computed.
+
+On the first two GPUs where there are so many, else on the CPU.
+"""
 
 import sys
 from pathlib import Path
@@ -17,9 +20,10 @@ def whole(x):
 
 
 def main(folder: Path, names: list[str]) -> None:
-    ids, results = tiny.tokens(), {}
+    results = {}
     for name in names:
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, tp_plan="auto").eval()
+        ids = tiny.tokens().to(model.device)
         cache = tiny.filled(model, ids)
         result = {
             "heads": model.model.layers[0].self_attn.o_proj.weight.to_local().shape[1],
@@ -31,6 +35,7 @@ def main(folder: Path, names: list[str]) -> None:
         model.train()(ids, labels=ids, use_cache=False).loss.backward()
         result["gradients"] = {key: whole(p.grad) for key, p in model.named_parameters()}
         results[name] = result
+    results = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, results)
     torch.save(results, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ from condense.cli.options import METHOD_HELP, parse_method, read_saved
 
 def train_command(
     recipe: Annotated[
-        str, typer.Argument(help="demo_model (from scratch), adapt (a saved model) or smoke (a try-out).")
+        str, typer.Argument(help="demo_model or tiny_mla (from scratch), adapt (a saved model) or smoke (a try-out).")
     ],
     data: Annotated[list[Path], typer.Option(help="Text file: .txt, .jsonl or .jsonl.zst. Repeatable.")],
     output: Annotated[Path, typer.Option(help="Folder for the finished model; must not exist.")],

@@ -1,4 +1,4 @@
-"""The loss on plain text, method by method and by position."""
+"""The loss and the next-token accuracy on plain text, method by method and by position."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -38,6 +38,7 @@ class TextLossResult:
         method: its settings.
         loss: mean over all tokens, nats per token.
         standard_error: of that mean, from the spread between sequences.
+        accuracy: share of the tokens that were the most likely one.
         tokens: number of predicted tokens.
         by_position: means over stretches of positions.
     """
@@ -46,6 +47,7 @@ class TextLossResult:
     method: Method
     loss: float
     standard_error: float
+    accuracy: float
     tokens: int
     by_position: tuple[PositionLoss, ...]
 
@@ -87,8 +89,8 @@ def text_loss(
     with Progress(transient=True, console=Console(stderr=True)) as progress:
         for name, method in methods.items():
             with torch.no_grad(), use(model, method):
-                rows = [_losses(model, sequence) for sequence in progress.track(sequences, description=name)]
-            losses = np.stack(rows)
+                rows = [_predictions(model, sequence) for sequence in progress.track(sequences, description=name)]
+            losses, right = (np.stack(parts) for parts in zip(*rows, strict=True))
             means = losses.mean(1)
             error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
             # The token at position p is predicted by column p - 1: nothing predicts the first.
@@ -96,16 +98,18 @@ def text_loss(
                 PositionLoss(low, high, float(losses[:, max(low - 1, 0) : high - 1].mean()))
                 for low, high in pairwise(bounds)
             )
-            results.append(TextLossResult(name, method, float(losses.mean()), error, losses.size, stretches))
+            results.append(
+                TextLossResult(name, method, float(losses.mean()), error, float(right.mean()), losses.size, stretches)
+            )
     return results
 
 
-def _losses(model: PreTrainedModel, sequence: np.ndarray) -> np.ndarray:
-    """Loss of every token but the first, ``[L - 1]`` float64."""
+def _predictions(model: PreTrainedModel, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of every token but the first: its loss, and whether it was the most likely one, both ``[L - 1]`` float64."""
     ids = torch.from_numpy(sequence).to(model.device)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-    parts = [
-        functional.cross_entropy(part.float(), targets, reduction="none")
-        for part, targets in zip(logits.split(_SLICE), ids[1:].split(_SLICE), strict=True)
-    ]
-    return torch.cat(parts).double().cpu().numpy()
+    losses, right = [], []
+    for part, targets in zip(logits.split(_SLICE), ids[1:].split(_SLICE), strict=True):
+        losses.append(functional.cross_entropy(part.float(), targets, reduction="none"))
+        right.append(part.argmax(-1) == targets)
+    return torch.cat(losses).double().cpu().numpy(), torch.cat(right).double().cpu().numpy()

@@ -2,7 +2,7 @@
 
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.recipes import RECIPES
-from condense.train.run import Prepared, prepare, run_training
+from condense.train.run import Prepared, new_model, prepare, run_training
 from condense.train.tokenizer import train_tokenizer
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "PhaseConfig",
     "Prepared",
     "TrainConfig",
+    "new_model",
     "prepare",
     "run_training",
     "train_tokenizer",

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def train_phase(
     seed: int,
     workers: int = 0,
     checkpoint: Path | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> list[dict[str, Any]]:
     """Train ``model`` in place.
 
@@ -43,6 +45,7 @@ def train_phase(
         seed: of Trainer.
         workers: processes that build sequences.
         checkpoint: a checkpoint of the same phase to go on from.
+        callbacks: Trainer's, called between steps, when the model has stock attention.
 
     Returns:
         Trainer's log history: one entry per ``phase.logging_steps`` steps.
@@ -88,6 +91,8 @@ def train_phase(
     optimizer = MasterAdamW(model, lr=phase.learning_rate, weight_decay=phase.weight_decay)
     use_cache = model.config.use_cache
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, optimizers=(optimizer, None))
+    for callback in callbacks:
+        trainer.add_callback(callback)
     if not interactive:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Lines(phase))

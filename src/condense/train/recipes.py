@@ -1,10 +1,44 @@
 """Recipes: functions that make a training configuration, with all numbers in one place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from condense.methods import CCA, Method
+from condense.methods import CCA, LCA, Method
 from condense.train.config import Mix, PhaseConfig, TrainConfig
+
+DEMO_ARCHITECTURE: Mapping[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 320,
+    "intermediate_size": 896,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": True,
+}
+# the same size with latents of 128 + 32 channels, where the demo's cache has 640
+TINY_MLA_ARCHITECTURE: Mapping[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 4096,
+    "hidden_size": 320,
+    "intermediate_size": 896,
+    "num_hidden_layers": 8,
+    "first_k_dense_replace": 8,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": True,
+}
 
 
 def demo_model(
@@ -23,19 +57,7 @@ def demo_model(
         seed=seed,
         data=tuple(data),
         output=output,
-        architecture={
-            "model_type": "llama",
-            "vocab_size": 4096,
-            "hidden_size": 320,
-            "intermediate_size": 896,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 5,
-            "num_key_value_heads": 5,
-            "head_dim": 64,
-            "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-            "tie_word_embeddings": True,
-        },
+        architecture=DEMO_ARCHITECTURE,
         phases=(
             PhaseConfig(
                 name="dense",
@@ -64,6 +86,40 @@ def demo_model(
         cache=cache,
         workers=workers,
         shard_size="12MB",
+    )
+
+
+def tiny_mla(
+    data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = 4
+) -> TrainConfig:
+    """A small model with latents (MLA, 11M parameters): dense until it retrieves, then adapted to LCA.
+
+    Meant for one GPU, where it takes a few minutes. The finished model loads condensed.
+    """
+    return TrainConfig(
+        recipe="tiny_mla",
+        seed=seed,
+        data=tuple(data),
+        output=output,
+        architecture=TINY_MLA_ARCHITECTURE,
+        phases=(
+            PhaseConfig(name="dense", steps=1500, sequence_length=512, batch_size=128, task_share=0.6),
+            PhaseConfig(
+                name="condensed",
+                steps=1500,
+                sequence_length=2048,
+                batch_size=16,
+                mix="condensed",
+                method=LCA(window=128, rep_bias="log_size"),
+                learning_rate=1.5e-3,
+                task_share=0.8,
+                keys=(4, 18),
+            ),
+        ),
+        dtype="bfloat16",
+        cache=cache,
+        workers=workers,
+        save_condensed=True,
     )
 
 
@@ -153,4 +209,9 @@ def smoke(
     )
 
 
-RECIPES: dict[str, Callable[..., TrainConfig]] = {"adapt": adapt, "demo_model": demo_model, "smoke": smoke}
+RECIPES: dict[str, Callable[..., TrainConfig]] = {
+    "adapt": adapt,
+    "demo_model": demo_model,
+    "smoke": smoke,
+    "tiny_mla": tiny_mla,
+}

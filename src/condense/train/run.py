@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,28 @@ def prepare(config: TrainConfig) -> Prepared:
     else:
         tokenizer = _own_tokenizer(config)
     return Prepared(tokenizer, load_corpus(config.data, tokenizer, config.cache_folder))
+
+
+def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
+    """A causal LM with random weights.
+
+    Args:
+        architecture: the arguments of ``AutoConfig.for_model``.
+        tokenizer: whose special tokens the model gets.
+        dtype: of the weights, ``"float32"`` or ``"bfloat16"``; drawn in float32.
+    """
+    settings = AutoConfig.for_model(
+        **architecture,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    # Parameters alone: .to(dtype) would also round the frequencies of rotary positions.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    return model
 
 
 def run_training(config: TrainConfig, *, resume: bool = False, until: str | None = None) -> Path:
@@ -194,18 +216,7 @@ def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     if config.pretrained is not None:
         return _load(config.pretrained, config.dtype)
     assert config.architecture is not None
-    settings = AutoConfig.for_model(
-        **config.architecture,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-    # Parameters alone: .to(dtype) would also round the frequencies of rotary positions.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, config.dtype))
-    model.config.dtype = getattr(torch, config.dtype)
-    return model
+    return new_model(config.architecture, tokenizer, config.dtype)
 
 
 def _load(path: str | Path, dtype: str) -> PreTrainedModel:

@@ -1,0 +1,70 @@
+"""Many runs on many GPUs: processes that take the next run whose base is there, until none is left or time is up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from execute import Setting, execute
+from studies import Run
+
+_WAIT_S = 2.0
+
+
+def work(runs: Sequence[Run], setting: Setting, deadline: float) -> None:
+    """What one process does. deadline: ``time.time()`` after which no run is begun.
+
+    A run is claimed by a file that only one process can create. A run that fails says why in a file beside it, and
+    the process goes on with the next.
+    """
+    bases = {run.base for run in runs}
+    while time.time() < deadline:
+        open_runs = [run for run in runs if not (_claim(setting, run).exists() or setting.result_of(run.name).exists())]
+        ready = [run for run in open_runs if run.base is None or setting.model_of(run.base).exists()]
+        claimed = next((run for run in ready if _take(_claim(setting, run))), None)
+        if claimed is None:
+            if not open_runs:
+                return
+            time.sleep(_WAIT_S)
+            continue
+        began = time.monotonic()
+        print(f"{claimed.name}: begun", flush=True)
+        try:
+            execute(claimed, setting, keep_model=claimed.name in bases)
+            print(f"{claimed.name}: done in {time.monotonic() - began:.0f} s", flush=True)
+        except Exception:
+            _claim(setting, claimed).with_suffix(".error").write_text(traceback.format_exc())
+            print(f"{claimed.name}: failed\n{traceback.format_exc()}", flush=True)
+
+
+def start(arguments: Sequence[str], setting: Setting, gpus: Sequence[int], slots: int) -> int:
+    """Start ``slots`` processes per GPU, each of which runs this program's ``work``; wait for all of them."""
+    for folder in ("claims", "results", "models", "logs"):
+        (setting.work / folder).mkdir(parents=True, exist_ok=True)
+    for stale in (setting.work / "claims").glob("*.claim"):
+        stale.unlink()
+    processes = []
+    for slot in range(slots):
+        for gpu in gpus:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "2"}
+            log = (setting.work / "logs" / f"gpu{gpu}-{slot}.txt").open("w")
+            command = [sys.executable, str(Path(__file__).parent), "work", *arguments]
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    return max(process.wait() for process in processes)
+
+
+def _claim(setting: Setting, run: Run) -> Path:
+    return setting.work / "claims" / f"{run.name}.claim"
+
+
+def _take(claim: Path) -> bool:
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

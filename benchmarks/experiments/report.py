@@ -1,0 +1,248 @@
+"""Results of the studies as a page: tables in Markdown, pictures beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from studies import LENGTH, SEEDS, STEPS, WINDOW
+
+from condense import Method
+from condense.ops import UniformBounds
+from condense.plots import plot_lines, require_matplotlib
+
+POOLINGS = ("weighted", "mean", "max", "select")
+Runs = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One model under one method, over seeds: means with the smallest and largest where there are several."""
+
+    runs: int
+    retrieval: str
+    loss: str
+    accuracy: str
+    entries: str
+
+
+def write_report(results: Sequence[Path], output: Path) -> None:
+    """Markdown to ``output`` and pictures beside it, from files that `collect` wrote; later files win."""
+    picture = output.with_name(f"{output.stem}-from-scratch.png")
+    require_matplotlib(picture)
+    runs: dict[str, Mapping[str, Any]] = {}
+    origins, failed = [], {}
+    for path in results:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        origins.append((path.name, document["results"]["measured"]))
+        failed |= document["results"]["failed"]
+        runs |= {entry["run"]["name"]: entry for entry in document["results"]["runs"]}
+    template = (Path(__file__).parent / "page.md").read_text(encoding="utf-8")
+    _plot_curves(runs, picture)
+    origin = "; ".join(
+        f"`{name}`: {o['device']}, torch {o['torch']}, transformers {o['transformers']}, commit {o['commit'][:12]}, "
+        f"{o['date'][:10]}"
+        for name, o in origins
+    )
+    parts = {
+        "ORIGIN": origin,
+        "SETTING": f"{len(runs)} runs, {STEPS:,} steps each, {LENGTH:,} tokens, window {WINDOW}",
+        "PICTURE": picture.name,
+        **{name: _table(runs, rows) for name, rows in TABLES.items()},
+        "GRID": _grid(runs),
+        "CURVES": _curves(runs),
+        "NOISE": _noise(runs),
+    }
+    for name, text in parts.items():
+        template = template.replace("{{" + name + "}}", text)
+    output.write_text(template, encoding="utf-8")
+
+
+# rows of tables: label, beginning of the runs' names, method of the evaluation
+TABLES: Mapping[str, Sequence[tuple[str, str, str]]] = {
+    "MLA": (
+        ("dense, trained dense", "mla-dense", "own"),
+        ("LCA, trained with LCA", "mla-lca", "own"),
+        ("LCA, model trained dense", "mla-dense", "lca"),
+        ("dense, model trained with LCA", "mla-lca", "dense"),
+        ("window of as many entries, trained dense", "mla-dense", "window"),
+        ("window of as many entries, trained with it", "mla-window", "own"),
+        ("CCA on latents", "mla-cca", "own"),
+        ("DGA on latents", "mla-dga", "own"),
+    ),
+    "MLA_DEFAULTS": (
+        ("LCA: streaming, rope keys select, latents weighted, log-size bias", "mla-lca", "own"),
+        ("no bias", "mla-bias=none", "own"),
+        ("summary by the last query", "mla-summary=last", "own"),
+        ("summary of the prompt's end, not trained with it", "mla-lca", "summary=prompt"),
+        ("rope keys weighted", "mla-pooling=weighted-weighted", "own"),
+        ("both means", "mla-pooling=mean-mean", "own"),
+    ),
+    "MLA_SIZES": (
+        *((f"g {g}", f"mla-g={g}" if g != 16 else "mla-lca", "own") for g in (4, 8, 16, 32)),
+        *((f"w {w}", f"mla-w={w}" if w != WINDOW else "mla-lca", "own") for w in (32, 64, 128, 256, 512)),
+        *((f"{n} summary queries", f"mla-queries={n}" if n != 16 else "mla-lca", "own") for n in (4, 8, 16, 32)),
+    ),
+    "MLA_FLEXIBLE": tuple(
+        (f"{name} {value}", "mla-lca", f"{name}={value}" if value not in (16, WINDOW) else "own")
+        for name, values in (("g", (4, 8, 16, 32)), ("w", (32, 64, 128, 256, 512)))
+        for value in values
+    ),
+    "LLAMA": (
+        ("dense", "llama-dense", "own"),
+        ("CCA: weighted, last query", "llama-cca", "own"),
+        ("CCA with log-size bias", "llama-cca-bias", "own"),
+        ("LCA: keys select, values weighted, streaming, no bias", "llama-bias=none", "own"),
+        ("LCA with log-size bias", "llama-lca", "own"),
+        ("DGA: g 16, gamma 0.1, last query", "llama-dga", "own"),
+        ("DGA, streaming summary, log-size bias", "llama-dga-streaming-bias", "own"),
+        ("window of as many entries as LCA, trained with it", "llama-window", "own"),
+    ),
+    "EQUAL": (
+        ("LCA, g 16", "llama-lca", "own"),
+        ("DGA, 1 focal token in 33, streaming, bias", "llama-dga-sparse", "own"),
+        ("the same with anchored groups", "llama-anchored-sparse", "own"),
+        ("LCA, g 6", "llama-lca-g=6", "own"),
+        ("DGA, 2 focal tokens in 18, streaming, bias", "llama-dga-streaming-bias", "own"),
+        ("the same with anchored groups", "llama-anchored", "own"),
+    ),
+    "DGA": (
+        *((f"m {m}", f"llama-dga-m={m}" if m != 16 else "llama-dga", "own") for m in (4, 8, 16, 32, 64)),
+        *(
+            (f"gamma {gamma}", f"llama-dga-gamma={gamma}" if gamma != 0.1 else "llama-dga", "own")
+            for gamma in (0.1, 0.3, 0.5, 0.7, 0.9)
+        ),
+        ("focal tokens at random", "llama-dga-random", "own"),
+    ),
+    "COMPLEMENTARY": (
+        ("prompt selection, trained streaming", "llama-dga", "prompt"),
+        ("without complementary tokens", "llama-dga", "prompt, not complementary"),
+        ("prompt selection, trained with it", "llama-prompt", "own"),
+        ("without complementary tokens, trained so", "llama-prompt-not-complementary", "own"),
+    ),
+}
+
+
+def _table(runs: Runs, rows: Iterable[tuple[str, str, str]]) -> str:
+    lines = ["| | numbers found | text loss | next token right | entries | seeds |", "|---|---|---|---|---|---|"]
+    for label, prefix, method in rows:
+        found = _figures(runs, prefix, method)
+        lines.append(
+            f"| {label} | {found.retrieval} | {found.loss} | {found.accuracy} | {found.entries} | {found.runs} |"
+        )
+    return "\n".join(lines)
+
+
+def _figures(runs: Runs, prefix: str, method: str) -> Figures:
+    entries: list[int] = []
+    found: dict[str, list[float]] = {"retrieval": [], "loss": [], "accuracy": []}
+    for seed in SEEDS:
+        run = runs.get(f"{prefix}-s{seed}")
+        if run is None:
+            continue
+        text = _named(run["text"], method)
+        if text is None:
+            continue
+        found["loss"].append(text["loss"])
+        found["accuracy"].append(text["accuracy"])
+        numbers = _named(run.get("retrieval", []), method)
+        if numbers is not None:
+            found["retrieval"].append(numbers["exact"]["share"])
+        entries.append(num_seen(Method.parse(text["method"]), run["run"]["phase"]["sequence_length"]))
+    return Figures(
+        len(entries), _spread(found["retrieval"], 3), _spread(found["loss"], 3), _spread(found["accuracy"], 4),
+        f"{entries[0]:,}" if entries else "not run",
+    )  # fmt: skip
+
+
+def num_seen(method: Method, length: int) -> int:
+    """Keys that the last of ``length`` tokens sees, itself included: what a cache holds per KV head."""
+    if method.reads_prompt:
+        return int(method.prompt_entries(length))
+    bounds = UniformBounds(method.rule, 0, 0)
+    rep_end, raw_start, raw_end = bounds.arrays(length - 1, length, torch.device("cpu"))
+    return int(rep_end + raw_end - raw_start)
+
+
+def _named(entries: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
+    return next((entry for entry in entries if entry["name"] == name), None)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def _grid(runs: Runs) -> str:
+    lines = ["| rope keys \\ latents | " + " | ".join(POOLINGS) + " |", "|---|" + "---|" * len(POOLINGS)]
+    for key in POOLINGS:
+        cells = []
+        for value in POOLINGS:
+            prefix = "mla-lca" if (key, value) == ("select", "weighted") else f"mla-pooling={key}-{value}"
+            run = runs.get(f"{prefix}-s0")
+            if run is None:
+                cells.append("")
+                continue
+            text, numbers = _named(run["text"], "own"), _named(run["retrieval"], "own")
+            assert text is not None and numbers is not None
+            cells.append(f"{numbers['exact']['share']:.3f}, {text['loss']:.3f}")
+        lines.append(f"| {key} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+_SCRATCH = {
+    "GPT-2 small, 1,024 tokens": ("gpt2", ("dense", "dga", "dga-prompt")),
+    "OPT-125M, 2,048 tokens": ("opt", ("dense", "dga", "dga-prompt")),
+    "bundled Llama, 2,048 tokens": ("llama", ("dense", "lca")),
+    "tiny MLA, 2,048 tokens": ("mla", ("dense", "lca")),
+}
+
+
+def _curves(runs: Runs) -> str:
+    lines = ["| validation loss | attention | after 200 steps | 500 | 1,000 | seeds |", "|---|---|---|---|---|---|"]
+    for title, (architecture, labels) in _SCRATCH.items():
+        for label in labels:
+            curves = [_curve(runs, architecture, label, seed) for seed in SEEDS]
+            present = [curve for curve in curves if curve]
+            cells = [_spread([curve[step] for curve in present if step in curve], 3) for step in (200, 500, 1000)]
+            lines.append(f"| {title} | {label} | " + " | ".join(cells) + f" | {len(present)} |")
+    return "\n".join(lines)
+
+
+def _curve(runs: Runs, architecture: str, label: str, seed: int) -> dict[int, float]:
+    run = runs.get(f"{architecture}-scratch-{label}-s{seed}")
+    return {} if run is None else {point["step"]: point["loss"] for point in run["curve"]}
+
+
+def _plot_curves(runs: Runs, path: Path) -> None:
+    panels = {}
+    for title, (architecture, labels) in _SCRATCH.items():
+        curves = {label: _curve(runs, architecture, label, 0) for label in labels}
+        panels[title] = {label: (list(c), list(c.values())) for label, c in curves.items() if c}
+    plot_lines(panels, path, x_label="steps", y_label="validation loss")
+
+
+def _noise(runs: Runs) -> str:
+    rows = {"dense": "llama-dense", "LCA": "llama-lca", "DGA": "llama-dga"}
+    found = {
+        label: [run["noise"] for seed in SEEDS if (run := runs.get(f"{prefix}-s{seed}")) is not None]
+        for label, prefix in rows.items()
+    }
+    variances = [point["variance"] for entries in found.values() for point in (entries[0] if entries else [])]
+    columns = list(dict.fromkeys(variances))
+    lines = ["| KL at noise of | " + " | ".join(f"{v:g}" for v in columns) + " |", "|---|" + "---|" * len(columns)]
+    for label, entries in found.items():
+        cells = [
+            _spread([point["kl"] for points in entries for point in points if math.isclose(point["variance"], v)], 4)
+            for v in columns
+        ]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
