@@ -109,6 +109,30 @@ def test_a_prompt_that_is_condensed_wrongly_is_not_timed(target, wrong, ops, mon
     assert {row["op"] for row in content["rows"] if row.get("error", "").startswith("wrong: ")} == ops
 
 
+def test_every_method_is_right_in_every_row():
+    methods = {
+        "dense": condense.Dense(),
+        "lca": condense.LCA(group_size=4, window=16, rep_bias="log_size"),
+        "lm_infinite": condense.LMInfinite(n_global=2, window=16),
+        "dga": condense.DGA(group_size=4, window=8),
+        "log_size": PROMPT.replace(rep_bias="log_size", complementary=False),
+        "random": PROMPT.replace(focal="random"),
+    }
+    plan, content = run(methods=methods, lengths=(64,), baselines=())
+    assert len(content["rows"]) == plan.num_rows()
+    assert all(row["gate"]["passed"] and row["times"] for row in content["rows"])
+    rows = {name: {row["op"] for row in content["rows"] if row["runner"] == name} for name in methods}
+    everything, whole = {"forward", "backward", "layer", "decode"}, {"forward", "layer", "pooling"}
+    assert rows == {
+        "dense": everything,
+        "lca": everything | {"pooling"},
+        "lm_infinite": everything,
+        "dga": everything | {"pooling"},
+        "log_size": whole | {"importance"},
+        "random": whole,
+    }
+
+
 def test_backends_stand_side_by_side():
     plan, content = run(backends=("torch", "reference"), lengths=(64,), baselines=())
     assert len(content["rows"]) == plan.num_rows()

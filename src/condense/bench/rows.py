@@ -16,7 +16,7 @@ OP_TITLES = {
     "forward": "attention, forward",
     "backward": "attention, forward and backward",
     "importance": "importance of a prompt's tokens, forward",
-    "pooling": "all that comes before the attention: pooling (of a whole prompt: importance, choice, pooling), forward",
+    "pooling": "pooling, forward (of a prompt read at once: importance, choice and pooling)",
     "layer": "layer: pooling and attention, forward",
     "decode": "attention of one decode step",
 }

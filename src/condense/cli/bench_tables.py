@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.bench import OP_TITLES, OPS
-from condense.bench.report import crossing, milliseconds, notes, title
+from condense.bench.report import crossing, feed_forward_shares, milliseconds, notes, title
 
 NO_CLAIMS = "On a CPU this only tries the command out: its numbers are no claims about anything."
 
@@ -100,6 +100,19 @@ def print_model(console: Console, content: Mapping[str, Any]) -> None:
         table.add_row(*cells, *changes)
     console.print(table)
     _errors(console, content["rows"])
+    experts = f", experts by {content['experts']}" if content["experts"] else ""
+    shares = feed_forward_shares(content)
+    for figures in content["feed_forward"]:
+        said = figures.get("error")
+        if said is None:
+            parts = (f"{name} {a:.0%} and {b:.0%}" for name, (a, b) in shares[figures["length"]].items())
+            said = (
+                f"{milliseconds(figures['first_ms'])} of the first token, {milliseconds(figures['step_ms'])} per "
+                f"token: of {', '.join(parts)}"
+            )
+        console.print(
+            f"feed-forward{experts} at {figures['length']:,}: {said}", highlight=False, markup=False, soft_wrap=True
+        )
     for figure, heading in (("first", "first token"), ("step", "per token")):
         for name, length in content["crossover"][figure].items():
             console.print(f"{heading}, {crossing(name, length)}", highlight=False, markup=False)
