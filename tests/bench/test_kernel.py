@@ -6,6 +6,7 @@ import torch
 import condense
 from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, gate, tasks
 from condense.caches import StaticCondensedLayer
+from condense.methods import dga_prompt
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float32, torch.device("cpu"), 0)
 METHODS = {"cca": condense.CCA(group_size=4, window=16), "window": condense.StreamingLLM(sink=2, window=16)}
@@ -42,9 +43,107 @@ def test_every_row_is_timed_and_compared(results):
     assert set(content["crossover"]) == {"forward", "backward", "layer", "decode"}
 
 
-def test_methods_that_read_prompts_at_once_are_refused():
-    with pytest.raises(ValueError, match=r"methods: mine reads prompts at once.*use selection='streaming' here"):
-        run(methods={"mine": condense.DGA(selection="prompt")})
+PROMPT = condense.DGA(group_size=4, window=8, gamma=0.2, min_focal=10, selection="prompt", num_recent=8, num_random=8)
+
+
+def test_a_prompt_read_at_once_has_rows_for_what_comes_before_its_attention():
+    methods = {"cca": METHODS["cca"], "prompt": PROMPT, "streaming": PROMPT.replace(selection="streaming")}
+    plan, content = run(methods=methods, lengths=(8, 64, 96))
+    assert len(content["rows"]) == plan.num_rows()
+    rows = {(row["op"], row["length"]): row for row in content["rows"] if row["runner"] == "prompt"}
+    # of 8 tokens all are focal: nothing is ranked or pooled
+    assert set(rows) == {(op, 8) for op in ("forward", "layer")} | {
+        (op, length) for op in ("forward", "importance", "pooling", "layer") for length in (64, 96)
+    }
+    assert all(row["gate"]["passed"] and "error" not in row for row in rows.values())
+    for op in ("importance", "pooling"):
+        ratio = rows[op, 96]["times"]["median_ms"] / rows["forward", 96]["times"]["median_ms"]
+        assert rows[op, 96]["of_attention"] == pytest.approx(ratio)
+    assert not any(row["runner"] != "prompt" for row in content["rows"] if row["op"] == "importance")
+    # DGA's time per visible key is held against CCA's attention; nothing else is
+    cca = next(row for row in content["rows"] if (row["op"], row["runner"], row["length"]) == ("forward", "cca", 96))
+    for row in content["rows"]:
+        assert ("per_key" in row) == (row["runner"] in ("prompt", "streaming") and row["op"] in ("forward", "layer"))
+    layer = rows["layer", 96]
+    ours, theirs = (row["times"]["median_ms"] / row["pairs"] for row in (layer, cca))
+    assert layer["per_key"] == {"cca": pytest.approx(ours / theirs)}
+    # neither is its mask one that FlexAttention could have
+    assert not any(row["runner"] == "flex_mask" and "selection='prompt'" in row["mask"] for row in content["rows"])
+
+
+def test_what_a_prompt_does_not_have_is_refused_if_nothing_else_is_asked_for():
+    with pytest.raises(ValueError, match="ops: none of backward, decode is there to time of mine"):
+        run(methods={"mine": PROMPT}, ops=("backward", "decode"), baselines=())
+
+
+def wrong_scores(self, *arguments, **options):
+    scores = STOCK_RANKING(self, *arguments, **options).clone()
+    scores[:, :, 5] *= 1.5
+    return scores
+
+
+def other_tokens(*arguments):
+    return dga_prompt.highest(*arguments).roll(1, -1)
+
+
+def other_entries(self, *arguments, **options):
+    prompt = STOCK_GROUPS(self, *arguments, **options)
+    return prompt._replace(prefix_v=prompt.prefix_v.roll(1, 2)) if options["backend"] == "auto" else prompt
+
+
+STOCK_RANKING, STOCK_GROUPS = condense.DGA.ranking, condense.DGA.grouped_around
+
+
+@pytest.mark.parametrize(
+    ("target", "wrong", "ops"),
+    [
+        ("DGA.ranking", wrong_scores, {"importance", "pooling"}),
+        # whoever ranks chooses: the layer is right about what was chosen
+        ("highest", other_tokens, {"pooling"}),
+        ("DGA.grouped_around", other_entries, {"pooling", "layer"}),
+    ],
+)
+def test_a_prompt_that_is_condensed_wrongly_is_not_timed(target, wrong, ops, monkeypatch):
+    monkeypatch.setattr(f"condense.methods.dga.{target}", wrong)
+    _, content = run(methods={"prompt": PROMPT}, lengths=(64,), baselines=())
+    assert {row["op"] for row in content["rows"] if row.get("error", "").startswith("wrong: ")} == ops
+
+
+def test_every_method_is_right_in_every_row():
+    methods = {
+        "dense": condense.Dense(),
+        "lca": condense.LCA(group_size=4, window=16, rep_bias="log_size"),
+        "lm_infinite": condense.LMInfinite(n_global=2, window=16),
+        "dga": condense.DGA(group_size=4, window=8),
+        "log_size": PROMPT.replace(rep_bias="log_size", complementary=False),
+        "random": PROMPT.replace(focal="random"),
+    }
+    plan, content = run(methods=methods, lengths=(64,), baselines=())
+    assert len(content["rows"]) == plan.num_rows()
+    assert all(row["gate"]["passed"] and row["times"] for row in content["rows"])
+    rows = {name: {row["op"] for row in content["rows"] if row["runner"] == name} for name in methods}
+    everything, whole = {"forward", "backward", "layer", "decode"}, {"forward", "layer", "pooling"}
+    assert rows == {
+        "dense": everything,
+        "lca": everything | {"pooling"},
+        "lm_infinite": everything,
+        "dga": everything | {"pooling"},
+        "log_size": whole | {"importance"},
+        "random": whole,
+    }
+
+
+def test_backends_stand_side_by_side():
+    plan, content = run(backends=("torch", "reference"), lengths=(64,), baselines=())
+    assert len(content["rows"]) == plan.num_rows()
+    assert content["backends"] == ["torch", "reference"]
+    for op in ("forward", "backward", "layer"):
+        rows = [row for row in content["rows"] if row["op"] == op]
+        assert [(row["runner"], row["backend"]) for row in rows] == [
+            (f"{method} ({backend})", backend) for method in METHODS for backend in ("torch", "reference")
+        ]
+        assert all(row["gate"]["passed"] for row in rows)
+    assert [row["runner"] for row in content["rows"] if row["op"] == "decode"] == list(METHODS)
 
 
 def test_what_needs_a_gpu_says_so(results):

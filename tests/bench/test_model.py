@@ -1,13 +1,14 @@
 """Whole models: figures, the gate, and what happens to what is wrong or cannot run."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
-from condense.bench import MODEL_SHAPES, ModelPlan, bench_model, model_gate, random_model, ready, runners
+from condense.bench import MODEL_SHAPES, ModelPlan, bench_model, feed_forward, model_gate, random_model, ready, runners
 from condense.bench.model_gate import ModelGate
 
 METHODS = {
@@ -46,6 +47,92 @@ def test_every_row_has_its_figures(model, chunk):
     assert content["crossover"].keys() == {"first", "step"}
     assert content["parameters"] == sum(p.numel() for p in model.parameters())
     assert not condense.models.condensed_layers(model)
+
+
+# every method of the package, and DGA on whole prompts
+ALL = {
+    "dense": condense.Dense(),
+    "cca": METHODS["cca"],
+    "lca": METHODS["lca"],
+    "streaming_llm": condense.StreamingLLM(sink=2, window=8),
+    "lm_infinite": condense.LMInfinite(n_global=2, window=8),
+    "dga": condense.DGA(group_size=4, window=8),
+    "dga_prompt": condense.DGA(group_size=4, window=8, min_focal=10, selection="prompt"),
+}
+
+
+def test_every_method_runs_in_every_runner(model):
+    runners = ("dense", "dense_graph", "condensed", "condensed_graph")
+    rows = bench_model(model, ModelPlan((40,), ALL, runners, steps=3))["rows"]
+    assert len(rows) == 2 + 2 * len(ALL)
+    for row in rows:
+        # what cannot run says why
+        if row["runner"] != "condensed_graph dga_prompt" or "error" not in row:
+            assert row["first"]["median_ms"] > 0, row
+        else:
+            assert "selection='prompt'" in row["error"]
+
+
+def test_pieces_are_nothing_for_a_method_that_looks_ahead(model):
+    plan = ModelPlan((40,), {"prompt": ALL["dga_prompt"]}, ("condensed",), steps=2, prefill_chunk=20)
+    content = bench_model(model, plan)
+    assert "needs the whole prompt in one forward" in content["rows"][0]["error"]
+    # no row ran whose prompt could be read again
+    assert content["feed_forward"] == []
+
+
+def test_feed_forward_is_measured_apart(model, monkeypatch):
+    monkeypatch.setattr(feed_forward, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(feed_forward, "_between_ms", lambda start, stop: stop - start)
+    content = bench_model(model, ModelPlan((40, 60), METHODS, ("dense", "condensed"), steps=2, prefill_chunk=25))
+    figures = content["feed_forward"]
+    assert [figure["length"] for figure in figures] == [40, 60]
+    # nothing looks at the clock in between: 1 per layer and piece
+    assert [figure["first_ms"] for figure in figures] == [2 * 2, 2 * 3]
+    assert all(figure["step_ms"] > 0 for figure in figures)
+    assert not any(mlp._forward_hooks or mlp._forward_pre_hooks for mlp in feed_forward.feed_forward_modules(model))
+    assert content["experts"] is None
+
+
+def test_feed_forward_that_fails_says_why(model, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("condense.bench.model.first_ms", broken)
+    content = bench_model(model, ModelPlan((40,), METHODS, ("dense",), steps=2))
+    assert content["feed_forward"][0]["error"] == "RuntimeError: out of luck"
+    assert "first" in content["rows"][0]
+
+
+def test_experts_are_named():
+    config = DeepseekV2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    )
+    torch.manual_seed(0)
+    model = ready(DeepseekV2ForCausalLM(config))
+    content = bench_model(model, ModelPlan((40,), {"lca": METHODS["lca"]}, ("dense", "condensed"), steps=2))
+    assert [row.get("error") for row in content["rows"]] == [None, None]
+    assert content["experts"] == config._experts_implementation
+    (figures,) = content["feed_forward"]
+    assert figures["first_ms"] > 0
+    assert figures["step_ms"] > 0
 
 
 def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):

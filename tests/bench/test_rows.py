@@ -15,7 +15,7 @@ def row(runner, length, ms, *, op="forward", condensed=False, mask=None):
         "runner": runner,
         "condensed": condensed,
         "mask": mask,
-        "method": None,
+        "method": {"method": "lca"} if condensed else None,
         "length": length,
         "times": times,
     }

@@ -63,6 +63,23 @@ def test_kernel_compares_with_the_last_result_and_makes_a_page(tmp_path: Path) -
     assert "wanted a path that does not exist yet" in again.stderr
 
 
+def test_kernel_times_a_prompt_read_at_once_with_both_backends(tmp_path: Path) -> None:
+    prompt = "dga:selection=prompt,min_focal=10"
+    done = run_here(
+        *KERNEL, f"--method={prompt}", "--lengths", "64", "--backend", "torch,reference", "--baselines", "none",
+        "--results", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "backend torch, reference" in done.stdout
+    assert "of its attention" in done.stdout
+    (path,) = tmp_path.iterdir()
+    layers = {str(row["runner"]): row for row in rows_of(path) if row["op"] == "layer"}
+    assert layers[f"{prompt} (torch)"]["per_key"].keys() == {"cca:window=16 (torch)"}  # type: ignore[attr-defined]
+    page = tmp_path / "performance.md"
+    assert run_here("bench", "report", str(path), "--output", str(page)).returncode == 0
+    assert "times cca:window=16 (reference)'s attention, per key" in page.read_text()
+
+
 def test_a_wrong_kernel_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object, **options: object) -> torch.Tensor:
         return condense.attention(*arguments, **options) * 1.01  # type: ignore[arg-type, operator]
@@ -87,9 +104,11 @@ def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
     results = json.loads(path.read_text())["results"]
     assert [row["runner"] for row in results["rows"]] == ["dense", "condensed cca:group_size=4,window=8"]
     assert results["prefill_chunk"] == 20
+    assert "feed-forward at 48: " in done.stdout
     page = tmp_path / "performance.md"
     assert run_here("bench", "report", str(path), "--output", str(page), "--plots").returncode == 0
     assert "time to first token" in page.read_text()
+    assert "### feed-forward modules" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +123,11 @@ def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
         (("kernel", "--batch", "0"), "batch must be an integer >= 1"),
         (("kernel", "--dtype", "int4"), "dtype must be one of"),
         (("kernel", "--device", "abacus"), "device must be"),
-        (("kernel", "--backend", "abacus"), "backend must be"),
+        (("kernel", "--backend", "torch,abacus"), "backend must be"),
+        (
+            ("kernel", "--method", "dga:selection=prompt", "--ops", "decode", "--baselines", "none"),
+            "ops: none of decode",
+        ),
         (("kernel", "--method", "nonsense"), "method must be one of"),
         (("kernel", "--results", "file"), "results: wanted a path that can be written"),
         (("model", "--shape", "llama-9"), "shape must be one of llama-3.1-8b"),

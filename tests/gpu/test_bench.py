@@ -17,12 +17,15 @@ from condense.bench import (
 METHODS = {
     "cca": condense.CCA(group_size=16, window=256),
     "lca": condense.LCA(group_size=16, window=256, rep_bias="log_size"),
+    "dga": condense.DGA(),
+    "dga_prompt": condense.DGA(min_focal=256, selection="prompt"),
 }
 
 
 def test_kernel_rows_are_right_and_every_baseline_runs():
     setting = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
-    content = bench_kernel(KernelPlan(setting, (1024, 4096), METHODS, GPU_BASELINES, budget_s=0.02))
+    plan = KernelPlan(setting, (1024, 4096), METHODS, GPU_BASELINES, backends=("triton", "torch"), budget_s=0.02)
+    content = bench_kernel(plan)
     assert [row for row in content["rows"] if "error" in row] == []
     assert content["claims"] is True
     assert all(row["peak_bytes"] > 0 for row in content["rows"] if row["op"] != "decode")
@@ -32,11 +35,16 @@ def test_kernel_rows_are_right_and_every_baseline_runs():
 def test_model_rows_are_right():
     device = torch.device("cuda")
     model = random_model("llama-3.1-8b", num_layers=2, dtype=torch.bfloat16, device=device)
-    rows = bench_model(model, ModelPlan((2048,), METHODS, ("dense", "condensed"), steps=4))["rows"]
+    content = bench_model(model, ModelPlan((2048,), METHODS, ("dense", "condensed"), steps=4))
+    rows = content["rows"]
     assert [row for row in rows if "error" in row] == []
     dense, *condensed = rows
     assert all(row["cache_bytes"] < dense["cache_bytes"] / 2 for row in condensed)
     assert all(row["peak_bytes"] > weight_bytes(model) for row in rows)
+    (figures,) = content["feed_forward"]
+    assert 0 < figures["first_ms"] < dense["first"]["median_ms"]
+    # a graph against Hugging Face's loop
+    assert 0 < figures["step_ms"] < dense["step"]["median_ms"]
 
 
 def weight_bytes(model):

@@ -105,24 +105,29 @@ def check_entries(method: Method, inputs: Inputs, sources: Sources) -> Verdict:
         reach = method.lag + method.num_summary + (TAIL + 1) * rule.chunk
         start = max(0, L - reach) // rule.chunk * rule.chunk
         kept = min(kept, TAIL * rule.entries)
-    part = _mean_queries(Inputs(q[:, :, start:], k[:, :, start:], v[:, :, start:]))
-    want = pooled(method, Inputs(*(x.double() for x in part)), backend="reference")
-    yardstick = pooled(method, part, backend="torch")
+    want, yardstick = exact_and_plain(method, Inputs(q[:, :, start:], k[:, :, start:], v[:, :, start:]))
     return judge(*([x.prefix_k[:, :, -kept:], x.prefix_v[:, :, -kept:]] for x in (sources, want, yardstick)))
 
 
-def check_layer(out: Tensor, method: Method, inputs: Inputs) -> Verdict:
-    """Pooling and attention in one, on a problem short enough to have every step in float64."""
+def check_layer(out: Tensor, inputs: Inputs, want: Sources, yardstick: Sources) -> Verdict:
+    """Pooling and attention in one, on a problem short enough to have every step in float64.
+
+    want and yardstick: what its queries attend to, in float64 and in plain operations.
+    """
     assert inputs.q.shape[2] <= WHOLE
-    entries = _mean_queries(inputs)
-    want = pooled(method, Inputs(*(x.double() for x in entries)), backend="reference")
-    yardstick = pooled(method, entries, backend="torch")
     exact = _eager(_narrow(inputs.q, want, 0).to(torch.float64), inputs.scale)
     eager = _eager(_narrow(inputs.q, yardstick, 0), inputs.scale)
     return judge([out], [exact], [eager])
 
 
-def _mean_queries(inputs: Inputs) -> Inputs:
+def exact_and_plain(method: Method, inputs: Inputs) -> tuple[Sources, Sources]:
+    """What the queries attend to, pooled in float64 and by plain operations in the dtype of the inputs."""
+    entries = mean_queries(inputs)
+    want = pooled(method, Inputs(*(x.double() for x in entries)), backend="reference")
+    return want, pooled(method, entries, backend="torch")
+
+
+def mean_queries(inputs: Inputs) -> Inputs:
     """With the mean query of each KV head for q: rounded to the dtype of q by definition, so float64 starts there."""
     q, k, v = inputs
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -15,7 +15,7 @@ from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
 from condense.bench.gate import WHOLE, Verdict
 from condense.bench.problems import Setting
 from condense.bench.rows import OPS, REFERENCE_OP, Row, condensed_runners, crossover, first_line, medians, with_ratios
-from condense.bench.tasks import Task, Work
+from condense.bench.tasks import Task, Work, has_op
 from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method
 from condense.ops import UniformRule, resolve_backend
@@ -26,7 +26,8 @@ from condense.results import plain
 class KernelPlan:
     """What is to be measured. ``methods``: label to method; ``budget_s``: seconds of timing per row.
 
-    Raises ValueError for a method that reads prompts at once: its pooling is no work per chunk that a row could count.
+    backends: of condensed attention; with several, every method has rows of each, named after it.
+    Raises ValueError if no row would come of it.
     """
 
     setting: Setting
@@ -34,32 +35,32 @@ class KernelPlan:
     methods: Mapping[str, Method]
     baselines: Sequence[str] = ()
     ops: Sequence[str] = OPS
-    backend: str = "auto"
+    backends: Sequence[str] = ("auto",)
     budget_s: float = 0.4
 
     def __post_init__(self) -> None:
-        for label, method in self.methods.items():
-            if method.reads_prompt:
-                raise ValueError(
-                    f"methods: {label} reads prompts at once, which only `condense bench model` times; use "
-                    f"{method.causal_setting} here"
-                )
+        if self.num_rows() == 0:
+            raise ValueError(f"ops: none of {', '.join(self.ops)} is there to time of {', '.join(self.methods)}")
 
     def num_rows(self) -> int:
         """How many rows there will be."""
-        per_method = sum(1 for method in self.methods.values() for op in self.ops if op != "pooling" or pools(method))
+        condensed = sum(len(list(self.condensed(op, length))) for op in self.ops for length in self.lengths)
         masks = len(_with_own_mask(self.methods))
         per_baseline = sum(
             (masks if name == "flex_mask" else 1) * (op in BASELINES[name].ops)
             for name in self.baselines
             for op in self.ops
         )
-        return len(self.lengths) * (per_method + per_baseline)
+        return condensed + len(self.lengths) * per_baseline
 
-
-def pools(method: Method) -> bool:
-    """True if a method makes entries all along, so that there is something to time."""
-    return method.rule.window is not None and method.rule.max_chunks is None
+    def condensed(self, op: str, length: int) -> Iterator[tuple[str, Method, str]]:
+        """Name, method and backend of the condensed rows; a decode step chooses its backend itself."""
+        for label, method in self.methods.items():
+            if has_op(op, method, length):
+                if op == "decode" or len(self.backends) == 1:
+                    yield label, method, self.backends[0]
+                else:
+                    yield from ((f"{label} ({backend})", method, backend) for backend in self.backends)
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def bench_kernel(plan: KernelPlan, *, on_row: Callable[[Row], None] = lambda row
         "shape": plain(setting.shape),
         "batch": setting.batch,
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "backend": resolve_backend(plan.backend, setting.device, setting.dtype, widths),
+        "backends": [resolve_backend(name, setting.device, setting.dtype, widths) for name in plan.backends],
         "claims": clock.is_cuda,
         "ceilings": plain(ceilings),
         "baselines": {name: BASELINES[name].about for name in plan.baselines},
@@ -118,7 +119,7 @@ def _tasks(plan: KernelPlan) -> Iterator[Task]:
             for name in plan.baselines:
                 if "decode" in BASELINES[name].ops:
                     yield steps.baseline_step_task(setting, length, name)
-            for label, method in plan.methods.items():
+            for label, method, _ in plan.condensed("decode", length):
                 yield steps.step_task(setting, length, label, method)
 
 
@@ -132,29 +133,33 @@ def _whole_sequences(plan: KernelPlan, length: int, ops: Sequence[str]) -> Itera
         if "flex_mask" in plan.baselines and op in BASELINES["flex_mask"].ops:
             for method in _with_own_mask(plan.methods):
                 yield tasks.flex_mask_task(setting, inputs, op, method)
-        for label, method in plan.methods.items():
-            if op != "pooling" or pools(method):
-                yield tasks.method_task(setting, inputs, op, label, method, plan.backend)
+        for label, method, backend in plan.condensed(op, length):
+            yield tasks.method_task(setting, inputs, op, label, method, backend)
 
 
 def _with_own_mask(methods: Mapping[str, Method]) -> list[Method]:
-    """One method per rule of who sees what: others with the same rule have the same mask."""
+    """One method per rule of who sees what: others with the same rule have the same mask.
+
+    What a prompt's own content decides is no mask that all heads share.
+    """
     first: dict[UniformRule, Method] = {}
     for method in methods.values():
-        first.setdefault(method.rule, method)
+        if not method.reads_prompt:
+            first.setdefault(method.rule, method)
     return list(first.values())
 
 
 def _short_verdicts(plan: KernelPlan) -> dict[tuple[str, str], Verdict | str]:
     """Every query of a short problem, for each condensed operation: a verdict, or the error in one line."""
-    inputs = plan.setting.inputs(min(WHOLE, *plan.lengths))
+    length = min(WHOLE, *plan.lengths)
+    inputs = plan.setting.inputs(length)
     verdicts: dict[tuple[str, str], Verdict | str] = {}
     for op in plan.ops:
-        for label, method in plan.methods.items():
-            if op == "decode" or (op == "pooling" and not pools(method)):
-                continue
+        if op == "decode":
+            continue
+        for label, method, backend in plan.condensed(op, length):
             try:
-                work = tasks.method_task(plan.setting, inputs, op, label, method, plan.backend).prepare()
+                work = tasks.method_task(plan.setting, inputs, op, label, method, backend).prepare()
                 assert work.check is not None
                 verdicts[op, label] = work.check()
             except Exception as error:
@@ -171,7 +176,8 @@ def _row(
         "runner": task.runner,
         "condensed": task.condensed,
         "method": task.method,
-        "mask": None if task.method is None else str(task.method.rule),
+        "mask": None if task.method is None else _mask(task.method),
+        "backend": task.backend,
         "length": task.length,
     }
     reason = None if task.condensed else obstacle(task.runner, clock.device)
@@ -194,6 +200,11 @@ def _row(
     return plain(row)
 
 
+def _mask(method: Method) -> str:
+    """Rows of the same name let the same queries see the same places."""
+    return str(method) if method.reads_prompt else str(method.rule)
+
+
 def _verdict(task: Task, work: Work, short: Mapping[tuple[str, str], Verdict | str]) -> Verdict | None:
     """The worse of the short problem's verdict and this one's."""
     before = short.get((task.op, task.runner)) if task.condensed else None
@@ -208,6 +219,8 @@ def _verdict(task: Task, work: Work, short: Mapping[tuple[str, str], Verdict | s
 def _measured(work: Work, clock: Clock, ceilings: Ceilings) -> dict[str, Any]:
     times = clock.time(work.calls[0]) if len(work.calls) == 1 else clock.time_rotating(work.calls)
     row: dict[str, Any] = {"times": times, "peak_bytes": clock.peak_bytes(work.calls[0])}
+    if work.pairs is not None:
+        row["pairs"] = work.pairs
     if work.flops is not None:
         row["tflops"] = work.flops / times.median_ms / 1e9
         row["share_of_matmul"] = row["tflops"] / ceilings.matmul_tflops

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from condense.bench.feed_forward import experts_implementation, feed_forward_modules, first_ms, step_ms
 from condense.bench.gate import Verdict
 from condense.bench.model_gate import ModelGate, random_tokens
 from condense.bench.rows import Row, condensed_runners, crossover, first_line, medians
@@ -65,13 +66,18 @@ def bench_model(
     says why; so does a dense one that cannot run.
     """
     verdicts = {name: _verdict(model, runner, method, plan) for name, runner, method in plan.cases()}
-    rows = []
+    rows, feed_forward = [], []
     for length in plan.lengths:
         ids = random_tokens(model, length, plan.seed)
+        ran: list[Method | None] = []
         for name, runner, method in plan.cases():
             row = _row(model, ids, name, runner, method, verdicts[name], plan)
             on_row(row)
             rows.append(row)
+            ran += [method] if "first" in row else []
+        if feed_forward_modules(model) and ran:
+            # condensed if it can be: as much feed-forward, sooner read
+            feed_forward.append(_feed_forward(model, ids, next(filter(None, ran), None), plan))
     rows = _with_ratios(rows)
     config = model.config.get_text_config(decoder=True)
     return {
@@ -80,13 +86,14 @@ def bench_model(
         "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "layers": config.num_hidden_layers,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "experts": getattr(config, "_experts_implementation", None),
+        "experts": experts_implementation(model),
         "claims": model.device.type == "cuda",
         "steps": plan.steps,
         "prefill_chunk": plan.prefill_chunk,
         "runners": {name: RUNNERS[name].description for name in plan.runners},
         "methods": plain(plan.methods),
         "rows": rows,
+        "feed_forward": feed_forward,
         "crossover": crossovers(rows),
     }
 
@@ -152,6 +159,19 @@ def _row(
         row["peak_bytes"] = torch.cuda.max_memory_allocated(ids.device)
     _release(ids.device)
     return plain(row)
+
+
+def _feed_forward(model: PreTrainedModel, ids: Tensor, method: Method | None, plan: ModelPlan) -> dict[str, Any]:
+    """Milliseconds of the feed-forward modules alone, of a prompt and of a step."""
+    figures: dict[str, Any] = {"length": ids.shape[1]}
+    try:
+        figures["step_ms"] = step_ms(model)
+        with use(model, method) if method is not None else contextlib.nullcontext():
+            figures["first_ms"] = first_ms(model, ids, plan.prefill_chunk)
+    except Exception as error:
+        figures["error"] = first_line(error)
+    _release(ids.device)
+    return figures
 
 
 def _readings(model: PreTrainedModel, ids: Tensor, runner: str, plan: ModelPlan) -> list[Reading]:

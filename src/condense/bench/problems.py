@@ -6,14 +6,15 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D key width, Dv value width
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from condense.functional import SLACK, Sources, extend, first_needed, num_entries
-from condense.methods import Method
+from condense.methods import DGA, Method
 from condense.ops import Bounds, UniformBounds
+from condense.ops.sampling import sampled_queries
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,23 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Sources:
     return extend(method, None, k, v, q, scale=inputs.scale, backend=backend, keep=False)[0]
 
 
+def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
+    """True if prompts of so many tokens are read at once and not all of their tokens stay exact."""
+    return isinstance(method, DGA) and method.reads_prompt and bool(method.num_focal(length) < length)
+
+
+def sampled(method: DGA, length: int, device: torch.device) -> Tensor:
+    """The queries that are asked which tokens of a prompt matter: their positions, int64 ``[S]``."""
+    start = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    columns, _ = sampled_queries(start, length, method.num_recent, method.num_random, method.seed)
+    return columns[0]
+
+
+def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:
+    """One matrix product over the keys that the sampled queries at these positions see."""
+    return 2 * batch * shape.num_q * shape.width * int((positions + 1).sum())
+
+
 def visible_pairs(bounds: Bounds, length: int, device: torch.device) -> int:
     """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads)."""
     total = 0.0
@@ -124,8 +142,18 @@ def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool)
 
 
 def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
-    """Bytes that pooling cannot avoid: keys, values and summary queries read once, entries written once."""
+    """Bytes that pooling cannot avoid: keys, values and summary queries read once, entries written once.
+
+    For a prompt that is read at once, all that comes before its attention: the queries that rank its tokens are read
+    too, and the tokens in groups are written one after another.
+    """
     B, H, L, D = inputs.q.shape
+    if reads_at_once(method, L):
+        focal = int(method.num_focal(L))
+        written = int(method.prompt_entries(L)) + L - focal
+        queries = (L - focal) // method.group_size + (method.num_recent + method.num_random) * (method.focal == "top")
+        widths = shape.num_kv * (shape.width + shape.value_width)
+        return B * ((L + written) * widths + min(L, queries) * H * D) * inputs.q.itemsize
     entries = int(num_entries(method, torch.tensor([L])))
     groups = entries // method.rule.entries
     per_entry = shape.num_kv * (shape.width + shape.value_width)

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from condense.bench.published import HARDWARE, PAPER, fastest, published
 from condense.bench.rows import OP_TITLES, OPS, Row
 
 _HEAD = """# Performance
 
 Drawn from result files by `condense bench report`. Every figure is a median, with the 20th and 80th percentile in
 the files; baselines ran on the same shapes in the same run. TFLOP/s count visible keys only, TB/s the bytes that
-cannot be avoided. Condensed rows were held to float64 before they were timed.
+cannot be avoided. Condensed rows were held to float64 before they were timed. "1.2 times cca's attention, per key":
+time over visible keys, against CCA's attention alone in the same run, as if both saw the same number of keys.
 """
 
 
@@ -81,7 +83,72 @@ def _model(results: Mapping[str, Any]) -> str:
         f"### time to first token\n\n{first}\n{_crossings(results['crossover']['first'])}\n"
         f"### time per further token\n\n{step}\n{_crossings(results['crossover']['step'])}\n"
         f"### cache and peak memory, GiB\n\n{_table(rows, ('cache_bytes', 'peak_bytes'), _memory_cell)}"
+        f"{_feed_forward(results)}{_published(results)}"
     )
+
+
+def feed_forward_shares(results: Mapping[str, Any]) -> dict[int, dict[str, tuple[float, float]]]:
+    """Per length and runner the part of the time to first token and of a step that feed-forward modules alone take."""
+    return {
+        figures["length"]: {
+            row["runner"]: (
+                figures["first_ms"] / row["first"]["median_ms"],
+                figures["step_ms"] / row["step"]["median_ms"],
+            )
+            for row in results["rows"]
+            if row["length"] == figures["length"] and row.get("first")
+        }
+        for figures in results.get("feed_forward", ())
+        if "error" not in figures
+    }
+
+
+def _feed_forward(results: Mapping[str, Any]) -> str:
+    figures = results.get("feed_forward")
+    if not figures:
+        return ""
+    rows: list[dict[str, Any]] = [{"runner": "alone", "condensed": False, **figure} for figure in figures]
+    shares = feed_forward_shares(results)
+    rows += [
+        {**row, "share": shares.get(row["length"], {}).get(row["runner"])}
+        for row in results["rows"]
+        if row.get("first")
+    ]
+    experts = f", experts by `{results['experts']}`" if results["experts"] else ""
+    return (
+        f"\n### feed-forward modules: time to first token and per further token{experts}\n\n"
+        "Measured apart: of a prompt between events around each module, of a step as one graph of them all. Below, "
+        "the part of each runner's time.\n\n" + _table(rows, ("first_ms", "share"), _feed_forward_cell)
+    )
+
+
+def _feed_forward_cell(row: Row) -> str:
+    if "share" in row:
+        return "{:.0%}, {:.0%}".format(*row["share"])
+    return f"{milliseconds(row['first_ms'])}, {milliseconds(row['step_ms'])}"
+
+
+def _published(results: Mapping[str, Any]) -> str:
+    figures = published(results)
+    if not figures:
+        return ""
+    lines = [
+        f"\n### beside {PAPER}'s figures\n",
+        f"The paper's hardware is {HARDWARE}, its dense baseline is not named, and its caches may hold more than ours: "
+        "of DeepSeek-V2-Lite the rotated key once per head. Here: the fastest runner of each kind.\n",
+        "| | dense here | paper's dense | condensed here | paper's condensed |\n|---|---|---|---|---|",
+    ]
+    for figure in figures:
+        ours = [fastest(results["rows"], figure.length, method) for method in (None, figure.method)]
+        where = f"{figure.length:,} tokens, {figure.method} ({figure.source})"
+        first = [milliseconds(row["first"]["median_ms"]) + f" {_name(row)}" if row else "-" for row in ours]
+        theirs = [f"{seconds:.2f} s" for seconds in figure.first_s]
+        lines.append(f"| {where}: first token | {first[0]} | {theirs[0]} | {first[1]} | {theirs[1]} |")
+        if figure.cache_gib is not None:
+            cache = [f"{row['cache_bytes'] / 2**30:.3f} GiB" if row else "-" for row in ours]
+            theirs = [f"{size:.2f} GiB" for size in figure.cache_gib]
+            lines.append(f"| {where}: cache | {cache[0]} | {theirs[0]} | {cache[1]} | {theirs[1]} |")
+    return "\n".join(lines) + "\n"
 
 
 def _table(rows: Sequence[Row], needed: Sequence[str], cell: Any) -> str:
@@ -113,7 +180,16 @@ def _kernel_cell(row: Row) -> str:
     share = row.get("share_of_matmul") or row.get("share_of_copy")
     ratios = row.get("speedup") or {}
     against = "".join(f"<br>{ratio:.2f}x {name}" for name, ratio in ratios.items())
-    return f"{milliseconds(row['times']['median_ms'])}<br>{rate}, {share:.0%}{against}"
+    also = "".join(f"<br>{note}" for note in notes(row))
+    return f"{milliseconds(row['times']['median_ms'])}<br>{rate}, {share:.0%}{against}{also}"
+
+
+def notes(row: Row) -> list[str]:
+    """What a row of a kernel says beside its time, rate and ratios to baselines."""
+    said = [f"{row['pairs'] / row['length']:,.0f} keys per query"] if row["condensed"] and row.get("pairs") else []
+    if row.get("of_attention") is not None:
+        said.append(f"{row['of_attention']:.1%} of its attention")
+    return said + [f"{ratio:.2f} times {name}'s attention, per key" for name, ratio in row.get("per_key", {}).items()]
 
 
 def _time_cell(time: str) -> Any:

@@ -11,11 +11,12 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-OPS = ("forward", "backward", "pooling", "layer", "decode")
+OPS = ("forward", "backward", "importance", "pooling", "layer", "decode")
 OP_TITLES = {
     "forward": "attention, forward",
     "backward": "attention, forward and backward",
-    "pooling": "pooling, forward",
+    "importance": "importance of a prompt's tokens, forward",
+    "pooling": "pooling, forward (of a prompt read at once: importance, choice and pooling)",
     "layer": "layer: pooling and attention, forward",
     "decode": "attention of one decode step",
 }
@@ -38,8 +39,41 @@ def first_line(error: BaseException) -> str:
 
 
 def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows, each condensed one with ``speedup``: baseline's median over its own, per baseline."""
-    return [{**row, "speedup": _speedups(row, rows)} if row["condensed"] else dict(row) for row in rows]
+    """The rows, each condensed one with ``speedup``: baseline's median over its own, per baseline.
+
+    What comes before the attention also has ``of_attention``, its time over that of the attention it serves, and
+    DGA's attention and layer have ``per_key``: their time per visible key over that of each CCA's attention.
+    """
+    return [
+        {**row, "speedup": _speedups(row, rows)} | _beside(row, rows) if row["condensed"] else dict(row) for row in rows
+    ]
+
+
+def _beside(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
+    if row.get("times") is None:
+        return {}
+    attention = [
+        other
+        for other in rows
+        if other["condensed"]
+        and other["op"] == "forward"
+        and other["length"] == row["length"]
+        and other.get("backend") == row.get("backend")
+        and other.get("times") is not None
+    ]
+    if row["op"] in ("importance", "pooling"):
+        served = [other for other in attention if other["runner"] == row["runner"]]
+        return {"of_attention": _ms(row) / _ms(served[0])} if served else {}
+    if row["op"] in ("forward", "layer") and row["method"]["method"] == "dga":
+        plain = [other for other in attention if other["method"]["method"] == "cca"]
+        return {
+            "per_key": {other["runner"]: _ms(row) / row["pairs"] / (_ms(other) / other["pairs"]) for other in plain}
+        }
+    return {}
+
+
+def _ms(row: Row) -> float:
+    return float(row["times"]["median_ms"])
 
 
 def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:

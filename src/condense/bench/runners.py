@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from condense.caches import cache_nbytes
-from condense.models import GraphDecoder
+from condense.models import GraphDecoder, condensed_layers
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,11 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
     """``model.generate``, greedy, with a dynamic cache; ids ``[B, L]``.
 
     chunk: tokens read at a time by plain forwards; generate itself reads the rest, at least one token.
+    Raises ValueError for a chunk smaller than the prompt where a method looks ahead in it.
     """
+    ahead = next((method for method in condensed_layers(model).values() if method.looks_ahead), None)
+    if ahead is not None and chunk is not None and chunk < ids.shape[1]:
+        raise ValueError(f"{ahead} needs the whole prompt in one forward: leave prefill_chunk out")
     cache, done = DynamicCache(config=model.config.get_text_config(decoder=True)), 0
     watch = _Stopwatch(ids.device)
     while chunk is not None and ids.shape[1] - done > chunk:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from condense.bench import gate
+from condense.bench import gate, gate_prompt
 from condense.bench.baselines import dense_attention
 from condense.bench.flex import flex_attention, joined_keys
 from condense.bench.gate import Verdict
@@ -22,6 +22,9 @@ from condense.bench.problems import (
     attention_flops,
     pooled,
     pooling_bytes,
+    ranking_flops,
+    reads_at_once,
+    sampled,
     visible_pairs,
 )
 from condense.functional import Sources, attend_to, attention
@@ -30,17 +33,24 @@ from condense.methods import Dense, Method
 
 @dataclass(frozen=True)
 class Work:
-    """Calls to be timed (several: in turn, each with inputs of its own), and what one of them has to do."""
+    """Calls to be timed (several: in turn, each with inputs of its own), and what one of them has to do.
+
+    pairs: keys that the queries of one row and head see, summed over queries.
+    """
 
     calls: Sequence[Callable[[], Any]]
     check: Callable[[], Verdict] | None = None
     flops: int | None = None
     nbytes: int | None = None
+    pairs: int | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """A row to be. ``method``: whose mask it has (None: dense); ``runner``: the method's label or the baseline."""
+    """A row to be. ``method``: whose mask it has (None: dense); ``runner``: the method's label or the baseline.
+
+    backend: the one that was asked for, where a row has a choice.
+    """
 
     op: str
     runner: str
@@ -48,6 +58,24 @@ class Task:
     condensed: bool
     length: int
     prepare: Callable[[], Work]
+    backend: str | None = None
+
+
+def has_op(op: str, method: Method, length: int) -> bool:
+    """True if there is something to time of a method's ``op`` at that length.
+
+    Pooling and importance stand before the attention of methods that make entries, or rank tokens. What is read at
+    once is for inference (no backward), and after it decode is the streaming rule's.
+    """
+    match op:
+        case "importance":
+            return reads_at_once(method, length) and method.focal == "top"
+        case "pooling":
+            makes_entries = method.rule.window is not None and method.rule.max_chunks is None
+            return reads_at_once(method, length) if method.reads_prompt else makes_entries
+        case "backward" | "decode":
+            return not method.reads_prompt
+    return True
 
 
 def baseline_task(setting: Setting, inputs: Inputs, op: str, name: str) -> Task:
@@ -55,9 +83,9 @@ def baseline_task(setting: Setting, inputs: Inputs, op: str, name: str) -> Task:
 
     def prepare() -> Work:
         length = inputs.q.shape[2]
-        flops = _flops(setting, pooled(Dense(), inputs), length, op)
         attend = dense_attention(name, inputs)
-        return Work([_call(op, attend, tuple(inputs), setting)], flops=flops)
+        call = _call(op, attend, tuple(inputs), setting)
+        return _attending([call], None, setting, pooled(Dense(), inputs), length, op)
 
     return Task(op, name, None, False, inputs.q.shape[2], prepare)
 
@@ -66,9 +94,21 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
     """A condensed row on whole sequences."""
     L, scale = inputs.q.shape[2], inputs.scale
 
+    def importance() -> Work:
+        assert reads_at_once(method, L)
+
+        def call() -> Tensor:
+            return gate_prompt.ranked(method, inputs, backend)
+
+        flops = ranking_flops(setting.shape, setting.batch, sampled(method, L, setting.device))
+        return Work([call], lambda: gate_prompt.check_ranking(method, inputs, call()), flops=flops)
+
     def pooling() -> Work:
         def check() -> Verdict:
-            return gate.check_entries(method, inputs, pooled(method, inputs, backend))
+            sources = pooled(method, inputs, backend)
+            if method.reads_prompt:
+                return gate_prompt.check_prompt(method, inputs, sources, backend)
+            return gate.check_entries(method, inputs, sources)
 
         return Work(
             [lambda: pooled(method, inputs, backend)], check, nbytes=pooling_bytes(method, setting.shape, inputs)
@@ -79,11 +119,16 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
             return attention(*inputs, method=method, backend=backend)
 
         def check() -> Verdict:
-            if L <= gate.WHOLE:
-                return gate.check_layer(call(), method, inputs)
-            return gate.check_output(call(), inputs.q, pooled(method, inputs, backend), scale=scale)
+            sources = pooled(method, inputs, backend)
+            if L > gate.WHOLE:
+                return gate.check_output(call(), inputs.q, sources, scale=scale)
+            if reads_at_once(method, L):
+                made = gate_prompt.around(method, gate.mean_queries(inputs), gate_prompt.chosen(sources))
+            else:
+                made = gate.exact_and_plain(method, inputs)
+            return gate.check_layer(call(), inputs, *made)
 
-        return Work([call], check, flops=_flops(setting, pooled(method, inputs, backend), L, op))
+        return _attending([call], check, setting, pooled(method, inputs, backend), L, op)
 
     def attend() -> Work:
         sources = pooled(method, inputs, backend)
@@ -100,10 +145,10 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
                 lambda upstream: _gradients(run, leaves, upstream), inputs.q, sources, scale=scale
             )
 
-        return Work([_call(op, run, leaves, setting)], check, flops=_flops(setting, sources, L, op))
+        return _attending([_call(op, run, leaves, setting)], check, setting, sources, L, op)
 
-    prepare = {"pooling": pooling, "layer": layer}.get(op, attend)
-    return Task(op, label, method, True, L, prepare)
+    prepare = {"importance": importance, "pooling": pooling, "layer": layer}.get(op, attend)
+    return Task(op, label, method, True, L, prepare, backend)
 
 
 def flex_mask_task(setting: Setting, inputs: Inputs, op: str, method: Method) -> Task:
@@ -118,14 +163,23 @@ def flex_mask_task(setting: Setting, inputs: Inputs, op: str, method: Method) ->
         def check() -> Verdict:
             return gate.check_output(attend(*tensors), inputs.q, sources, scale=scale)
 
-        return Work([_call(op, attend, tensors, setting)], check, flops=_flops(setting, sources, L, op))
+        return _attending([_call(op, attend, tensors, setting)], check, setting, sources, L, op)
 
     return Task(op, "flex_mask", method, False, L, prepare)
 
 
-def _flops(setting: Setting, sources: Sources, length: int, op: str) -> int:
+def _attending(
+    calls: Sequence[Callable[[], Any]],
+    check: Callable[[], Verdict] | None,
+    setting: Setting,
+    sources: Sources,
+    length: int,
+    op: str,
+) -> Work:
+    """The work of attention to what ``length`` queries see."""
     pairs = visible_pairs(sources.bounds, length, setting.device)
-    return attention_flops(setting.shape, setting.batch, pairs, backward=op == "backward")
+    flops = attention_flops(setting.shape, setting.batch, pairs, backward=op == "backward")
+    return Work(calls, check, flops=flops, pairs=pairs)
 
 
 def _call(op: str, attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], setting: Setting) -> Callable[[], Any]:

@@ -46,14 +46,14 @@ def kernel_command(
     shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
     lengths: LengthsOption = None,
     method: MethodOption = None,
-    ops: Annotated[str, typer.Option(help="Of forward, backward, pooling, layer, decode.")] = ",".join(bench.OPS),
+    ops: Annotated[str, typer.Option(help=f"Of {', '.join(bench.OPS)}.")] = ",".join(bench.OPS),
     baselines: Annotated[
         str | None, typer.Option(help=f"Of {', '.join(bench.BASELINES)}; or none. Default: all for the GPU.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    backend: Annotated[str, typer.Option(help="Of condense: auto, torch, triton.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Of condense: auto, torch, triton; several side by side.")] = "auto",
     budget: Annotated[float | None, typer.Option(help="Seconds of timing per figure. Default: 0.4.", min=0.0)] = None,
     quick: QuickOption = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
@@ -63,6 +63,7 @@ def kernel_command(
     heads = bench.HeadShape.parse(shape)
     check_int("batch", batch, 1)
     chosen_ops = bench.check_ops(_names(ops))
+    backends = tuple(dict.fromkeys(_names(backend)))
     where = parse_device(device)
     torch_dtype = _dtype(dtype, where)
     default = bench.GPU_BASELINES if where.type == "cuda" else (*bench.GPU_BASELINES, "sdpa")
@@ -72,10 +73,11 @@ def kernel_command(
         _methods(method, METHODS),
         default if baselines is None else bench.check_baselines([] if baselines == "none" else _names(baselines)),
         chosen_ops,
-        backend,
+        backends,
         (0.1 if quick else 0.4) if budget is None else budget,
     )
-    resolve_backend(backend, where, torch_dtype, (heads.width, heads.value_width))
+    for name in backends:
+        resolve_backend(name, where, torch_dtype, (heads.width, heads.value_width))
     what = f"{heads.label}-b{batch}-{str(torch_dtype).removeprefix('torch.')}"
     path = bench.result_path(results, "kernel", what, where)
     last = bench.last_result(results, "kernel", what, where)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.bench import OP_TITLES, OPS
-from condense.bench.report import crossing, milliseconds, title
+from condense.bench.report import crossing, feed_forward_shares, milliseconds, notes, title
 
 NO_CLAIMS = "On a CPU this only tries the command out: its numbers are no claims about anything."
 
@@ -21,7 +21,7 @@ def print_kernel(console: Console, content: Mapping[str, Any]) -> None:
     console.print(title(content), style="bold", highlight=False)
     console.print(
         f"ceilings of this run: {ceilings['matmul_tflops']:,.1f} TFLOP/s, {ceilings['copy_tbs']:.3f} TB/s; "
-        f"backend {content['backend']}",
+        f"backend {', '.join(content['backends'])}",
         highlight=False,
     )
     for op in OPS:
@@ -34,7 +34,9 @@ def print_kernel(console: Console, content: Mapping[str, Any]) -> None:
 
 
 def _kernel_table(console: Console, heading: str, rows: Sequence[Mapping[str, Any]], *, compared: bool) -> None:
-    table = _table(heading, ("tokens", "runner", "median", "p20 to p80", "rate", "of ceiling", "peak", "faster than"))
+    table = _table(
+        heading, ("tokens", "runner", "median", "p20 to p80", "rate", "of ceiling", "peak", "faster than", "also")
+    )
     if compared:
         table.add_column("change", justify="right")
     for row in rows:
@@ -54,6 +56,7 @@ def _kernel_table(console: Console, heading: str, rows: Sequence[Mapping[str, An
             f"{share:.1%}",
             "-" if peak is None else f"{peak / 2**20:,.0f} MiB",
             ratios,
+            ", ".join(notes(row)),
         )
         table.add_row(*cells, *([_change(row, "times")] if compared else []))
     if table.rows:
@@ -97,6 +100,19 @@ def print_model(console: Console, content: Mapping[str, Any]) -> None:
         table.add_row(*cells, *changes)
     console.print(table)
     _errors(console, content["rows"])
+    experts = f", experts by {content['experts']}" if content["experts"] else ""
+    shares = feed_forward_shares(content)
+    for figures in content["feed_forward"]:
+        said = figures.get("error")
+        if said is None:
+            parts = (f"{name} {a:.0%} and {b:.0%}" for name, (a, b) in shares[figures["length"]].items())
+            said = (
+                f"{milliseconds(figures['first_ms'])} of the first token, {milliseconds(figures['step_ms'])} per "
+                f"token: of {', '.join(parts)}"
+            )
+        console.print(
+            f"feed-forward{experts} at {figures['length']:,}: {said}", highlight=False, markup=False, soft_wrap=True
+        )
     for figure, heading in (("first", "first token"), ("step", "per token")):
         for name, length in content["crossover"][figure].items():
             console.print(f"{heading}, {crossing(name, length)}", highlight=False, markup=False)
@@ -106,7 +122,9 @@ def print_model(console: Console, content: Mapping[str, Any]) -> None:
 def _table(heading: str, columns: Sequence[str]) -> Table:
     table = Table(title=heading, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for column in columns:
-        table.add_column(column, justify="left" if column in ("runner", "faster than") else "right", overflow="fold")
+        table.add_column(
+            column, justify="left" if column in ("runner", "faster than", "also") else "right", overflow="fold"
+        )
     return table
 
 

@@ -157,25 +157,40 @@ class DGA(Method):
         assert isinstance(num_focal, Tensor)
         if torch.equal(num_focal, tokens):
             return exact_prompt(k, v, tokens)
+        scores = self.ranking(q, k, tokens, scale=scale, backend=backend)
+        focal = highest(scores, num_focal, tokens).expand(-1, k.shape[1], -1)
+        return self.grouped_around(focal, q, k, v, tokens, scale=scale, backend=backend)
+
+    def ranking(self, q: Tensor, k: Tensor, tokens: Tensor, *, scale: float, backend: str) -> Tensor:
+        """What ranks the tokens of whole prompts: the highest `num_focal` of each row are focal, ``[B, K|1, L]``.
+
+        q ``[B, H, L, D]`` and k ``[B, K, L, D]`` are right-aligned rows of ``tokens`` (int64 CPU ``[B]``) real tokens.
+        """
         if self.focal == "random":
-            starts = (tokens - L).to(k.device, non_blocking=True)
-            scores = scramble(torch.arange(L, device=k.device) + starts[:, None], self.seed)[:, None]
-        else:
-            scores = importance(
-                q,
-                k,
-                tokens,
-                scale=scale,
-                num_recent=self.num_recent,
-                num_random=self.num_random,
-                seed=self.seed,
-                backend=backend,
-            )
+            starts = (tokens - k.shape[2]).to(k.device, non_blocking=True)
+            return scramble(torch.arange(k.shape[2], device=k.device) + starts[:, None], self.seed)[:, None]
+        return importance(
+            q,
+            k,
+            tokens,
+            scale=scale,
+            num_recent=self.num_recent,
+            num_random=self.num_random,
+            seed=self.seed,
+            backend=backend,
+        )
+
+    def grouped_around(
+        self, focal: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, backend: str
+    ) -> Prompt:
+        """Whole prompts whose focal tokens are chosen, bool ``[B, K, L]``: the others in groups. Else as `ranking`."""
+        num_focal = self.num_focal(tokens)
+        assert isinstance(num_focal, Tensor)
         return focal_prompt(
             q,
             k,
             v,
-            highest(scores, num_focal, tokens).expand(-1, k.shape[1], -1),
+            focal,
             num_focal,
             tokens,
             group_size=self.group_size,

@@ -1,0 +1,78 @@
+"""The part of a model's time that condensing cannot touch: its feed-forward modules, experts among them.
+
+Shapes: B rows, L tokens, h hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from condense.bench.runners import now
+from condense.bench.timing import Clock
+
+_STEP_BUDGET_S = 0.2
+
+
+def feed_forward_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The ``mlp`` of every decoder layer, in order; empty for families that call it otherwise."""
+    return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "mlp"]
+
+
+def experts_implementation(model: PreTrainedModel) -> str | None:
+    """How transformers runs the experts; None for a model that has none."""
+    if not any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        return None
+    implementation = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
+    return None if implementation is None else str(implementation)
+
+
+def first_ms(model: PreTrainedModel, ids: Tensor, chunk: int | None) -> float:
+    """Milliseconds in these modules while ids ``[B, L]`` are read, in pieces of ``chunk`` tokens (None: at once).
+
+    The model is taken as it is, condensed or not: its feed-forward does the same work.
+    """
+    marks: list[Any] = []
+
+    def mark(*_: object) -> None:
+        marks.append(_mark(ids.device))
+
+    modules = feed_forward_modules(model)
+    hooks = [add(mark) for m in modules for add in (m.register_forward_pre_hook, m.register_forward_hook)]
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    try:
+        for piece in ids.split(chunk or ids.shape[1], dim=1):
+            model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    now(ids.device)
+    # they do not nest: beginnings and ends take turns
+    return sum(_between_ms(*span) for span in zip(marks[::2], marks[1::2], strict=True))
+
+
+def step_ms(model: PreTrainedModel) -> float:
+    """Milliseconds of all these modules, one after another, on one token ``[1, 1, h]``: one graph on CUDA."""
+    modules, device = feed_forward_modules(model), model.device
+    generator = torch.Generator(device).manual_seed(0)
+    # normalized hidden states are about as large
+    size = (1, 1, model.config.get_text_config(decoder=True).hidden_size)
+    hidden = torch.randn(size, generator=generator, dtype=model.dtype, device=device)
+    return Clock(device, _STEP_BUDGET_S).time_rotating([lambda: [module(hidden) for module in modules]]).median_ms
+
+
+def _mark(device: torch.device) -> Any:
+    """A moment: an event on CUDA, whose work is queued, else seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_ms(start: Any, stop: Any) -> float:
+    return (stop - start) * 1e3 if isinstance(start, float) else start.elapsed_time(stop)
