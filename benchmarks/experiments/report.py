@@ -192,7 +192,8 @@ def _grid(runs: Runs) -> str:
                 cells.append("")
                 continue
             text, numbers = _named(run["text"], "own"), _named(run["retrieval"], "own")
-            assert text is not None and numbers is not None
+            assert text is not None
+            assert numbers is not None
             cells.append(f"{numbers['exact']['share']:.3f}, {text['loss']:.3f}")
         lines.append(f"| {key} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

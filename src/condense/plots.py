@@ -132,9 +132,10 @@ def plot_bench(results: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_lines(
-    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: Path, *, x_label: str, y_label: str
-) -> None:
+Line = tuple[Sequence[float], Sequence[float]]
+
+
+def plot_lines(panels: Mapping[str, Mapping[str, Line]], path: Path, *, x_label: str, y_label: str) -> None:
     """Lines in panels: title -> label -> x and y."""
     figure, axes = _figure(len(panels), width=3.6)
     for axis, (title, lines) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
