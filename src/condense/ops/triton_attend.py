@@ -22,6 +22,8 @@ from condense.ops.triton_parts import descriptors, split_width
 _LOG2E = math.log2(math.e)
 _UNLIMITED = 1 << 30
 _HOPPER_ROWS = 128
+# of keys and values
+_HOPPER_WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
 _NAMES = ("prefix_k", "prefix_v", "band_k", "band_v")
 
 
@@ -166,8 +168,9 @@ def _device(device: torch.device) -> tuple[tuple[int, int], int]:
 
 
 def _is_for_hopper(q: Tensor, Dv: int, R: int) -> bool:
-    """True on a GPU of compute capability 9.0 for 16-bit types, widths 64 or 128 and at most 128 heads per KV head."""
-    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == Dv and Dv in (64, 128) and R <= _HOPPER_ROWS
+    """True on a GPU of compute capability 9.0 for 16-bit types, its widths and at most 128 heads per KV head."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    fits = half and (q.shape[3], Dv) in _HOPPER_WIDTHS and R <= _HOPPER_ROWS
     return fits and q.is_cuda and _device(q.device)[0] == (9, 0)
 
 
