@@ -8,7 +8,16 @@ from triton_kernels import test_attend as plain
 import condense
 from condense.ops import triton_attend
 
-ROWS = [row for row in plain.MATRIX if row[2] != torch.float32 and row[3:] in ((64, 64), (128, 128))]
+HALF = [dtype for dtype in plain.DTYPES if dtype != torch.float32]
+# keys in one part and in two, the latter with each kind of bounds, and with the small blocks that a bias takes (dga)
+ROWS = [row for row in plain.MATRIX if row[2] in HALF and row[3] == row[4] and row[3:] in triton_attend._HOPPER_WIDTHS]
+ROWS += [
+    (name, shape, dtype, *widths)
+    for name in ("cca", "streaming-log_size", "dga")
+    for shape in plain.SHAPES
+    for dtype in HALF
+    for widths in plain.LATENT_WIDTHS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +48,13 @@ def test_a_later_token_leaves_earlier_outputs_bit_equal():
     plain.test_a_later_token_leaves_earlier_outputs_bit_equal()
 
 
-def test_is_chosen_for_long_sequences_and_agrees_with_the_plain_kernel(monkeypatch):
+@pytest.mark.parametrize(("H", "K", "D", "Dv"), [(32, 8, 128, 128), (16, 16, 192, 128), (40, 40, 96, 64)])
+def test_is_chosen_for_long_sequences_and_agrees_with_the_plain_kernel(H, K, D, Dv, monkeypatch):
     """Several tiles per program, so that the ring of keys goes on from one to the next."""
     monkeypatch.undo()
-    q, k, v = (x.cuda() for x in oracle.random_qkv(1, 32, 8, 5000, 128, 128, dtype=torch.bfloat16))
-    assert triton_attend._fills(q, 8)
-    assert triton_attend._is_for_hopper(q, 128, 4)
+    q, k, v = (x.cuda() for x in oracle.random_qkv(1, H, K, 5000, D, Dv, dtype=torch.bfloat16))
+    assert triton_attend._fills(q, K)
+    assert triton_attend._is_for_hopper(q, Dv, H // K)
     for method in (condense.CCA(), condense.CCA(window=100, rep_bias="log_size"), condense.StreamingLLM(window=500)):
         got = condense.attention(q, k, v, method=method, return_lse=True)
         with monkeypatch.context() as patch:

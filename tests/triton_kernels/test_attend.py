@@ -33,7 +33,9 @@ if CUDA:
     CASES |= METHODS
 # every case and shape at one width, every width in one case, the other dtypes at some widths; interpreted, which is
 # slow, every case in one shape and every shape in one case
-WIDTHS = [(D, D) for D in TRITON_WIDTHS if D != WIDTH] + [(192, 128), (96, 64)] if CUDA else [(64, 16)]
+LATENT_WIDTHS = [(192, 128), (96, 64)]
+WIDTHS = [(D, D) for D in TRITON_WIDTHS if D != WIDTH] if CUDA else [(64, 16), (80, 80)]
+WIDTHS += LATENT_WIDTHS
 PAIRS = [(name, shape) for name in CASES for shape in SHAPES if CUDA or name == "cca" or shape == "ratio7-padded"]
 MATRIX = [(name, shape, DTYPES[0], WIDTH, 24 if not CUDA else WIDTH) for name, shape in PAIRS] + [
     ("streaming-log_size", shape, dtype, *widths)

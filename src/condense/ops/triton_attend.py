@@ -13,24 +13,23 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from condense.ops.bounds import Bounds, UniformBounds
 from condense.ops.triton_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton_forward import attend_fwd_kernel
+from condense.ops.triton_parts import descriptors, split_width
 
 _LOG2E = math.log2(math.e)
 _UNLIMITED = 1 << 30
 _HOPPER_ROWS = 128
+# of keys and values
+_HOPPER_WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
 _NAMES = ("prefix_k", "prefix_v", "band_k", "band_v")
 
 
-def _width(D: int) -> int:
-    return max(16, triton.next_power_of_2(D))
-
-
 def _widths(D: int, Dv: int) -> dict[str, int]:
-    return {"D": D, "DV": Dv, "BD": _width(D), "BV": _width(Dv)}
+    (D0, D1), (V0, V1) = split_width(D), split_width(Dv)
+    return {"D0": D0, "D1": D1, "V0": V0, "V1": V1}
 
 
 def _tiles(q: Tensor, Dv: int, R: int, kernel: str) -> dict[str, int]:
@@ -45,7 +44,7 @@ def _tiles(q: Tensor, Dv: int, R: int, kernel: str) -> dict[str, int]:
         return {"BM": 16 if kernel == "dkv" else max(16, rows), "BN": 16}
     if q.dtype == torch.float32:  # three products per product: small, to stay in registers
         return {"BM": 32 if kernel == "dkv" else max(32, rows), "BN": 32, "num_warps": 4, "num_stages": 1}
-    widest = max(_width(q.shape[3]), _width(Dv))
+    widest = max(q.shape[3], Dv)
     if kernel == "dkv":
         return {"BM": 32, "BN": 64, "num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2}
     stages = 3 if kernel == "fwd" and widest <= 128 else 2
@@ -130,14 +129,6 @@ def _filled(sources: list[Tensor]) -> list[Tensor]:
     return [x if x.shape[2] > 0 else sources[n + 2] for n, x in enumerate(sources)]
 
 
-def _descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> dict[str, TensorDescriptor]:
-    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]`` by name: tiles of ``rows`` and all heads."""
-    return {
-        name: TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, *x.shape[2:-2], rows, _width(x.shape[-1])])
-        for name, x in zip(names, tensors, strict=True)
-    }
-
-
 @torch.library.custom_op("condense::attend", mutates_args=())
 def _attend(
     q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
@@ -162,7 +153,7 @@ def _attend(
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):
         attend_fwd_kernel[triton.cdiv(plan.L, tiles["BM"] // plan.R), q.shape[0] * plan.K](
-            q_ptr=q, **_descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, lse_ptr=lse,
+            q_ptr=q, **descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, lse_ptr=lse,
             s_q=q.stride()[:3], s_bounds=plan.s_bounds, M=prefix_k.shape[2], **plan.shared(),
             **_widths(q.shape[3], out.shape[3]), **tiles,
         )  # fmt: skip
@@ -177,8 +168,9 @@ def _device(device: torch.device) -> tuple[tuple[int, int], int]:
 
 
 def _is_for_hopper(q: Tensor, Dv: int, R: int) -> bool:
-    """True on a GPU of compute capability 9.0 for 16-bit types, widths 64 or 128 and at most 128 heads per KV head."""
-    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == Dv and Dv in (64, 128) and R <= _HOPPER_ROWS
+    """True on a GPU of compute capability 9.0 for 16-bit types, its widths and at most 128 heads per KV head."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    fits = half and (q.shape[3], Dv) in _HOPPER_WIDTHS and R <= _HOPPER_ROWS
     return fits and q.is_cuda and _device(q.device)[0] == (9, 0)
 
 
@@ -215,7 +207,7 @@ def _attend_backward(
     with torch.cuda.device_of(q):
         tiles = _tiles(q, Dv, plan.R, "dq")
         attend_dq_kernel[triton.cdiv(L, tiles["BM"] // plan.R), B * plan.K](
-            q_ptr=q, **_descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, d_out_ptr=d_out, lse_ptr=lse,
+            q_ptr=q, **descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, d_out_ptr=d_out, lse_ptr=lse,
             d_lse_ptr=d_lse.contiguous(), row_lse_ptr=row_lse, dq_ptr=dq, s_q=q.stride()[:3], s_out=d_out.stride()[:3],
             s_bounds=plan.s_bounds, **shared, **tiles,
         )  # fmt: skip
@@ -225,7 +217,7 @@ def _attend_backward(
         grouped = [x.unflatten(1, (-1, heads)) for x in (q, d_out)]
         prefix_blocks = triton.cdiv(M, tiles["BN"])
         attend_dkv_kernel[B * plan.K, prefix_blocks + triton.cdiv(N, tiles["BN"])](
-            **_descriptors(("q_source", "d_out_source"), grouped, tiles["BM"] // heads), lse_ptr=row_lse, HEADS=heads,
+            **descriptors(("q_source", "d_out_source"), grouped, tiles["BM"] // heads), lse_ptr=row_lse, HEADS=heads,
             **{f"{name}_ptr": x for name, x in zip(_NAMES, sources, strict=True)},
             **{f"d_{name}_ptr": x for name, x in zip(_NAMES, grads, strict=True)},
             **{f"s_{name}": x.stride()[:3] for name, x in zip(_NAMES, sources, strict=True)},

@@ -12,23 +12,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from condense.ops.triton_forward import VARYING, load_keys
+from condense.ops.triton_forward import VARYING
+from condense.ops.triton_parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton_rule import seen_by, split, tile_rows, visible
 
 
 @triton.jit
 def _dq_keys(
     dq, q, d_out, lse, delta, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale, level,
-    BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale."""
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        k = load_keys(k_source, b, kvh, start, BN, BD)
-        v = load_keys(v_source, b, kvh, start, BN, BV)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+        k = load_block(k_source, [b, kvh, start, 0], BN)
+        v = load_block(v_source, [b, kvh, start, 0], BN)
+        s = products(q, k, PRECISION)
+        dp = products(d_out, v, PRECISION)
         shift = (lse - level)[:, None]
         if BIASED:
             shift = shift - tl.load(bias_ptr + n, mask=n < size, other=0.0)[None, :]
@@ -36,16 +36,17 @@ def _dq_keys(
         if MASKED:
             p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), p, 0.0)
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = add_weighted(dq, ds, k, PRECISION)
     return dq
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_dq_kernel(
-    q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr,
-    delta_ptr, dq_ptr, s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
+    q_ptr, prefix_k, prefix_k1, prefix_v, prefix_v1, band_k, band_k1, band_v, band_v1, bias_ptr, bounds,
+    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
+    s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
     chunk, window, entries, max_chunks, scale, level, softmax_scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per row.
@@ -58,57 +59,59 @@ def attend_dq_kernel(
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
     start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
     rep_end, raw_start, raw_end = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
-    d, e = tl.arange(0, BD), tl.arange(0, BV)
     head = wide_kvh * R + r
     at = (wide_b * K * R + head) * L + i
-    width, v_width = real[:, None] & (d[None, :] < D), real[:, None] & (e[None, :] < DV)
     q_at = wide_b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=width, other=0.0)
+    q = load_rows(q_ptr, q_at, real, D0, D1)
     out_at = wide_b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2]
-    d_out = tl.load(d_out_ptr + out_at[:, None] + e[None, :], mask=v_width, other=0.0)
-    out = tl.load(out_ptr + at[:, None] * DV + e[None, :], mask=v_width, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1) - tl.load(d_lse_ptr + at, mask=real, other=0.0)
+    d_out = load_rows(d_out_ptr, out_at, real, V0, V1)
+    out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
+    delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
+    if V1 > 0:
+        delta += tl.sum(out[1].to(tl.float32) * d_out[1].to(tl.float32), 1)
+    delta -= tl.load(d_lse_ptr + at, mask=real, other=0.0)
     lse = tl.load(lse_ptr + at, mask=real, other=float("-inf")) * 1.4426950408889634
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(row_lse_ptr + at, lse, mask=real)
     tl.store(delta_ptr + at, delta, mask=real)
-    dq = tl.zeros([BM, BD], tl.float32)
+    dq = zeros(BM, D0, D1)
     zero = tl.zeros_like(rep_end)
 
     bias_ptr += wide_b * s_bias[0] + wide_kvh * s_bias[1]
+    k, v = parts(prefix_k, prefix_k1), parts(prefix_v, prefix_v1)
     hi = tl.max(rep_end)
     _, whole = split(0, 0, tl.min(rep_end), hi, BN)
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
-        BD, BV, BN, False, BIASED, PRECISION,
+        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
+        BN, False, BIASED, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, prefix_k, prefix_v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
-        BD, BV, BN, True, BIASED, PRECISION,
+        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
+        BN, True, BIASED, PRECISION,
     )  # fmt: skip
 
+    k, v = parts(band_k, band_k1), parts(band_v, band_v1)
     lo, hi = tl.min(raw_start), tl.max(raw_end)
     left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
-        BD, BV, BN, True, False, PRECISION,
+        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
+        BN, True, False, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
-        BD, BV, BN, False, False, PRECISION,
+        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
+        BN, False, False, PRECISION,
     )  # fmt: skip
     dq = _dq_keys(
-        dq, q, d_out, lse, delta, band_k, band_v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
-        BD, BV, BN, True, False, PRECISION,
+        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
+        BN, True, False, PRECISION,
     )  # fmt: skip
-    tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * softmax_scale).to(q.dtype), mask=width)
+    store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 
 @triton.jit
 def _dkv_queries(
     dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, b, kvh, first, last, lo, hi, L, R, scale,
-    BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, HEADS: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, HEADS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv; ``[first, last)`` see a key."""
     QUERIES: tl.constexpr = BM // HEADS
@@ -119,29 +122,29 @@ def _dkv_queries(
         for start in range(lo, hi, QUERIES):
             i = start + row % QUERIES
             inside = i < L if MASKED else i >= 0
-            q = q_source.load([b, head, 0, start, 0]).reshape(BM, BD)
-            d_out = d_out_source.load([b, head, 0, start, 0]).reshape(BM, BV)
+            q = load_block(q_source, [b, head, 0, start, 0], BM)
+            d_out = load_block(d_out_source, [b, head, 0, start, 0], BM)
             lse = tl.load(lse_ptr + stat_rows + start, mask=inside, other=float("inf"))
             delta = tl.load(delta_ptr + stat_rows + start, mask=inside, other=0.0)
-            s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+            s = products(k, q, PRECISION)
+            dp = products(v, d_out, PRECISION)
             p = tl.exp2(s * scale + (bias[:, None] - lse[None, :]))
             if MASKED:
                 p = tl.where((i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]), p, 0.0)
             ds = p * (dp - delta[None, :])
-            dv = tl.dot(p.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dv = add_weighted(dv, p, d_out, PRECISION)
+            dk = add_weighted(dk, ds, q, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=(*VARYING, "N", "prefix_blocks"))
 def attend_dkv_kernel(
-    q_source, prefix_k_ptr, prefix_v_ptr, band_k_ptr, band_v_ptr, bias_ptr, bounds, prefix_seen, band_seen,
-    d_out_source, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
+    q_source, q_source1, prefix_k_ptr, prefix_v_ptr, band_k_ptr, band_v_ptr, bias_ptr, bounds, prefix_seen, band_seen,
+    d_out_source, d_out_source1, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
     s_prefix_k, s_prefix_v, s_band_k, s_band_v, s_bias, s_prefix_seen, s_band_seen,
     K, R, L, M, N, prefix_blocks, query_start, band_start, pads, offset, chunk, window, entries, max_chunks,
     scale, level, softmax_scale,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HEADS: tl.constexpr, RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, n, D]`` and dv ``[B, K, n, Dv]`` of both sources, contiguous.
@@ -158,15 +161,13 @@ def attend_dkv_kernel(
     size = tl.where(is_prefix, M, N)
     n = block * BN + tl.arange(0, BN)
     inside = n < size
-    d, e = tl.arange(0, BD), tl.arange(0, BV)
-    wide_n = n[:, None].to(tl.int64)
-    k_width, v_width = inside[:, None] & (d[None, :] < D), inside[:, None] & (e[None, :] < DV)
+    wide_n = n.to(tl.int64)
     bias = tl.zeros([BN], tl.float32)
     start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
     if is_prefix:
-        k_at = prefix_k_ptr + b * s_prefix_k[0] + kvh * s_prefix_k[1] + wide_n * s_prefix_k[2] + d[None, :]
-        v_at = prefix_v_ptr + b * s_prefix_v[0] + kvh * s_prefix_v[1] + wide_n * s_prefix_v[2] + e[None, :]
-        dk_at, dv_at = d_prefix_k_ptr, d_prefix_v_ptr
+        k_ptr, k_at = prefix_k_ptr, b * s_prefix_k[0] + kvh * s_prefix_k[1] + wide_n * s_prefix_k[2]
+        v_ptr, v_at = prefix_v_ptr, b * s_prefix_v[0] + kvh * s_prefix_v[1] + wide_n * s_prefix_v[2]
+        dk_ptr, dv_ptr = d_prefix_k_ptr, d_prefix_v_ptr
         bias += level
         if BIASED:
             bias += tl.load(bias_ptr + b * s_bias[0] + kvh * s_bias[1] + n, mask=inside, other=0.0)
@@ -174,31 +175,32 @@ def attend_dkv_kernel(
             n, size, True, L, b, kvh, prefix_seen, s_prefix_seen, bounds, start, rule, RULE
         )  # fmt: skip
     else:
-        k_at = band_k_ptr + b * s_band_k[0] + kvh * s_band_k[1] + wide_n * s_band_k[2] + d[None, :]
-        v_at = band_v_ptr + b * s_band_v[0] + kvh * s_band_v[1] + wide_n * s_band_v[2] + e[None, :]
-        dk_at, dv_at = d_band_k_ptr, d_band_v_ptr
+        k_ptr, k_at = band_k_ptr, b * s_band_k[0] + kvh * s_band_k[1] + wide_n * s_band_k[2]
+        v_ptr, v_at = band_v_ptr, b * s_band_v[0] + kvh * s_band_v[1] + wide_n * s_band_v[2]
+        dk_ptr, dv_ptr = d_band_k_ptr, d_band_v_ptr
         first, last = seen_by(n, size, False, L, b, kvh, band_seen, s_band_seen, bounds, start, rule, RULE)
-    k, v = tl.load(k_at, mask=k_width, other=0.0), tl.load(v_at, mask=v_width, other=0.0)
+    k, v = load_rows(k_ptr, k_at, inside, D0, D1), load_rows(v_ptr, v_at, inside, V0, V1)
+    queries, d_outs = parts(q_source, q_source1), parts(d_out_source, d_out_source1)
 
     lse_ptr += b * K * R * L
     delta_ptr += b * K * R * L
     seen = first < last
     lo, hi = tl.min(tl.where(seen, first, L)), tl.max(last)
     left, right = split(lo, tl.max(first), tl.min(tl.where(inside, last, L)), hi, BM // HEADS)
-    dk, dv = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BV], tl.float32)
+    dk, dv = zeros(BN, D0, D1), zeros(BN, V0, V1)
     row, head = tl.program_id(0) // K, tl.program_id(0) % K
     dk, dv = _dkv_queries(
-        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, lo, left, L, R,
-        scale, BD, BV, BM, HEADS, True, PRECISION,
+        dk, dv, k, v, bias, queries, d_outs, lse_ptr, delta_ptr, row, head, first, last, lo, left, L, R,
+        scale, BM, HEADS, True, PRECISION,
     )  # fmt: skip
     dk, dv = _dkv_queries(
-        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, left, right, L, R,
-        scale, BD, BV, BM, HEADS, False, PRECISION,
+        dk, dv, k, v, bias, queries, d_outs, lse_ptr, delta_ptr, row, head, first, last, left, right, L, R,
+        scale, BM, HEADS, False, PRECISION,
     )  # fmt: skip
     dk, dv = _dkv_queries(
-        dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, row, head, first, last, right, hi, L, R,
-        scale, BD, BV, BM, HEADS, True, PRECISION,
+        dk, dv, k, v, bias, queries, d_outs, lse_ptr, delta_ptr, row, head, first, last, right, hi, L, R,
+        scale, BM, HEADS, True, PRECISION,
     )  # fmt: skip
     at = (b * K + kvh) * size + wide_n
-    tl.store(dk_at + at * D + d[None, :], (dk * softmax_scale).to(k.dtype), mask=k_width)
-    tl.store(dv_at + at * DV + e[None, :], dv.to(v.dtype), mask=v_width)
+    store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in dk], inside, D0, D1)
+    store_rows(dv_ptr, at * (V0 + V1), dv, inside, V0, V1)

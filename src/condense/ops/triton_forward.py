@@ -4,7 +4,8 @@ A program owns a tile of rows, see `condense.ops.triton_rule`. Blocks of keys th
 mask. Keys and values come through tensor descriptors ``[B, K, N, D]``, which read zeros past the end.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, M prefix entries, N band tokens,
-D and DV widths. BM rows and BN keys per tile, BD and BV the widths rounded up to powers of two.
+D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton_parts`. A descriptor whose name
+ends in 1 is for the second part, None if there is none. BM rows and BN keys per tile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from condense.ops.triton_parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton_rule import split, tile_rows, visible
 
 # numbers that change from call to call must not each make a new kernel
@@ -19,16 +21,9 @@ VARYING = ("L", "M", "query_start", "band_start", "pads", "offset", "chunk", "wi
 
 
 @triton.jit
-def load_keys(source, b, kvh, start, BN: tl.constexpr, BD: tl.constexpr):
-    """Keys or values ``[BN, BD]`` from ``start`` on."""
-    return source.load([b, kvh, start, 0]).reshape(BN, BD)
-
-
-@triton.jit
 def _forward_keys(
     acc, m, total, q, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale, level,
-    BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys ``[lo, hi)`` of one source; a row sees ``[first, last)``. Scores are base 2.
 
@@ -36,8 +31,8 @@ def _forward_keys(
     """
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        k = load_keys(k_source, b, kvh, start, BN, BD)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k = load_block(k_source, [b, kvh, start, 0], BN)
+        s = products(q, k, PRECISION)
         if BIASED:
             s = s * scale + tl.load(bias_ptr + n, mask=n < size, other=0.0)[None, :]
         if MASKED:
@@ -48,18 +43,18 @@ def _forward_keys(
         p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - level)[:, None])
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
-        v = load_keys(v_source, b, kvh, start, BN, BV)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        v = load_block(v_source, [b, kvh, start, 0], BN)
+        acc = add_weighted([x * alpha[:, None] for x in acc], p, v, PRECISION)
         m = m_new
     return acc, m, total
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_fwd_kernel(
-    q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, lse_ptr,
-    s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
+    q_ptr, prefix_k, prefix_k1, prefix_v, prefix_v1, band_k, band_k1, band_v, band_v1, bias_ptr, bounds,
+    out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
     chunk, window, entries, max_chunks, scale, level,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2."""
@@ -70,44 +65,45 @@ def attend_fwd_kernel(
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
     start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
     rep_end, raw_start, raw_end = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
-    d, e = tl.arange(0, BD), tl.arange(0, BV)
     head = wide_kvh * R + r
     q_at = wide_b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=real[:, None] & (d[None, :] < D), other=0.0)
-    acc = tl.zeros([BM, BV], tl.float32)
+    q = load_rows(q_ptr, q_at, real, D0, D1)
+    acc = zeros(BM, V0, V1)
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     zero = tl.zeros_like(rep_end)
 
     bias_ptr += wide_b * s_bias[0] + wide_kvh * s_bias[1]
+    k, v = parts(prefix_k, prefix_k1), parts(prefix_v, prefix_v1)
     hi = tl.max(rep_end)
     _, whole = split(0, 0, tl.min(rep_end), hi, BN)
     acc, m, total = _forward_keys(
-        acc, m, total, q, prefix_k, prefix_v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
-        BD, BV, BN, False, BIASED, PRECISION,
+        acc, m, total, q, k, v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
+        BN, False, BIASED, PRECISION,
     )  # fmt: skip
     acc, m, total = _forward_keys(
-        acc, m, total, q, prefix_k, prefix_v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
-        BD, BV, BN, True, BIASED, PRECISION,
+        acc, m, total, q, k, v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
+        BN, True, BIASED, PRECISION,
     )  # fmt: skip
 
+    k, v = parts(band_k, band_k1), parts(band_v, band_v1)
     lo, hi = tl.min(raw_start), tl.max(raw_end)
     left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
     acc, m, total = _forward_keys(
-        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
-        BD, BV, BN, True, False, PRECISION,
+        acc, m, total, q, k, v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
+        BN, True, False, PRECISION,
     )  # fmt: skip
     acc, m, total = _forward_keys(
-        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
-        BD, BV, BN, False, False, PRECISION,
+        acc, m, total, q, k, v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
+        BN, False, False, PRECISION,
     )  # fmt: skip
     acc, m, total = _forward_keys(
-        acc, m, total, q, band_k, band_v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
-        BD, BV, BN, True, False, PRECISION,
+        acc, m, total, q, k, v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
+        BN, True, False, PRECISION,
     )  # fmt: skip
 
     at = (wide_b * K * R + head) * L + i
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_ptr + at[:, None] * DV + e[None, :], out.to(q.dtype), mask=real[:, None] & (e[None, :] < DV))
-    lse = tl.where(total > 0, (m + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453, float("-inf"))
+    safe = tl.where(total > 0, total, 1.0)
+    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in acc], real, V0, V1)
+    lse = tl.where(total > 0, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
     tl.store(lse_ptr + at, lse, mask=real)

@@ -12,8 +12,11 @@ takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers, 
 Keys come as one stream of blocks that all three derive from the same integers: first the blocks that some row sees only
 in part (prefix end, band start, band end), which need a mask, then those that every row sees whole.
 
+Queries and keys may be wider than values: the first D0 columns, as many as a value has, and the D1 that follow, both a
+power of two, lie apart in shared memory, and the scores are the sum of two products.
+
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, M prefix entries, N band tokens,
-D width of queries, keys and values. BN keys per block.
+D0 width of values, D0 + D1 of queries and keys. BN keys per block.
 """
 
 from __future__ import annotations
@@ -82,12 +85,16 @@ def _tile(work, tiles, K, R):
 
 
 @gluon.jit
-def _load(source, b, kvh, start, ring, full, empty, count, STAGES: gl.constexpr):
-    """Fetches one block into its place in the ring, as soon as both groups are done with what lies there."""
+def _load(parts, b, kvh, start, rings, full, empty, count, STAGES: gl.constexpr):
+    """Fetches one block into its place in the rings, as soon as both groups are done with what lies there."""
     stage, phase = count % STAGES, count // STAGES & 1
     mbarrier.wait(empty.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), source.block_type.nbytes)
-    tma.async_copy_global_to_shared(source, [b, kvh, start, 0], full.index(stage), ring.index(stage))
+    if len(parts) == 1:
+        mbarrier.expect(full.index(stage), parts[0].block_type.nbytes)
+    else:
+        mbarrier.expect(full.index(stage), parts[0].block_type.nbytes + parts[1].block_type.nbytes)
+    for n in gl.static_range(len(parts)):
+        tma.async_copy_global_to_shared(parts[n], [b, kvh, start, 0], full.index(stage), rings[n].index(stage))
 
 
 @gluon.jit
@@ -96,7 +103,7 @@ def _produce(
     BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
-    k_ring, v_ring = rings
+    k_rings, v_ring = rings
     k_full, k_empty, v_full, v_empty = barriers
     count = 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
@@ -105,31 +112,33 @@ def _produce(
         for t in range(blocks):
             is_prefix, at = _block(t, stream, BN)
             if is_prefix:
-                _load(prefix_k, b, kvh, at, k_ring, k_full, k_empty, count, STAGES)
-                _load(prefix_v, b, kvh, at, v_ring, v_full, v_empty, count, STAGES)
+                _load(prefix_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
+                _load((prefix_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
             else:
-                _load(band_k, b, kvh, at, k_ring, k_full, k_empty, count, STAGES)
-                _load(band_v, b, kvh, at, v_ring, v_full, v_empty, count, STAGES)
+                _load(band_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
+                _load((band_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
             count += 1
 
 
 @gluon.jit
-def _scores(q, k_ring, k_full, count, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
-    """Starts the product of queries and one block of keys."""
+def _scores(q, k_rings, k_full, count, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Starts the product of queries and one block of keys, both in one or two parts."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     stage, phase = count % STAGES, count // STAGES & 1
     mbarrier.wait(k_full.index(stage), phase)
-    k = k_ring.index(stage).reshape([BN, D])
-    zero = gl.zeros([ROWS, BN], gl.float32, layout)
-    return hopper.warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+    s = gl.zeros([ROWS, BN], gl.float32, layout)
+    for n in gl.static_range(len(q)):
+        k = k_rings[n].index(stage).reshape([BN, q[n].shape[1]])
+        s = hopper.warpgroup_mma(q[n], k.permute([1, 0]), s, use_acc=n > 0, is_async=True)
+    return s
 
 
 @gluon.jit
-def _add_values(p, acc, v_ring, count, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def _add_values(p, acc, v_ring, count, BN: gl.constexpr, STAGES: gl.constexpr):
     """Starts adding one block's values, weighted, to the accumulator; they have arrived."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     p = gl.convert_layout(p.to(v_ring.dtype), operand)
-    return hopper.warpgroup_mma(p, v_ring.index(count % STAGES).reshape([BN, D]), acc, is_async=True)
+    return hopper.warpgroup_mma(p, v_ring.index(count % STAGES).reshape([BN, acc.type.shape[1]]), acc, is_async=True)
 
 
 @gluon.jit
@@ -159,18 +168,17 @@ def _softmax(
 @gluon.jit
 def _step(
     acc, p, m, total, lo, hi, count, piece, stream, seen, q, bias_ptr, M, scale, level, rings, barriers, turns,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr,
-    GROUP: gl.constexpr,
+    BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Blocks ``[lo, hi)`` of a stream; the weights p of the block before are still to be used. count: of block lo."""
-    k_ring, v_ring = rings
+    k_rings, v_ring = rings
     k_full, k_empty, v_full, v_empty = barriers
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     for t in range(lo, hi):
         now = count + t - lo
         mbarrier.wait(turns.index(GROUP), ((now - 1 - piece) & 1) ^ (1 - GROUP))
-        s = _scores(q, k_ring, k_full, now, BN, D, STAGES)
-        acc_next = _add_values(p, acc, v_ring, now - 1, BN, D, STAGES)
+        s = _scores(q, k_rings, k_full, now, BN, STAGES)
+        acc_next = _add_values(p, acc, v_ring, now - 1, BN, STAGES)
         mbarrier.arrive(turns.index(1 - GROUP))
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(now % STAGES))
@@ -184,32 +192,48 @@ def _step(
     return acc, p, m, total
 
 
+@triton.constexpr_function
+def _packed(width):
+    """How rows go to and from memory: 16 bytes per thread."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _fetch_queries(
+    place, q_ptr, s_q, first, b, kvh, L, R, COLUMN: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr
+):
+    """Columns ``[COLUMN, COLUMN + WIDTH)`` of a group's queries, to shared memory."""
+    packed: gl.constexpr = _packed(WIDTH)
+    i, r, real = _rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R)
+    at = b * s_q[0] + (kvh * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
+    d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, packed))[None, :]
+    place.store(gl.load(q_ptr + at[:, None] + d, mask=real[:, None], other=0.0))
+
+
 @gluon.jit
 def _consume(
     q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level, tiles,
     works, queries, rings, barriers, turns,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr, BIASED: gl.constexpr,
-    GROUP: gl.constexpr,
+    D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
+    BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warp group: 64 of the 128 rows of each tile."""
-    k_ring, v_ring = rings
+    k_rings, v_ring = rings
     k_full, k_empty, v_full, v_empty = barriers
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # how rows go to and from memory: 16 bytes per thread
-    packed: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, packed))[None, :]
-    q = queries.index(GROUP)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D0, 16])
+    packed: gl.constexpr = _packed(D0)
+    q = [place.index(GROUP) for place in queries]
     packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed))
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))
     count, piece = 0, 0
     for work in range(gl.program_id(0), works, gl.num_programs(0)):
         first, b, kvh = _tile(work, tiles, K, R)
         wide_b, wide_kvh = b.to(gl.int64), kvh.to(gl.int64)
-        i, r, real = _rows(first, packed_j, L, R)
-        q_at = wide_b * s_q[0] + (wide_kvh * R + r) * s_q[1] + i.to(gl.int64) * s_q[2]
-        q.store(gl.load(q_ptr + q_at[:, None] + d, mask=real[:, None], other=0.0))
+        _fetch_queries(q[0], q_ptr, s_q, first, wide_b, wide_kvh, L, R, 0, D0, GROUP)
+        if D1 > 0:
+            _fetch_queries(q[1], q_ptr, s_q, first, wide_b, wide_kvh, L, R, D0, D1, GROUP)
         hopper.fence_async_shared()
 
         stream, blocks = _stream(first, L, R, b, kvh, bounds, s_bounds, start, rule, BN, RULE)
@@ -218,9 +242,9 @@ def _consume(
         bias = bias_ptr + wide_b * s_bias[0] + wide_kvh * s_bias[1]
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, narrow))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
-        acc = gl.zeros([ROWS, D], gl.float32, wide)
+        acc = gl.zeros([ROWS, D0], gl.float32, wide)
 
-        s = _scores(q, k_ring, k_full, count, BN, D, STAGES)
+        s = _scores(q, k_rings, k_full, count, BN, STAGES)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(count % STAGES))
         p, m, total, _ = _softmax(s, m, total, 0, stream, seen, bias, M, scale, level, BN, True, BIASED)
@@ -228,14 +252,14 @@ def _consume(
         whole = gl.maximum(stream[5], 1)
         acc, p, m, total = _step(
             acc, p, m, total, 1, whole, count + 1, piece, stream, seen, q, bias, M, scale, level, rings, barriers,
-            turns, D, BN, STAGES, True, BIASED, GROUP,
+            turns, BN, STAGES, True, BIASED, GROUP,
         )  # fmt: skip
         acc, p, m, total = _step(
             acc, p, m, total, whole, blocks, count + whole, piece, stream, seen, q, bias, M, scale, level, rings,
-            barriers, turns, D, BN, STAGES, False, BIASED, GROUP,
+            barriers, turns, BN, STAGES, False, BIASED, GROUP,
         )  # fmt: skip
         count, piece = count + blocks, piece + 1
-        acc = _add_values(p, acc, v_ring, count - 1, BN, D, STAGES)
+        acc = _add_values(p, acc, v_ring, count - 1, BN, STAGES)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((count - 1) % STAGES))
 
@@ -243,25 +267,36 @@ def _consume(
         lse = gl.where(total > 0, (m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
         gl.store(lse_ptr + (wide_b * K * R + wide_kvh * R + r) * L + i, lse, mask=real)
         # through the queries' place in shared memory, to be written in whole rows
-        q.store((acc / gl.convert_layout(safe, gl.SliceLayout(1, wide))[:, None]).to(dtype))
+        q[0].store((acc / gl.convert_layout(safe, gl.SliceLayout(1, wide))[:, None]).to(dtype))
         i, r, real = _rows(first, packed_j, L, R)
         at = (wide_b * K * R + wide_kvh * R + r) * L + i
-        gl.store(out_ptr + at[:, None] * D + d, q.load(packed), mask=real[:, None])
+        d = gl.arange(0, D0, layout=gl.SliceLayout(0, packed))[None, :]
+        gl.store(out_ptr + at[:, None] * D0 + d, q[0].load(packed), mask=real[:, None])
 
 
 @gluon.jit(do_not_specialize=(*VARYING, "tiles", "works"))
 def attend_fwd_hopper_kernel(
-    q_ptr, prefix_k, prefix_v, band_k, band_v, bias_ptr, bounds, out_ptr, lse_ptr,
+    q_ptr, prefix_k, prefix_k1, prefix_v, band_k, band_k1, band_v, bias_ptr, bounds, out_ptr, lse_ptr,
     s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
     chunk, window, entries, max_chunks, scale, level, tiles, works,
-    D: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr, BIASED: gl.constexpr,
+    D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
+    BIASED: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton_forward.attend_fwd_kernel`. tiles: of queries; works: tiles times B times K."""
+    """See `condense.ops.triton_forward.attend_fwd_kernel`. tiles: of queries; works: tiles times B times K.
+
+    prefix_k1, band_k1: the last D1 columns of the keys, None if D1 is 0.
+    """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    queries = gl.allocate_shared_memory(dtype, [2, ROWS, D], flat)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], band_k.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], band_v.layout)
+    q0 = gl.allocate_shared_memory(dtype, [2, ROWS, D0], gl.NVMMASharedLayout.get_default_for([ROWS, D0], dtype))
+    k0_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], band_k.layout)
+    if D1 == 0:
+        queries, k_rings, prefix_keys, band_keys = (q0,), (k0_ring,), (prefix_k,), (band_k,)
+    else:
+        q1 = gl.allocate_shared_memory(dtype, [2, ROWS, D1], gl.NVMMASharedLayout.get_default_for([ROWS, D1], dtype))
+        k1_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D1], band_k1.layout)
+        queries, k_rings = (q0, q1), (k0_ring, k1_ring)
+        prefix_keys, band_keys = (prefix_k, prefix_k1), (band_k, band_k1)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], band_v.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -277,19 +312,19 @@ def attend_fwd_hopper_kernel(
     hopper.fence_async_shared()
 
     start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
-    rings, barriers = (k_ring, v_ring), (k_full, k_empty, v_full, v_empty)
+    rings, barriers = (k_rings, v_ring), (k_full, k_empty, v_full, v_empty)
     gl.warp_specialize([
         (_consume, (
             q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level,
-            tiles, works, queries, rings, barriers, turns, D, BN, STAGES, RULE, BIASED, 0,
+            tiles, works, queries, rings, barriers, turns, D0, D1, BN, STAGES, RULE, BIASED, 0,
         )),
         (_consume, (
             q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level,
-            tiles, works, queries, rings, barriers, turns, D, BN, STAGES, RULE, BIASED, 1,
+            tiles, works, queries, rings, barriers, turns, D0, D1, BN, STAGES, RULE, BIASED, 1,
         )),
         (_produce, (
-            prefix_k, prefix_v, band_k, band_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings, barriers,
-            BN, STAGES, RULE,
+            prefix_keys, prefix_v, band_keys, band_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings,
+            barriers, BN, STAGES, RULE,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -306,22 +341,32 @@ def launch_fwd_hopper(
     BIASED: bool,
     **shared: Any,
 ) -> None:
-    """Starts the kernel on 16-bit tensors of width 64 or 128, at most 128 query heads per KV head.
+    """Starts the kernel on 16-bit tensors, at most 128 query heads per KV head.
+
+    Values are 64 or 128 wide, queries and keys as wide or half as wide again.
 
     sources: prefix k and v, band k and v, none empty. programs: one per multiprocessor. shared:
     the kernel's other arguments.
     """
     B, _, L, D = q.shape
+    D0 = out.shape[3]
+    D1 = D - D0
     tiles = triton.cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
     BN, stages = (64, 3) if BIASED else (128, 2)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    prefix_k, prefix_v, band_k, band_v = (
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, D], layout) for x in sources
-    )
+
+    def descriptor(x: Tensor) -> TensorDescriptor:
+        swizzle = min(128, x.shape[3] * x.element_size())
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, x.shape[3]], layout)
+
+    def keys(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+        return descriptor(x[..., :D0]), descriptor(x[..., D0:]) if D1 > 0 else None
+
+    prefix_k, prefix_v, band_k, band_v = sources
     # 12 warps: 168 registers each to begin with, of which the loading warps give most to the others
     attend_fwd_hopper_kernel[(min(works, programs),)](
-        q, prefix_k, prefix_v, band_k, band_v, out_ptr=out, lse_ptr=lse, s_q=q.stride()[:3], K=K, R=R, L=L,
-        tiles=tiles, works=works, D=D, BN=BN, STAGES=stages, BIASED=BIASED, num_warps=4, maxnreg=168,
-        **shared,
+        q, *keys(prefix_k), descriptor(prefix_v), *keys(band_k), descriptor(band_v), out_ptr=out, lse_ptr=lse,
+        s_q=q.stride()[:3], K=K, R=R, L=L, tiles=tiles, works=works, D0=D0, D1=D1, BN=BN, STAGES=stages,
+        BIASED=BIASED, num_warps=4, maxnreg=168, **shared,
     )  # fmt: skip

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from condense.ops.triton_parts import split_width
 from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
 
 if TYPE_CHECKING:
@@ -100,19 +101,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
 
 
-def _split_width(width: int) -> tuple[int, int]:
-    """A power of two and what is left: 80 is 64 + 16, 192 is 128 + 64."""
-    first = min(width, max(_MIN_TILE, 1 << (width.bit_length() - 1)))
-    return first, width - first
-
-
 def _padded(width: int) -> int:
     """Columns of the tile that holds a width."""
     return max(_MIN_TILE, int(triton.next_power_of_2(width)))
 
 
 def _widths(D: int, Dv: int, latent: int) -> dict[str, int]:
-    (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (_split_width(D), _split_width(Dv))
+    (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
     return {
         "D0": D0, "D1": D1, "P0": _padded(D0), "P1": _padded(D1),
         "V0": V0, "V1": V1, "U0": _padded(V0), "U1": _padded(V1),

@@ -1,0 +1,110 @@
+"""Rows of any width in tiles whose width is a power of two: 192 columns are 128 + 64, 80 are 64 + 16.
+
+A tile of rows is a tuple of one or two tensors ``[n, P]``, its parts; so no column is loaded or multiplied for nothing
+where one tile of 256 or 128 would be. D0 and D1 are the widths of the parts, D1 0 if there is one; P either of them
+rounded up to a power of two, at least 16, as matrix units ask for.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """The widths of the parts: the largest power of two, at least 32 columns if there are so many, and the rest."""
+    first = min(width, max(32, 1 << (width.bit_length() - 1)))
+    return first, width - first
+
+
+@triton.constexpr_function
+def tile_width(width):
+    """Columns of the tile that holds ``width`` of them."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> dict[str, TensorDescriptor | None]:
+    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]`` by name: tiles of ``rows`` and all heads.
+
+    A second part of the width has the name with a 1 after it, None if there is none.
+    """
+    found = {}
+    for name, x in zip(names, tensors, strict=True):
+        for key, part in zip((name, name + "1"), x.split(split_width(x.shape[-1]), dim=-1), strict=True):
+            tile = [1, 1, *x.shape[2:-2], rows, tile_width(part.shape[-1])]
+            whole = part.shape[-1] > 0
+            found[key] = TensorDescriptor(part, list(part.shape), list(part.stride()), tile) if whole else None
+    return found
+
+
+@triton.jit
+def parts(first, rest):
+    """Both as a tuple, without ``rest`` if that is None."""
+    if rest is None:
+        return (first,)
+    else:
+        return (first, rest)
+
+
+@triton.jit
+def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """Accumulators of n rows."""
+    first = tl.zeros([N, tile_width(D0)], tl.float32)
+    return parts(first, tl.zeros([N, tile_width(D1)], tl.float32) if D1 > 0 else None)
+
+
+@triton.jit
+def _load_columns(ptr, at, inside, LO: tl.constexpr, D: tl.constexpr):
+    d = tl.arange(0, tile_width(D))
+    return tl.load(ptr + LO + at[:, None] + d[None, :], mask=inside[:, None] & (d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def load_rows(ptr, at, inside, D0: tl.constexpr, D1: tl.constexpr):
+    """The rows that begin at ``ptr + at``, zeros where not inside."""
+    first = _load_columns(ptr, at, inside, 0, D0)
+    return parts(first, _load_columns(ptr, at, inside, D0, D1) if D1 > 0 else None)
+
+
+@triton.jit
+def _store_columns(ptr, at, x, inside, LO: tl.constexpr, D: tl.constexpr):
+    d = tl.arange(0, tile_width(D))
+    x = x.to(ptr.dtype.element_ty)
+    tl.store(ptr + LO + at[:, None] + d[None, :], x, mask=inside[:, None] & (d[None, :] < D))
+
+
+@triton.jit
+def store_rows(ptr, at, x, inside, D0: tl.constexpr, D1: tl.constexpr):
+    """The counterpart of `load_rows`, in the dtype of ``ptr``."""
+    _store_columns(ptr, at, x[0], inside, 0, D0)
+    if D1 > 0:
+        _store_columns(ptr, at, x[1], inside, D0, D1)
+
+
+@triton.jit
+def load_block(sources, at, N: tl.constexpr):
+    """n rows from ``at`` on, through one descriptor per part, whatever their leading dimensions."""
+    tiles = [source.load(at) for source in sources]
+    return [tile.reshape(N, tile.shape[-1]) for tile in tiles]
+
+
+@triton.jit
+def products(a, b, PRECISION: tl.constexpr):
+    """The product of every row of a with every row of b."""
+    s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    if len(a) == 2:
+        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def add_weighted(acc, weights, x, PRECISION: tl.constexpr):
+    """acc and the rows of x weighted, rounded to the dtype of x."""
+    weights = weights.to(x[0].dtype)
+    first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION))
