@@ -43,7 +43,7 @@ def empty_state(method, length, rows=B, dtype=torch.float64):
     M = int(num_entries(method, torch.tensor(length)))
     shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.num_summary, D))
     buffers = [torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes]
-    return StepState(*buffers, torch.zeros(rows, dtype=torch.int64))
+    return StepState(*buffers, *(torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,))))
 
 
 def take(method, state, qkv, real=None):
@@ -170,7 +170,7 @@ POOLINGS = {
 
 @pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
 def test_pooling_says_what_represent_does(method, pooling):
-    assert method.pooling == pooling
+    assert method.pooling == (*pooling, 0, None)
     c = method.rule.chunk
     k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
     first = torch.zeros(1, dtype=torch.int64)
