@@ -10,6 +10,7 @@ from condense.models.rows import ALL_REAL
 METHODS = {
     "cca": condense.CCA(group_size=4, window=8),
     "lca-log-bias": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
+    "dga": condense.DGA(group_size=4, gamma=0.5, rep_bias="log_size"),
     "streaming-llm": condense.StreamingLLM(sink=4, window=8),
 }
 

@@ -10,6 +10,7 @@ Rows are right-aligned: new tokens end at column L - 1, padding stands to their 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -186,17 +187,26 @@ def num_entries(method: Method, seen: PerRow, origin: PerRow = 0) -> PerRow:
     return method.rule.ready(seen, method.lag) * method.rule.entries + method.prompt_entries(origin)
 
 
+@lru_cache(maxsize=64)  # once for all layers of a model
+def most_entries(method: Method, tokens: int) -> int:
+    """The most prefix entries that a row of up to ``tokens`` tokens has, whatever part of them is its prompt."""
+    if not method.reads_prompt:
+        return most(num_entries(method, tokens))
+    prompts = torch.arange(tokens + 1)
+    return most(num_entries(method, tokens - prompts, prompts))
+
+
 def step_plan(method: Method) -> StepPlan:
     """The method as `condense.ops.decode_step` wants it."""
-    key_pooling, value_pooling = method.pooling or (None, None)
-    bias = None if method.pooling is None else method.prefix_bias(1, torch.device("cpu"))
+    fixed = (method.rule, method.lag, method.num_summary)
+    if method.pooling is None:
+        return StepPlan(*fixed, None, None, 0.0, reads_prompt=method.reads_prompt)
+    key_pooling, value_pooling, num_focal, weight_scale = method.pooling
+    bias = method.prefix_bias(method.rule.entries, torch.device("cpu"))
+    if isinstance(bias, Tensor):
+        bias = float(bias[..., -1])
     return StepPlan(
-        method.rule,
-        method.lag,
-        method.num_summary,
-        key_pooling,
-        value_pooling,
-        0.0 if bias is None else float(bias),
+        *fixed, key_pooling, value_pooling, bias or 0.0, num_focal, weight_scale, reads_prompt=method.reads_prompt
     )
 
 

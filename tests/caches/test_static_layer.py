@@ -3,6 +3,8 @@
 Shapes: B rows, H query heads, K KV heads, L tokens, D width, W ring slots.
 """
 
+import math
+
 import pytest
 import torch
 from models import tiny
@@ -10,7 +12,7 @@ from torch.testing import assert_close
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.functional import attend_to
+from condense.functional import attend_to, most_entries, num_entries
 from condense.ops.rows import spread
 
 METHODS = tiny.METHODS | {
@@ -18,6 +20,11 @@ METHODS = tiny.METHODS | {
     "g-1": condense.LCA(group_size=1, window=3),
     "no-window-streaming": condense.LCA(group_size=5, window=0),
     "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
+    "select": tiny.SELECT,
+    "select-random": tiny.SELECT.replace(focal="random", window=0),
+    "select-streaming": tiny.SELECT.replace(summary="streaming", complementary=False, gamma=0.5),
+    "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
+    "select-all": tiny.SELECT.replace(min_focal=1024),
 }
 B, H, K, D = 3, 4, 2, 6
 SCALE = 0.7
@@ -38,7 +45,7 @@ def _qkv(L, seed=0, rows=B):
 def _read(layer, qkv, counts=None):
     """Outputs of new tokens ``[B, H, L, D]``; rows with fewer than L get garbage or 0 before their first."""
     q, k, v = qkv
-    if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1:
+    if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1 and not layer.awaits_prompt:
         return layer.step(q, k, v, scale=SCALE, real=None if counts is None else counts > 0)
     sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts)
     return attend_to(sources, q, scale=SCALE)[0]
@@ -65,6 +72,7 @@ def test_300_steps_and_chunks_equal_the_growing_layer(method, ragged):
             n = L if counts is None else int(counts[row])
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
         assert static.state.seen.tolist() == spread(growing.past.seen, B).tolist()
+        assert static.state.prompt[:, 0].tolist() == spread(growing.past.origin, B).tolist()
         assert int(static.get_seq_length()) == growing.get_seq_length()
         assert addresses is None or [x.data_ptr() for x in static.state] == addresses
 
@@ -75,7 +83,7 @@ def test_entries_after_chunks_are_those_of_the_growing_layer(method):
     for qkv, n in ((_qkv(33), counts), (_qkv(1, 1), None), (_qkv(12, 2), torch.tensor([12, 0, 5])), (_qkv(1, 3), None)):
         _read(static, qkv, n)
         _read(growing, qkv, n)
-    for row, made in enumerate(spread(condense.functional.num_entries(method, growing.past.seen), B).tolist()):
+    for row, made in enumerate(spread(num_entries(method, *growing.past[5:]), B).tolist()):
         for mine, theirs in zip(static.state[:2], growing.past[:2], strict=True):
             assert_close(mine[row, :, :made], theirs[row, :, :made], rtol=0, atol=1e-14)
 
@@ -102,7 +110,9 @@ def test_reset_is_in_place(method):
     layer.reset()
     assert int(layer.get_seq_length()) == 0
     assert not any(bool(x.any()) for x in layer.state)
+    assert layer.awaits_prompt == method.reads_prompt
     fresh = StaticCondensedLayer(method, LENGTH)
+    fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.state.prefix_k.shape[2])
     for L in (21, 1, 1, 5):
         assert torch.equal(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)))
     assert [x.data_ptr() for x in (*layer.state, layer.num_slots)] == addresses
@@ -113,8 +123,52 @@ def test_the_first_tokens_may_come_one_by_one(method):
     qkv = _qkv(40)
     got = torch.cat([_read(layer, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     # token by token there is no prompt to look ahead in
-    streaming = method.replace(summary="streaming") if method.looks_ahead else method
-    assert_close(got, condense.attention(*qkv, method=streaming, scale=SCALE), **EXACT)
+    if method.reads_prompt:  # nothing but the first
+        growing = CondensedLayer(method)
+        want = torch.cat([_read(growing, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
+    else:
+        streaming = method.replace(summary="streaming") if method.looks_ahead else method
+        want = condense.attention(*qkv, method=streaming, scale=SCALE)
+    assert_close(got, want, **EXACT)
+
+
+SELECTIONS = {name: method for name, method in METHODS.items() if method.reads_prompt}
+
+
+@pytest.mark.parametrize("method", SELECTIONS.values(), ids=SELECTIONS)
+def test_prompts_of_any_length_follow_one_another_at_the_same_addresses(method):
+    """Memory taken by a step has room for whatever prompt comes, and a full cache after it."""
+    layer = StaticCondensedLayer(method, 90)
+    layer.skip_prompt()
+    _read(layer, _qkv(1))
+    addresses = [x.data_ptr() for x in (*layer.state, layer.num_slots)]
+    for L, counts in ((90, None), (1, None), (3, (0, 3, 1)), (70, (70, 11, 5)), (25, (25, 24, 2))):
+        layer.reset()
+        growing = CondensedLayer(method)
+        counts = None if counts is None else torch.tensor(counts)
+        for qkv, n in [(_qkv(L, L), counts), *((_qkv(1, i), None) for i in range(90 - L))]:
+            got, want = _read(layer, qkv, n), _read(growing, qkv, n)
+        if L < 90:
+            assert_close(got, want, **EXACT)
+        assert [x.data_ptr() for x in (*layer.state, layer.num_slots)] == addresses
+
+
+@pytest.mark.parametrize("method", SELECTIONS.values(), ids=SELECTIONS)
+def test_a_prompt_takes_what_it_and_later_tokens_need(method):
+    layer = StaticCondensedLayer(method, 90)
+    _read(layer, _qkv(40), torch.tensor([40, 33, 27]))
+    rooms = {n: num_entries(method, 50, n) for n in (40, 33, 27)}
+    assert layer.state.prefix_k.shape[2] == max(rooms.values())
+    for i in range(50):
+        _read(layer, _qkv(1, i))
+    before = layer.state
+    layer.reset()
+    growing = CondensedLayer(method)
+    for qkv in (_qkv(80), *(_qkv(1, i) for i in range(10))):  # a prompt that leaves more: only its prefix moves
+        got, want = _read(layer, qkv), _read(growing, qkv)
+    assert_close(got, want, **EXACT)
+    assert all(x is y for x, y in zip(before[2:], layer.state[2:], strict=True))
+    assert layer.state.prefix_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
 
 
 def test_contract():
@@ -213,6 +267,20 @@ def _dense_nbytes(length):
 def test_bytes_at_128k(method):
     """(131072 / 16 representatives + 1024 + 16 exact tokens) / 131072 = 7.04 %, and 16 queries for LCA."""
     assert _nbytes(method, 131072) <= 0.072 * _dense_nbytes(131072)
+
+
+@pytest.mark.parametrize(("prompt", "length"), [(1500, 1600), (4096, 4352), (8192, 8448), (130072, 131072)])
+def test_entries_after_a_prompts_selection(prompt, length):
+    """Focal tokens, groups, the chunks that can follow and the ring; whatever prompt comes, a little more."""
+    method = condense.DGA(selection="prompt")
+    focal = max(math.ceil(prompt / 10), 1024)
+    wanted = focal + (prompt - focal) / 16 + 3 * (length - prompt) / 18 + 18 + 1
+    layer = StaticCondensedLayer(method, length)
+    needed = num_entries(method, length - prompt, prompt)
+    layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, capacity=needed)
+    assert sum(x.shape[2] for x in (layer.state.prefix_k, layer.state.ring_k)) <= 1.02 * wanted
+    streaming = num_entries(method.replace(selection="streaming"), length)
+    assert needed <= most_entries(method, length) <= streaming + (1024 + 16) * (1 - 3 / 18) + 3
 
 
 def test_bytes_of_a_short_cache_are_at_most_those_of_tokens_and_their_entries():

@@ -10,7 +10,9 @@ METHODS = {
     "cca": condense.CCA(group_size=16, window=64),
     "streaming": condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size"),
     "streaming-llm": condense.StreamingLLM(sink=4, window=60),
+    "dga": condense.DGA(rep_bias="log_size"),
 }
+SELECT = condense.DGA(selection="prompt", min_focal=40, rep_bias="log_size")
 # llama on its own layers, and beside dense ones in the same static cache
 CHOICES = {name: (method, None) for name, method in METHODS.items()} | {"one-layer": (METHODS["cca"], (1,))}
 STEPS = 300
@@ -52,6 +54,19 @@ def test_graph_of_a_padded_batch_and_of_a_second_prompt(model):
         real = torch.ones_like(prompt) if real is None else real
         _agree(got, _greedy(model, prompt, real), prompt.shape[1], model, real)
     assert decoder._graph is not None
+
+
+def test_graph_after_prompts_with_a_selection():
+    """Captured before the first prompt, replayed after prompts of different lengths, a single token too."""
+    model = condense.apply(tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda"), SELECT)
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
+    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 31)]))
+    for prompt, real in ((ids, mask), (ids[:, -1:], mask[:, -1:]), (ids, mask)):
+        got = decoder.generate(prompt, real, max_new_tokens=STEPS)
+        want = _greedy(model, prompt, real)
+        parted = (got != want).any(0).nonzero()
+        assert parted.numel() == 0 or int(parted[0]) > prompt.shape[1] + 20
+    assert {layer.backend for layer in decoder.cache.layers} == {"triton"}
 
 
 def test_graph_of_the_stock_model():

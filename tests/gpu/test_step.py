@@ -6,7 +6,17 @@ from contextlib import contextmanager
 import oracle
 import pytest
 import torch
-from triton_kernels.test_step import DTYPES, copy_of, decode, empty_state, plan_of, same, some_step
+from triton_kernels.test_step import (
+    DTYPES,
+    SELECT,
+    after_prompts,
+    copy_of,
+    decode,
+    empty_state,
+    plan_of,
+    same,
+    some_step,
+)
 
 import condense
 from condense.ops import triton_step
@@ -25,10 +35,18 @@ def no_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
+METHODS = {
+    "lca": condense.LCA(group_size=16, window=64),
+    "dga": condense.DGA(rep_bias="log_size"),
+    "dga-streaming": condense.DGA(gamma=0.5, window=64, summary="streaming"),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_replayed_graph_decodes_as_eager_steps_do(dtype):
+def test_a_replayed_graph_decodes_as_eager_steps_do(dtype, method):
     """Across group boundaries, without a wait for the device."""
-    method, L, D = condense.LCA(group_size=16, window=64), 300, 128
+    L, D = 300, 128
     q, k, v = (x.cuda() for x in oracle.random_qkv(2, 8, 2, L, D, D, dtype=dtype))
     eager, replayed = (empty_state(method, 2, 2, D, D, L, dtype=dtype) for _ in range(2))
     want = decode(method, q, k, v, eager)
@@ -48,6 +66,33 @@ def test_a_replayed_graph_decodes_as_eager_steps_do(dtype):
             outs.append(out.clone())
     assert torch.equal(torch.cat(outs, 2), want)
     assert same(eager, replayed)
+
+
+def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
+    """Captured once; where a row's chunks begin and which of its entries have a bias is read on the device."""
+    method = SELECT.replace(min_focal=20)
+    q, k, v = (x.cuda() for x in oracle.random_qkv(3, 8, 2, 160, 128, 128, dtype=torch.bfloat16))
+    now = [x[:, :, :1].clone() for x in (q, k, v)]
+    graph, state = torch.cuda.CUDAGraph(), None
+    for lengths in ((120, 77, 1), (3, 120, 64)):
+        _, other = after_prompts(method, q, k, v, lengths, 160)
+        eager = copy_of(other)
+        if state is None:
+            state = other
+            triton_step.step(*now, copy_of(state), plan_of(method), scale=0.3)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                out = triton_step.step(*now, state, plan_of(method), scale=0.3)
+        else:
+            for mine, new in zip(state, other, strict=True):
+                mine.copy_(new)
+        for t in range(120, 160):
+            for x, whole in zip(now, (q, k, v), strict=True):
+                x.copy_(whole[:, :, t : t + 1])
+            with no_waiting():
+                graph.replay()
+            assert torch.equal(out, triton_step.step(*now, eager, plan_of(method), scale=0.3))
+        assert same(state, eager)
 
 
 def test_addresses_beyond_32_bits():

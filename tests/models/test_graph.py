@@ -11,6 +11,7 @@ METHODS = {
     "gpt2-streaming-6": ("gpt2", "streaming-6", None),
     "opt-lca": ("opt", "lca", None),
     "qwen2-one-layer": ("qwen2", "streaming-select-log", (1,)),
+    "llama-dga": ("llama", "dga-streaming-log", None),
     "stock": ("llama", None, None),
 }
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
@@ -48,6 +49,20 @@ def test_tokens_of_generate_prompt_after_prompt(model):
         )
         layers = decoder.cache.layers
         states = [x.data_ptr() for layer in layers for x in (getattr(layer, "state", None) or (layer.keys,))]
+        assert addresses in (None, states)
+        addresses = states
+
+
+@pytest.mark.parametrize("method", [tiny.SELECT, tiny.SELECT.replace(focal="random", min_focal=1024)], ids=str)
+def test_prompts_with_a_selection_follow_one_another(method):
+    """One cache for prompts of any length, a single token too."""
+    model = condense.apply(tiny.model("llama"), method)
+    decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
+    addresses = None
+    for ids, mask in ((IDS, MASK), (IDS[:, :1], None), (tiny.tokens(3, 50, seed=8), None), (IDS, MASK)):
+        want = _wanted(model, ids, torch.ones_like(ids) if mask is None else mask)
+        assert torch.equal(decoder.generate(ids, mask, max_new_tokens=NEW), want)
+        states = [x.data_ptr() for layer in decoder.cache.layers for x in layer.state]
         assert addresses in (None, states)
         addresses = states
 

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from models import tiny
-from transformers import AutoModelForCausalLM, DynamicCache
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import condense
 
@@ -136,7 +137,51 @@ def test_saved_and_loaded(llama, tmp_path):
     assert condense.models.condensed_layers(again) == dict.fromkeys(range(3), tiny.SELECT)
 
 
-def test_static_caches_are_refused(llama):
-    with pytest.raises(ValueError, match=r"static caches do not take DGA\(.* or use selection='streaming'"):
-        tiny.generate(llama, ROWS[0][None], cache_implementation="static")
-    assert tiny.generate(llama, ROWS[0][None]).shape == (1, len(ROWS[0]) + tiny.NEW)
+STATIC_MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    "three-beams": {"num_beams": 3, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("mode", STATIC_MODES.values(), ids=STATIC_MODES)
+def test_a_padded_batch_in_a_static_cache(model, mode):
+    ids, mask = tiny.left_padded(ROWS)
+    outs = []
+    for cache in ({}, {"cache_implementation": "static"}):
+        torch.manual_seed(3)
+        outs.append(tiny.generate(model, ids, attention_mask=mask, **mode, **cache))
+    assert torch.equal(*outs)
+
+
+def test_a_prompt_of_one_token_in_a_static_cache(llama):
+    ids = ROWS[3][None, :1]
+    settings = {"max_new_tokens": 40}
+    want = tiny.generate(llama, ids, **settings)
+    assert torch.equal(tiny.generate(llama, ids, cache_implementation="static", **settings), want)
+
+
+def test_compiled_static_decode_after_prompts_of_different_lengths(llama):
+    torch._dynamo.reset()
+    ids, mask = tiny.left_padded(ROWS)
+    ids, mask = torch.cat([ids, tiny.tokens(4, 25)], dim=1), torch.cat([mask, torch.ones(4, 25).long()], dim=1)
+    want = tiny.in_chunks(llama, ids, (39, *[1] * 25), mask=mask)[:, 39:]
+    cache = StaticCache(llama.config, max_cache_len=80)
+    tiny.in_chunks(llama, ids[:, :39], (39,), cache, mask=mask[:, :39])
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(llama, fullgraph=True, backend=counter, dynamic=False)
+    slots = torch.nn.functional.pad(mask, (0, 80 - 64))
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    parts = [
+        tiny.logits(
+            compiled,
+            ids[:, i : i + 1],
+            attention_mask=slots,
+            position_ids=positions[:, i : i + 1],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        for i in range(39, 64)
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), want, **tiny.EXACT)
+    assert counter.frame_count == 1

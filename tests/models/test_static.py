@@ -21,7 +21,9 @@ PAIRS = {
     "gpt2-one-layer": ("gpt2", "streaming-select-log", (1,)),
     "qwen2-two-layers": ("qwen2", "lca", (0, 2)),
 }
-FEW = {name: PAIRS[name] for name in ("llama-cca", "llama-streaming-6", "llama-one-layer", "gpt2-one-layer")}
+FEW = {
+    name: PAIRS[name] for name in ("llama-cca", "llama-streaming-6", "llama-dga", "llama-one-layer", "gpt2-one-layer")
+}
 MODES = {
     "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
     "three-beams": {"num_beams": 3, "num_return_sequences": 2},

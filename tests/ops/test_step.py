@@ -43,7 +43,7 @@ def empty_state(method, length, rows=B, dtype=torch.float64):
     M = int(num_entries(method, torch.tensor(length)))
     shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.num_summary, D))
     buffers = [torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes]
-    return StepState(*buffers, torch.zeros(rows, dtype=torch.int64))
+    return StepState(*buffers, *(torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,))))
 
 
 def take(method, state, qkv, real=None):
@@ -170,7 +170,7 @@ POOLINGS = {
 
 @pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
 def test_pooling_says_what_represent_does(method, pooling):
-    assert method.pooling == pooling
+    assert method.pooling == (*pooling, 0, None)
     c = method.rule.chunk
     k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
     first = torch.zeros(1, dtype=torch.int64)
@@ -186,6 +186,29 @@ def test_plan():
     assert (plan.lag, plan.num_summary, plan.key_pooling, plan.value_pooling) == (5, 8, "select", "weighted")
     assert plan.rule == condense.LCA(group_size=8, window=5).rule
     assert step_plan(condense.CCA()).group_bias == 0.0
+
+
+def test_plan_of_focal_chunks():
+    plan = step_plan(condense.DGA(group_size=4, gamma=0.5, weight_scale=1.0, rep_bias="log_size"))
+    assert plan.group_bias == pytest.approx(torch.tensor(4.0).double().log().item(), abs=1e-15)
+    assert (plan.key_pooling, plan.value_pooling, plan.num_focal) == ("weighted", "weighted", 2)
+    assert (plan.weight_scale, plan.reads_prompt, plan.bias_differs) == (1.0, False, True)
+    prompt = step_plan(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))
+    assert (prompt.num_focal, prompt.reads_prompt, prompt.bias_differs) == (0, True, True)
+    assert step_plan(condense.DGA(focal="random")).key_pooling is None
+
+
+def test_which_chunks_the_kernels_rank(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    args = (torch.device("cpu"), torch.bfloat16, (128, 128))
+    assert resolve_step_backend("triton", *args, step_plan(condense.DGA(group_size=64, gamma=1))) == "triton"
+    for method, message in (
+        (condense.DGA(group_size=65, gamma=1), "up to 128 tokens, got 130; use backend='torch'"),
+        (condense.DGA(focal="random"), "makes its entries itself; use backend='torch'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resolve_step_backend("triton", *args, step_plan(method))
+        assert resolve_step_backend("auto", *args, step_plan(method)) == "torch"
 
 
 def test_backends_of_a_step():

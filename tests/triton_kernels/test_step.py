@@ -9,7 +9,7 @@ import torch
 from budget import band, errors
 
 import condense
-from condense.functional import attend_to, extend
+from condense.functional import attend_to, extend, most_entries, num_entries
 from condense.ops import UniformRule, triton_step
 from condense.ops.step import StepPlan, StepState
 
@@ -18,8 +18,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def plan_of(method):
     bias = math.log(method.group_size) if getattr(method, "rep_bias", "none") == "log_size" else 0.0
-    poolings = (getattr(method, f"{name}_pooling", "select") for name in ("key", "value"))
-    return StepPlan(method.rule, method.lag, method.num_summary, *poolings, bias)
+    how = "weighted" if method.name == "dga" else "select"
+    poolings = (getattr(method, f"{name}_pooling", how) for name in ("key", "value"))
+    return StepPlan(
+        method.rule,
+        method.lag,
+        method.num_summary,
+        *poolings,
+        bias,
+        num_focal=method.rule.entries - 1,
+        weight_scale=getattr(method, "weight_scale", None),
+        reads_prompt=method.reads_prompt,
+    )
 
 
 def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
@@ -29,7 +39,8 @@ def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
     W = tokens if rule.window is None else min(tokens, rule.window + rule.chunk + spare)
     sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.num_summary, D))
     slots = (torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes)
-    return StepState(*slots, torch.zeros(B, dtype=torch.int64, device=DEVICE))
+    numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (3,)))
+    return StepState(*slots, *numbers)
 
 
 def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
@@ -76,12 +87,21 @@ CASES = {
     "lca-20-queries": condense.LCA(group_size=4, window=3, num_summary_queries=20),
     "mean-max": condense.LCA(group_size=4, window=6, key_pooling="mean", value_pooling="max"),
     "max-select": condense.CCA(group_size=18, window=2, key_pooling="max", value_pooling="select"),
+    "dga": condense.DGA(group_size=4, gamma=0.5),
+    "dga-defaults": condense.DGA(),  # 18 tokens: a tile of 16 and 2 more
+    "dga-window0-log_size": condense.DGA(group_size=3, window=0, gamma=1, rep_bias="log_size"),
+    "dga-no-focal": condense.DGA(group_size=4, gamma=0, rep_bias="log_size"),
+    "dga-streaming": condense.DGA(group_size=5, window=7, gamma=0.3, summary="streaming", weight_scale=1.0),
+    "dga-18-focal": condense.DGA(group_size=18, window=0, gamma=1, rep_bias="log_size"),  # tiles that are all focal
+    "dga-g1": condense.DGA(group_size=1, gamma=1),
 }
 
 
 # on a GPU every width and dtype, interpreted a whole tile, one with a rest and one split in two
 WIDTHS = (64, 80, 96, 128, 256, (192, 128), (96, 64)) if DEVICE == "cuda" else ((16, 40), (96, 24))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
+# by the newest query alone: what is chosen is the same in every precision
+BUDGETED = CASES | {"dga-log_size": condense.DGA(group_size=4, gamma=0.5, window=0, rep_bias="log_size")}
 PADDED_LCA = condense.LCA(group_size=4, window=5, rep_bias="log_size")
 
 
@@ -143,6 +163,7 @@ def filled_state(method, past, tokens):
         ("cca", 2, (4, 2)),
         ("lca-log_size", 1, (70, 1)),  # more query heads than one tile holds
         ("lca-9-queries", 2, (4, 2)),
+        ("dga", 2, (70, 1)),
     ],
 )
 def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
@@ -165,13 +186,92 @@ def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
         assert torch.equal(state.ring_v[:, :, slot], v_now[:, :, 0])
 
 
+SELECT = condense.DGA(
+    selection="prompt", group_size=4, gamma=0.5, min_focal=5, num_recent=3, num_random=4, rep_bias="log_size"
+)
+SELECTIONS = {
+    "select": SELECT,
+    "select-no-bias": SELECT.replace(rep_bias="none"),
+    "select-no-focal": SELECT.replace(gamma=0),  # but for the five of a prompt
+    "select-window0": SELECT.replace(window=0, gamma=0.8, summary="streaming", weight_scale=1.0),
+    "select-all": SELECT.replace(min_focal=99),
+}
+
+
+def after_prompts(method, q, k, v, lengths, tokens):
+    """Past and buffers after prompts of so many tokens, read at once; NaN where nothing was written."""
+    counts, L = torch.tensor(lengths), max(lengths)
+    whole = [x[:, :, :L] for x in (k, v, q)]
+    _, past = extend(method, None, *whole, scale=0.3, counts=counts, backend="reference")
+    B, K, _, D = past.prefix_k.shape
+    spare = most_entries(method, L + tokens) - method.rule.visible_entries(tokens // method.rule.chunk)
+    state = empty_state(method, B, K, D, past.prefix_v.shape[3], tokens, dtype=k.dtype, spare=spare)
+    made = [method.prompt_entries(n) for n in lengths]
+    for b, n in enumerate(made):
+        state.prefix_k[b, :, :n], state.prefix_v[b, :, :n] = past.prefix_k[b, :, :n], past.prefix_v[b, :, :n]
+    state.prompt.copy_(torch.tensor([[n, m, method.num_focal(n)] for n, m in zip(lengths, made, strict=True)]))
+    return past, state
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
+    method, lengths, steps = SELECTIONS[name], (31, 22, 1), 26
+    L = max(lengths)
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(3, 4, 2, L + steps, 16, 24, dtype=torch.float32))
+    past, state = after_prompts(method, q, k, v, lengths, steps)
+    for t in range(L, L + steps):
+        q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
+        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
+        want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
+        out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
+        assert exact_to_rounding(out, want.cpu(), v.abs().max())
+    assert state.seen.tolist() == [steps] * 3
+    for b, n in enumerate(lengths):
+        M = num_entries(method, steps, n)
+        for made, entries in ((state.prefix_k, past.prefix_k), (state.prefix_v, past.prefix_v)):
+            assert exact_to_rounding(made[b, :, :M], entries[b, :, :M].cpu(), entries.abs().max())
+            assert bool(made[b, :, M:].isnan().all())
+
+
+def test_focal_tokens_are_the_best_as_they_are_and_ties_go_to_the_earlier():
+    """Equal keys but for one; the new token is among the focal ones at once."""
+    method, L = condense.DGA(group_size=17, gamma=0.2, window=0), 21
+    q, k, v = oracle.random_qkv(1, 1, 1, L, 16, 16, dtype=torch.float32)
+    k = k[:, :, :1].repeat(1, 1, L, 1)
+    k[:, :, 18] += q[:, :, -1]
+    k[:, :, 20] += 2 * q[:, :, -1]
+    state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
+    decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
+    focal = [0, 1, 18, 20]
+    assert torch.equal(state.prefix_k[:, :, :4].cpu(), k[:, :, focal])
+    assert torch.equal(state.prefix_v[:, :, :4].cpu(), v[:, :, focal])
+    rest = v[:, :, [i for i in range(L) if i not in focal]].double().mean(2)
+    assert exact_to_rounding(state.prefix_v[:, :, 4], rest, v.abs().max())
+
+
+@pytest.mark.parametrize("rows", [(4, 2), (70, 1)], ids=str)
+def test_large_chunks(rows):
+    """The largest that are ranked in registers, seen at once by more query heads than one tile holds."""
+    method, (H, K), L = condense.DGA(group_size=64, gamma=1, window=0, rep_bias="log_size"), rows, 130
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, H, K, L, 16, 16, dtype=torch.float32))
+    start = 126
+    _, past = extend(method, None, *(x[:, :, :start] for x in (k, v, q)), scale=0.3, backend="reference")
+    state = filled_state(method, past, L)
+    for t in range(start, L):
+        q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
+        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
+        want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
+        out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
+        assert exact_to_rounding(out, want.cpu(), v.abs().max())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
-@pytest.mark.parametrize("name", ["cca", "lca-log_size"])
+@pytest.mark.parametrize("name", ["cca", "lca-log_size", "dga-log_size"])
 def test_output_within_budget(name, width, dtype):
     D, Dv = width if isinstance(width, tuple) else (width, width)
-    method, (B, H, K, L) = CASES[name], (1, 3, 1, 150) if DEVICE == "cuda" else (1, 2, 1, 18)
-    if name == "lca-log_size":  # anchors are discontinuous, see budget
+    method, (B, H, K, L) = BUDGETED[name], (1, 3, 1, 150) if DEVICE == "cuda" else (1, 2, 1, 18)
+    if name != "cca":  # anchors and focal tokens are discontinuous choices, see budget
         H = K
     low = oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype)
     want = condense.attention(*(x.double() for x in low), method=method, backend="reference")
@@ -253,6 +353,26 @@ def test_absorbed_latents_against_the_definition(shape, poolings, dtype):
     assert float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(dtype).eps * float(k.abs().max())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("shape", [(4, 48, 16), *LATENTS[-1:]], ids=str)
+def test_focal_latents_against_the_definition(shape, window, dtype):
+    """Whole entries are kept and pooled by one set of weights: ordinary keys whose first columns are the values."""
+    H, latent, rope = shape
+    method = condense.DGA(group_size=4, gamma=0.5, window=window, rep_bias="log_size")
+    L, scale = (64 if DEVICE == "cuda" else 20), 0.1
+    q, k, _ = oracle.random_qkv(1, 1, 1, L, latent + rope, 1, dtype=dtype)
+    # their mean is the first head's, to the bit in every precision
+    q = q * torch.tensor([1.0, 2.0, 0.5, 0.5], dtype=dtype).repeat(H // 4)[None, :, None, None]
+    want = condense.attention(
+        q.double(), k.double(), k[..., :latent].double(), method=method, scale=scale, backend="reference"
+    )
+    state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
+    out = decode(method, q.to(DEVICE), k.to(DEVICE), k[..., :0].to(DEVICE), state, scale=scale, latent=latent)
+    units = 16 if dtype == torch.float32 else 4
+    assert float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(dtype).eps * float(k.abs().max())
+
+
 def some_step(dtype=torch.float32, seen=23):
     """Inputs, state and keywords of a step that closes a chunk and sees its entry."""
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 60, 16, 16, dtype=dtype))
@@ -283,7 +403,9 @@ def test_repeats_are_bit_equal():
 
 def test_any_layout():
     now, state, plan = some_step(seen=24)
-    strided = StepState(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in state[:-1]), state.seen.clone())
+    strided = StepState(
+        *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in state[:5]), *(x.clone() for x in state[5:])
+    )
     wide = [torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]] for x in now]
     columns = [x.mT.contiguous().mT for x in now]
     out = triton_step.step(*now, copy := copy_of(state), plan, scale=0.25)
@@ -325,24 +447,27 @@ def test_is_a_well_behaved_operation(real):
     torch.library.opcheck(
         torch.ops.condense.step.default,
         (*now, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary, plan.key_pooling,
-         plan.value_pooling, plan.group_bias, 0.25, 0),
+         plan.value_pooling, plan.group_bias, plan.num_focal, 0.25, plan.reads_prompt, 0.25, 0),
     )  # fmt: skip
 
 
 def test_refuses_what_it_has_no_kernel_for():
     (q, k, v), state, plan = some_step(seen=24)
     before = copy_of(state)
-    wide = StepState(*(x.double() for x in state[:-1]), state.seen)
+    wide = StepState(*(x.double() for x in state[:5]), *state[5:])
+    large = dataclasses.replace(plan, rule=UniformRule(chunk=129, window=5, entries=2), num_focal=1)
     two = dataclasses.replace(plan, rule=UniformRule(chunk=4, window=5, entries=2))
     short = state._replace(ring_v=state.ring_v[:, :, 1:])
     unknown = dataclasses.replace(plan, key_pooling=None)
     columns = state._replace(prefix_k=state.prefix_k.mT.contiguous().mT)
     for match, args in {
         "bfloat16, float16 or float32": (q.double(), k.double(), v.double(), wide, plan),
-        "one entry per chunk": (q, k, v, state, two),
+        "num_focal . 1 = 1 entries per chunk, got 2": (q, k, v, state, two),
+        "num_focal tokens of up to 128": (q, k, v, state, large),
         "ring_v must be": (q, k, v, short, plan),
         "v must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
+        "prompt must be": (q, k, v, state._replace(prompt=state.prompt[:, :2]), plan),
         "got None": (q, k, v, state, unknown),
         "contiguous": (q, k, v, columns, plan),
         "values of width 0": (q, k, v, state, plan, 8),

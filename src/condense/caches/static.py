@@ -2,6 +2,11 @@
 
 What it can hold is known from the start: entries for ``max_cache_len`` tokens and a ring for the exact ones. One new
 token is a `condense.ops.decode_step`; several are read as by the growing cache and written back in place.
+
+Of a prompt that is read all at once (`condense.methods.Method.reads_prompt`) other entries remain than of as many
+tokens in chunks. If it is the first that comes, there is room for its entries and the chunks that can follow; if a step
+comes first, as before a CUDA graph is captured, for the most entries of any prompt and what follows: for DGA
+some ``min_focal * (1 - p / c)`` more than all tokens take in chunks, as short prompts stay exact.
 Shapes as in `condense.functional` and `condense.ops.step`.
 """
 
@@ -13,19 +18,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.functional import Past, Sources, extend, num_entries, step_plan
+from condense.caches.buffers import entry_bias, newest_columns, store_newest
+from condense.functional import Past, Sources, extend, most_entries, num_entries, step_plan
 from condense.methods import Method, on_latents
 from condense.ops import StepState, decode_step, resolve_step_backend
-from condense.ops.aligned import per_entry
 from condense.ops.rows import PerRow, agreed, least, most, spread
 
 
 class StaticCondensedLayer(CacheLayerMixin):
     """One attention layer's condensed past for up to ``max_cache_len`` slots, padding included.
 
-    Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on.
+    Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on. It stays
+    where it is, unless after `reset` a prompt is read at once that leaves more entries than there is room for.
     A batch of another size, or more tokens than fit, raise ValueError and change nothing.
     ``num_slots`` int64 ``[]`` on that device counts the slots seen: replays of a CUDA graph count themselves.
+    ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single one.
     """
 
     is_compileable = True
@@ -38,29 +45,36 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.plan = step_plan(method)
         self.state: StepState | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
+        self.awaits_prompt = method.reads_prompt
         super().__init__()
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
+    def lazy_initialization(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        latent_width: int | None = None,
+        capacity: int | None = None,
+    ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
-        latent_width: as in `condense.methods.on_latents`, None for ordinary keys.
+        latent_width: as in `condense.methods.on_latents`, None for ordinary keys. capacity: entries that the prefix has
+        room for, None: all that ``max_cache_len`` tokens can need.
         """
         (B, K, _, D), Dv = key_states.shape, value_states.shape[3]
         rule, N = self.method.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
-        M = most(num_entries(self.method, N))
+        M = most_entries(self.method, N) if capacity is None else capacity
         sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (self.plan.num_summary, D))
         device = key_states.device
         buffers = [torch.zeros(B, K, *size, dtype=key_states.dtype, device=device) for size in sizes]
-        self.state = StepState._make([*buffers, torch.zeros(B, dtype=torch.int64, device=device)])
+        numbers = [torch.zeros(B, *size, dtype=torch.int64, device=device) for size in ((), (3,))]
+        self.state = StepState._make([*buffers, *numbers])
         self.num_slots = self.num_slots.to(device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.latent_width = latent_width or 0
         self.view = on_latents(self.method, latent_width) if latent_width else self.method
         self.backend = resolve_step_backend("auto", device, self.dtype, (D, Dv), self.plan, latent=self.latent_width)
-        # entries of such methods differ in their bias, which a plan cannot say
-        bias = self.method.prefix_bias(M, device) if self.method.pooling is None else None
-        self.prefix_bias = per_entry(bias, M, device)
+        self.prefix_bias = entry_bias(self.method, B, M, device)
         if not torch.compiler.is_compiling():
             for tensor in (*self.state, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
@@ -104,37 +118,42 @@ class StaticCondensedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Sources, None]:
         """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.update`.
 
-        Waits for the device. Raises ValueError, state unchanged, for other rows or another dtype, for more tokens
-        than there is room for, and if called by anything but a condensed model.
+        The first ones are the prompt where a method reads it at once. Waits for the device. Raises ValueError, state
+        unchanged, for other rows or another dtype, for more tokens than there is room for, and if called by anything
+        but a condensed model.
         """
         if "query_states" not in kwargs:
             raise ValueError(
                 "this cache holds condensed layers, which only a condensed model can fill: call condense.apply(model, "
                 "...) on the model, or give the stock model a new cache"
             )
-        state = self._for(key_states, value_states, kwargs.get("latent_width"))
-        before = agreed(state.seen.cpu())
-        sources, past = extend(
-            self.view,
-            self._past(state, before) if int(self.num_slots) > 0 else None,
-            key_states,
-            value_states,
-            kwargs["query_states"],
-            scale=kwargs["scale"],
-            counts=kwargs.get("counts"),
+        counts: Tensor | None = kwargs.get("counts")
+        fresh, L = int(self.num_slots) == 0, key_states.shape[2]
+        needed = None
+        if fresh and self.method.reads_prompt:
+            needed = most(num_entries(self.method, max(0, self.max_cache_len - L), L if counts is None else counts))
+        state = self._for(key_states, value_states, kwargs.get("latent_width"), needed)
+        past = None if fresh else self._past(state)
+        sources, new = extend(
+            self.view, past, key_states, value_states, kwargs["query_states"], scale=kwargs["scale"], counts=counts
         )
-        assert past is not None
-        self._store(state, before, past)
-        self.num_slots.add_(key_states.shape[2])
+        assert new is not None
+        self._store(state, past, new)
+        self.num_slots.add_(L)
+        self.awaits_prompt = False
         return sources, None
 
-    def _for(self, k: Tensor, v: Tensor, latent_width: int | None) -> StepState:
-        """The state, if these new tokens fit in."""
+    def skip_prompt(self) -> None:
+        """Go on as after an empty prompt: `step` reads the next token."""
+        self.awaits_prompt = False
+
+    def _for(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> StepState:
+        """The state, if these new tokens fit in. needed: entries that a prompt read at once wants room for."""
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
             if self.max_cache_len < L:
                 self._refuse_length(0, L)
-            self.lazy_initialization(k, v, latent_width)
+            self.lazy_initialization(k, v, latent_width, needed)
         elif self.batch_size != B:
             raise ValueError(
                 f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache for "
@@ -150,7 +169,17 @@ class StaticCondensedLayer(CacheLayerMixin):
             if num_slots + L > self.max_cache_len:
                 self._refuse_length(num_slots, L)
         assert self.state is not None
+        if needed is not None and needed > self.state.prefix_k.shape[2]:
+            self._enlarge(self.state, needed)
         return self.state
+
+    def _enlarge(self, state: StepState, capacity: int) -> None:
+        """Another prefix with more room; nothing stands in the old one."""
+        prefix_k, prefix_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in state[:2])
+        self.state = state._replace(prefix_k=prefix_k, prefix_v=prefix_v)
+        self.prefix_bias = entry_bias(self.method, self.batch_size, capacity, self.device)
+        for tensor in (prefix_k, prefix_v):
+            torch._dynamo.mark_static_address(tensor)
 
     def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
         raise ValueError(
@@ -158,37 +187,38 @@ class StaticCondensedLayer(CacheLayerMixin):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _past(self, state: StepState, seen: PerRow) -> Past:
-        """What the buffers hold, in order, once the rows have ``seen`` tokens."""
-        count = most(seen)
-        num_prefix = most(num_entries(self.method, seen))
+    def _past(self, state: StepState) -> Past:
+        """What the buffers hold, in order."""
+        seen, origin = agreed(state.seen.cpu()), agreed(state.prompt[:, 0].cpu())
+        count, num_prefix = most(seen), most(num_entries(self.method, seen, origin))
         return Past(
             state.prefix_k[:, :, :num_prefix],
             state.prefix_v[:, :, :num_prefix],
-            _newest(state.ring_k, seen, count),
-            _newest(state.ring_v, seen, count),
-            _newest(state.ring_q, seen, count),
+            newest_columns(state.ring_k, seen, count),
+            newest_columns(state.ring_v, seen, count),
+            newest_columns(state.ring_q, seen, count),
             seen,
-            0,
+            origin,
         )
 
-    def _store(self, state: StepState, before: PerRow, past: Past) -> None:
-        """Bring the buffers from ``before`` tokens to the past."""
-        old, new = (num_entries(self.method, seen) for seen in (before, past.seen))
-        first, last = least(old), most(new)
+    def _store(self, state: StepState, before: Past | None, past: Past) -> None:
+        """Bring the buffers from what they held ``before`` to the past."""
+        first = 0 if before is None else least(num_entries(self.method, before.seen, before.origin))
+        last = most(num_entries(self.method, past.seen, past.origin))
         state.prefix_k[:, :, first:last].copy_(past.prefix_k[:, :, first:last])
         state.prefix_v[:, :, first:last].copy_(past.prefix_v[:, :, first:last])
-        for ring, columns in (
-            (state.ring_k, past.band_k),
-            (state.ring_v, past.band_v),
-            (state.ring_q, past.summary_q),
-        ):
-            n = min(ring.shape[2], columns.shape[2])
-            if n > 0:
-                # what stands before a row's start goes to slots of its own and is never seen
-                slots = _slots(past.seen, n, ring)
-                ring.scatter_(2, slots.expand(-1, ring.shape[1], -1, ring.shape[3]), columns[:, :, -n:])
+        for ring, columns in zip(state[2:5], past[2:5], strict=True):
+            store_newest(ring, columns, past.seen)
         state.seen.copy_(spread(past.seen, self.batch_size))
+        if before is None and self.method.reads_prompt:
+            self._remember_prompt(state, past.origin)
+
+    def _remember_prompt(self, state: StepState, origin: PerRow) -> None:
+        numbers = (origin, self.method.prompt_entries(origin), self.method.num_focal(origin))
+        state.prompt.copy_(torch.stack([spread(x, self.batch_size) for x in numbers], dim=1))
+        bias = entry_bias(self.method, self.batch_size, state.prefix_k.shape[2], self.device, origin)
+        if self.prefix_bias is not None and bias is not None:
+            self.prefix_bias.copy_(bias)
 
     @property
     def keys(self) -> Tensor | None:
@@ -227,10 +257,16 @@ class StaticCondensedLayer(CacheLayerMixin):
         if self.state is not None:
             for tensor in (*self.state, self.num_slots):
                 tensor.zero_()
+            if self.method.reads_prompt:
+                self._remember_prompt(self.state, 0)
+        self.awaits_prompt = self.method.reads_prompt
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
-        for tensor in self.state or ():
+        of_rows = [*(self.state or ())]
+        if of_rows and self.method.reads_prompt and self.prefix_bias is not None:
+            of_rows.append(self.prefix_bias)
+        for tensor in of_rows:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -256,17 +292,3 @@ def _refuse(what: str) -> NoReturn:
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _slots(seen: PerRow, n: int, ring: Tensor) -> Tensor:
-    """Ring slots of the newest n positions, ``[B, 1, n, 1]``."""
-    slots = (spread(seen, ring.shape[0])[:, None] - n + torch.arange(n)) % ring.shape[2]
-    return slots.to(ring.device, non_blocking=True)[:, None, :, None]
-
-
-def _newest(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
-    """The newest columns in order, right-aligned: as many as there are, at most ``limit``."""
-    n = min(limit, ring.shape[2])
-    if n == 0:
-        return ring[:, :, :0]
-    return ring.gather(2, _slots(seen, n, ring).expand(-1, ring.shape[1], -1, ring.shape[3]))

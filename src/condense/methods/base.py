@@ -38,6 +38,20 @@ class Prompt(NamedTuple):
     kept_v: Tensor
 
 
+class ChunkPooling(NamedTuple):
+    """A method's `Method.represent` as data, for kernels.
+
+    key, value: how a chunk's tokens become its last entry. num_focal: those with the highest scores, ties to the
+    earlier, are not pooled but entries of their own, ahead of it and in order of position. weight_scale: scale of the
+    scores, None: attention's.
+    """
+
+    key: Pooling
+    value: Pooling
+    num_focal: int = 0
+    weight_scale: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(MethodConfig):
     """Base of all methods. The defaults describe a method that keeps no representatives."""
@@ -73,10 +87,13 @@ class Method(MethodConfig):
         return "summary='streaming'"
 
     @property
-    def pooling(self) -> tuple[Pooling, Pooling] | None:
-        """How keys and values of a chunk become its one entry, if two poolings say all of `represent`, else None."""
+    def pooling(self) -> ChunkPooling | None:
+        """How a chunk becomes its entries, if that says all of `represent`, else None.
+
+        `prefix_bias` is then 0 for entries that are tokens of their own and one number for the pooled ones.
+        """
         stands_for_itself = self.rule.chunk == self.rule.entries == 1 and type(self).represent is Method.represent
-        return ("mean", "mean") if stands_for_itself else None
+        return ChunkPooling("mean", "mean") if stands_for_itself else None
 
     def represent(
         self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
@@ -135,6 +152,10 @@ class Method(MethodConfig):
 
     def prompt_entries(self, tokens: PerRow) -> PerRow:
         """Entries that `read_prompt` keeps of prompts of so many tokens, both an int or int64 CPU ``[B]``."""
+        return tokens * 0
+
+    def num_focal(self, tokens: PerRow) -> PerRow:
+        """Those of `prompt_entries` that are tokens of their own; they come first. Arguments as there."""
         return tokens * 0
 
     @classmethod

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int, check_number
-from condense.methods.base import Method, Prompt
+from condense.methods.base import ChunkPooling, Method, Prompt
 from condense.methods.dga_prompt import exact_prompt, focal_prompt, highest, take
 from condense.ops import UniformRule, group_scores, importance, pool
 from condense.ops.rows import PerRow, each, upright
@@ -76,11 +76,12 @@ class DGA(Method):
         check_int("seed", self.seed, 0)
         check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
         check_bool("allow_future", self.allow_future)
+        _ = self._gamma  # made now: torch.compile can read it, but not follow how it is made
 
     @property
     def rule(self) -> UniformRule:
         """Chunks of m' tokens behind the window, m' - g focal entries and one group each."""
-        num_focal = _share(self.gamma, self.group_size)
+        num_focal = self._share(self.group_size)
         return UniformRule(chunk=self.group_size + num_focal, window=self.window, entries=num_focal + 1)
 
     @property
@@ -112,6 +113,13 @@ class DGA(Method):
     def causal_setting(self) -> str:
         """Chunks are causal."""
         return "selection='streaming'"
+
+    @property
+    def pooling(self) -> ChunkPooling | None:
+        """The best tokens as they are, the weighted mean of the others; lots are drawn by `represent` alone."""
+        if self.focal == "random" or type(self).represent is not DGA.represent:
+            return None
+        return ChunkPooling("weighted", "weighted", self.rule.entries - 1, self.weight_scale)
 
     def represent(
         self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
@@ -202,7 +210,7 @@ class DGA(Method):
 
     def num_focal(self, tokens: PerRow) -> PerRow:
         """Focal tokens of prompts of so many tokens, as `prompt_entries`: with them the rest fills its groups."""
-        focal = each(lambda n: min(n, max(_share(self.gamma, n), self.min_focal)), tokens)
+        focal = each(lambda n: min(n, max(self._share(n), self.min_focal)), tokens)
         return focal + (tokens - focal) % self.group_size
 
     def prompt_entries(self, tokens: PerRow) -> PerRow:
@@ -212,6 +220,16 @@ class DGA(Method):
         focal = self.num_focal(tokens)
         return focal + (tokens - focal) // self.group_size
 
+    @cached_property
+    def _gamma(self) -> tuple[int, int]:
+        """``gamma`` as it is written, numerator and denominator."""
+        return Fraction(str(self.gamma)).as_integer_ratio()
+
+    def _share(self, count: int) -> int:
+        """ceil(gamma * count): 0.55 of 100 is 55, not the 56 of floating point."""
+        numerator, denominator = self._gamma
+        return -(-numerator * count // denominator)
+
     def _weight_scale(self, scale: float) -> float:
         return scale if self.weight_scale is None else self.weight_scale
 
@@ -219,9 +237,3 @@ class DGA(Method):
         """A lot per token, int64 ``[B|1, 1, G, c]``, drawn from its chunk's number and the seed alone."""
         number = torch.arange(G, device=device)[None] + upright(first_chunk, 2, device)
         return scramble(number[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]
-
-
-@lru_cache(maxsize=1024)  # asked for in every step
-def _share(gamma: float, count: int) -> int:
-    """ceil(gamma * count) of gamma as it is written: 0.55 of 100 is 55, not the 56 of floating point."""
-    return math.ceil(Fraction(str(gamma)) * count)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int
-from condense.methods.base import Method
+from condense.methods.base import ChunkPooling, Method
 from condense.ops import POOLINGS, Pooling, UniformRule, pool_groups
 from condense.ops.rows import PerRow
 
@@ -82,9 +82,11 @@ class GroupPooling(Method):
         return self.allow_future
 
     @property
-    def pooling(self) -> tuple[Pooling, Pooling] | None:
+    def pooling(self) -> ChunkPooling | None:
         """``key_pooling`` and ``value_pooling``, unless a subclass has a `represent` of its own."""
-        return (self.key_pooling, self.value_pooling) if type(self).represent is GroupPooling.represent else None
+        if type(self).represent is not GroupPooling.represent:
+            return None
+        return ChunkPooling(self.key_pooling, self.value_pooling)
 
     @property
     def _needs_scores(self) -> bool:

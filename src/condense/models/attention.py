@@ -100,9 +100,9 @@ class Captured:
         method: Method = module.condense_method  # type: ignore[assignment]
         ensure_layers(self.cache, {self.layer_idx: method})
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if q.shape[2] > 1 or with_gradients or dropout > 0:
-            return self._read_eagerly(module, q, k, v, mask, scale, dropout, kwargs)
         layer: StaticCondensedLayer = self.cache.layers[self.layer_idx]
+        if q.shape[2] > 1 or with_gradients or dropout > 0 or layer.awaits_prompt:
+            return self._read_eagerly(module, q, k, v, mask, scale, dropout, kwargs)
         real = None if ALL_REAL in kwargs else is_real(mask, layer.num_slots, layer.max_cache_len, q.shape[0])
         if self.latents is not None:
             return step_on_latents(module, layer, q, self.latents.to(q.dtype), scale=scale, real=real)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 
+from condense.caches import StaticCondensedLayer
 from condense.config import check_int
 from condense.models.apply import condensed_layers
 from condense.models.families import max_learned_positions
@@ -170,6 +171,7 @@ class GraphDecoder:
 
     def _prepare(self) -> None:
         """Fill the buffers' addresses in and, on CUDA, capture a step; what it reads here is forgotten again."""
+        self._rewind()
         self._decode()
         if self._ids.device.type == "cuda":
             self._capture()
@@ -181,14 +183,21 @@ class GraphDecoder:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                self._reset()
+                self._rewind()
                 self._forward()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._reset()
+        self._rewind()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(graph):
             self._logits = self._forward()
         self._graph = graph
+
+    def _rewind(self) -> None:
+        """Forget what was before and decode the next token, as after an empty prompt."""
+        self._reset()
+        for layer in self.cache.layers:
+            if isinstance(layer, StaticCondensedLayer):
+                layer.skip_prompt()
 
     def _reset(self) -> None:
         self.cache.reset()

@@ -51,7 +51,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
         return  # as in every step but the first
     if isinstance(cache, StaticCache):
-        _check_static(cache, methods)
+        _check_static(cache)
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= max(methods):
             cache.layers.append(cache.layer_class_to_replicate())
@@ -68,13 +68,7 @@ def _condensed_layer(layer: CacheLayerMixin, method: Method) -> CondensedLayer |
     return CondensedLayer(method)
 
 
-def _check_static(cache: StaticCache, methods: dict[int, Method]) -> None:
-    reading = next((method for method in methods.values() if method.reads_prompt), None)
-    if reading is not None:
-        raise ValueError(
-            f"static caches do not take {reading} yet: leave cache_implementation unset, a condensed cache stays small "
-            f"while it grows, or use {reading.causal_setting}"
-        )
+def _check_static(cache: StaticCache) -> None:
     if cache.offloading:
         raise ValueError(
             "offloaded static caches cannot be condensed: leave offloading out, a condensed cache is small enough"

@@ -21,6 +21,8 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POOLING_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_POOLING_WIDTH = 1024
 MAX_STEP_WIDTH, MAX_STEP_LATENT = 256, 512
+# a decode step ranks the tokens of a chunk against each other in registers
+MAX_FOCAL_CHUNK = 128
 # looked up once: it is asked for in every step
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -152,6 +154,8 @@ def resolve_step_backend(
     obstacle = _triton_absence(device)
     if obstacle is None and plan.key_pooling is None:
         obstacle = "knows no method that makes its entries itself"
+    if obstacle is None and plan.num_focal > 0 and plan.rule.chunk > MAX_FOCAL_CHUNK:
+        obstacle = f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {plan.rule.chunk}"
     if obstacle is None and dtype not in TRITON_DTYPES:
         obstacle = f"takes {', '.join(map(str, TRITON_DTYPES))}, got {dtype}"
     if obstacle is None and (latent > MAX_STEP_LATENT or max(widths) - latent > MAX_STEP_WIDTH):

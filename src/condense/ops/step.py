@@ -4,14 +4,15 @@ A backend's ``step(q, k, v, state, plan, *, scale, real, represent) -> out`` rea
 
 1. k, v and the head-mean of q (`condense.ops.aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1``, chunk j is due if ``rule.ready(n, lag) = j + 1 > rule.ready(seen, lag)``; its entries, made
-   of its tokens and the mean of the newest ``num_summary`` queries, go to ``[p * j, p * (j + 1))`` of the prefix;
-3. the query attends to prefix entries ``[0, rule.visible_entries(closed))`` and to the tokens from position
+   of its tokens and the mean of the newest ``num_summary`` queries, go to ``[a + p * j, a + p * (j + 1))`` of the
+   prefix, a being the entries that the row's prompt left;
+3. the query attends to prefix entries ``[0, a + rule.visible_entries(closed))`` and to the tokens from position
    ``closed * c`` on, ``closed = rule.closed(n)``, as `condense.ops.attend` does;
 4. seen becomes n.
 
 A row that is not ``real`` changes nothing and gets 0; a query that sees nothing gets 0. What depends on data is a
 predicate on the device: no host synchronisation and no branch, so that a step can be traced and captured.
-Entries beyond the prefix's capacity are dropped and never seen.
+A chunk whose entries do not all fit into the prefix is dropped and never seen.
 
 Shapes: B rows, H query heads, K KV heads, M prefix entries, W ring slots, Q summary queries, c tokens per chunk,
 p entries per chunk, D and Dv widths.
@@ -41,7 +42,9 @@ class StepState(NamedTuple):
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is window + chunk, or the most tokens that a row can have if that is less.
     ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q = num_summary.
-    seen int64 ``[B]`` on the device: real tokens per row.
+    seen int64 ``[B]`` on the device: real tokens per row since its prompt, from which positions count.
+    prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once before that, entries that stand for
+    them, and how many of these, the first, are tokens of their own; zeros where a method reads no prompt at once.
     """
 
     prefix_k: Tensor
@@ -50,14 +53,18 @@ class StepState(NamedTuple):
     ring_v: Tensor
     ring_q: Tensor
     seen: Tensor
+    prompt: Tensor
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """What a method is, as far as a step must know it.
 
-    key_pooling, value_pooling: how a chunk becomes its one entry, or None where only ``represent`` knows.
-    group_bias: natural log added to the scaled score of every prefix entry, 0.0 for none.
+    key_pooling, value_pooling: how a chunk's last entry is made, or None where only ``represent`` knows.
+    group_bias: natural log added to the scaled score of every pooled prefix entry, 0.0 for none.
+    num_focal: a chunk's tokens with the highest scores, ties to the earlier, that are entries of their own and come
+    first, in order of position; the others are pooled. weight_scale: scale of a chunk's scores, None: attention's.
+    reads_prompt: rows may have begun with a prompt that was read at once, so that ``StepState.prompt`` counts.
     """
 
     rule: UniformRule
@@ -66,3 +73,11 @@ class StepPlan:
     key_pooling: Pooling | None
     value_pooling: Pooling | None
     group_bias: float
+    num_focal: int = 0
+    weight_scale: float | None = None
+    reads_prompt: bool = False
+
+    @property
+    def bias_differs(self) -> bool:
+        """True if some entries have ``group_bias`` and others none."""
+        return self.group_bias != 0.0 and (self.num_focal > 0 or self.reads_prompt)

@@ -32,7 +32,7 @@ def step(
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.step`.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
-    prefix_bias float ``[1, 1, M]``: for entries that differ, instead of ``plan.group_bias`` on all of them.
+    prefix_bias float ``[B|1, 1, M]``: instead of what the plan says of the entries' bias.
     latent: values are the first so many columns of the keys, 0: they are values of their own.
     """
     t = state.seen
@@ -67,7 +67,7 @@ def _append_entry(
 ) -> None:
     rule, lag = plan.rule, plan.lag
     chunk = rule.ready(t, lag)
-    first = chunk * rule.entries
+    first = state.prompt[:, 1] + chunk * rule.entries
     due = (rule.ready(seen, lag) > chunk) & (first + rule.entries <= state.prefix_k.shape[2])
     summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, rule.chunk)
     new_k, new_v = represent(
@@ -98,6 +98,24 @@ def _summary(ring_q: Tensor, seen: Tensor, chunk: int) -> Tensor:
     return total / inside.sum(2, keepdim=True).clamp(min=1)
 
 
+def _seen_entries(state: StepState, plan: StepPlan, closed: Tensor) -> Tensor:
+    """Prefix entries that stand for a prompt and ``closed`` chunks, without those that had no room."""
+    ahead, p = state.prompt[:, 1], plan.rule.entries
+    room = (state.prefix_k.shape[2] - ahead) // p * p
+    return ahead + torch.minimum(plan.rule.visible_entries(closed), room)
+
+
+def _bias(state: StepState, plan: StepPlan) -> Tensor:
+    """``plan.group_bias`` where an entry is pooled, float64 ``[B|1, 1, M]``."""
+    M, p = state.prefix_k.shape[2], plan.rule.entries
+    if not plan.bias_differs:
+        return torch.full((1, 1, M), plan.group_bias, dtype=torch.float64, device=state.seen.device)
+    entry = torch.arange(M, device=state.seen.device)
+    ahead, exact = state.prompt[:, 1:2], state.prompt[:, 2:]
+    pooled = torch.where(entry < ahead, entry >= exact, (entry - ahead) % p == p - 1)
+    return (pooled.double() * plan.group_bias)[:, None]
+
+
 def _attend(
     q: Tensor,
     state: StepState,
@@ -110,7 +128,7 @@ def _attend(
 ) -> Tensor:
     M, W = state.prefix_k.shape[2], state.ring_k.shape[2]
     closed = plan.rule.closed(seen)
-    rep_end, raw_start = plan.rule.visible_entries(closed), closed * plan.rule.chunk
+    rep_end, raw_start = _seen_entries(state, plan, closed), closed * plan.rule.chunk
     last = (seen - 1)[:, None]
     # the newest position that stands in each slot; negative: none does
     position = last - (last - torch.arange(W, device=q.device)) % W
@@ -119,7 +137,7 @@ def _attend(
     )
     empty = ~(alive & sees.any(1))[:, None, None, None]
     if prefix_bias is None and plan.group_bias != 0.0:
-        prefix_bias = torch.full((1, 1, M), plan.group_bias, dtype=torch.float64, device=q.device)
+        prefix_bias = _bias(state, plan)
     keys = torch.cat([state.prefix_k, state.ring_k], dim=2)
     return _block(
         q,

@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from condense.ops.checks import MAX_FOCAL_CHUNK
 from condense.ops.triton_parts import split_width
 from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
 
@@ -47,14 +48,16 @@ def step(
     latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
     the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
     Entries beyond the capacity are dropped and never seen: ``seen`` is on the device, where nobody can raise.
-    Raises ValueError for a device without kernels, another dtype, more than one entry per chunk, a width above 256
-    (512 of a latent) and a state that does not fit.
+    Raises ValueError for a device without kernels, another dtype, entries that two poolings and ``plan.num_focal`` do
+    not say, chunks of more than 128 tokens with focal ones, a width above 256 (512 of a latent) and a state that does
+    not fit.
     """
     _check(q, k, v, state, plan, real, latent)
     rule = plan.rule
     out: Tensor = _step(
         q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary,
-        plan.key_pooling, plan.value_pooling, plan.group_bias, scale, latent,
+        plan.key_pooling, plan.value_pooling, plan.group_bias, plan.num_focal,
+        scale if plan.weight_scale is None else plan.weight_scale, plan.reads_prompt, scale, latent,
     )  # fmt: skip
     return out
 
@@ -64,8 +67,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
         raise ValueError(f"the Triton step needs a CUDA device, got {q.device.type}; use the torch step")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"the Triton step takes bfloat16, float16 or float32, got {q.dtype}; use the torch step")
-    if plan.rule.entries != 1:
-        raise ValueError(f"the Triton step makes one entry per chunk, got {plan.rule.entries}; use the torch step")
+    rule, focal = plan.rule, plan.num_focal
+    if rule.entries != focal + 1:
+        raise ValueError(
+            f"the Triton step makes num_focal + 1 = {focal + 1} entries per chunk, got {rule.entries}; use the torch "
+            "step"
+        )
+    if focal > 0 and not (focal < rule.chunk <= MAX_FOCAL_CHUNK and plan.num_summary > 0):
+        raise ValueError(
+            f"the Triton step chooses num_focal tokens of up to {MAX_FOCAL_CHUNK} by a summary query, got {focal} of "
+            f"{rule.chunk} and {plan.num_summary} queries; use the torch step"
+        )
     if None in (plan.key_pooling, plan.value_pooling) and plan.rule.max_chunks != 0:
         raise ValueError("the Triton step makes entries by key_pooling and value_pooling, got None; use the torch step")
     D, Dv = k.shape[3], v.shape[3]
@@ -92,11 +104,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
             raise ValueError(
                 f"{name} must be {shape} in {q.dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
             )
-    if state.seen.shape != (B,) or state.seen.dtype != torch.int64 or state.seen.device != q.device:
-        raise ValueError(f"seen must be int64 of shape ({B},) on {q.device}, got {state.seen}")
+    numbers: dict[str, tuple[Tensor, tuple[int, ...]]] = {"seen": (state.seen, (B,)), "prompt": (state.prompt, (B, 3))}
+    for name, (x, size) in numbers.items():
+        if x.shape != size or x.dtype != torch.int64 or x.device != q.device:
+            raise ValueError(f"{name} must be int64 of shape {size} on {q.device}, got {x}")
     if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
         raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
-    for name, x in zip(state._fields, state[:-1], strict=False):
+    for name, x in zip(state._fields, state[:5], strict=False):
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
 
@@ -176,6 +190,7 @@ def _step(
     ring_v: Tensor,
     ring_q: Tensor,
     seen: Tensor,
+    prompt: Tensor,
     real: Tensor | None,
     chunk: int,
     window: int | None,
@@ -185,6 +200,9 @@ def _step(
     key_pooling: str | None,
     value_pooling: str | None,
     group_bias: float,
+    num_focal: int,
+    weight_scale: float,
+    reads_prompt: bool,
     scale: float,
     latent: int,
 ) -> Tensor:
@@ -200,13 +218,16 @@ def _step(
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):
         step_split_kernel[S, row_tiles, B * K](
-            q, k, v, prefix_k, prefix_v, ring_k, ring_v, ring_q, seen, seen if real is None else real, part, lse,
+            q, k, v, prefix_k, prefix_v, ring_k, ring_v, ring_q, seen, prompt,
+            seen if real is None else real, part, lse,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
-            *ring_q.stride()[:3], K, R, W, num_summary, chunk,
-            _NEVER if window is None else window, min(_NEVER if max_chunks is None else max_chunks, M), lag,
-            scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
+            *ring_q.stride()[:3], prompt.stride(0), K, R, M, W, num_summary, chunk,
+            _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
+            weight_scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
             LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
+            FOCAL=num_focal, CHUNK=int(triton.next_power_of_2(chunk)) if num_focal > 0 else 1, PROMPT=reads_prompt,
+            PERIOD=num_focal + 1 if group_bias != 0.0 and (num_focal > 0 or reads_prompt) else 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
