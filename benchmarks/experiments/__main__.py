@@ -24,13 +24,13 @@ from condense.tasks import load_corpus
 
 
 def chosen(only: Sequence[str] | None) -> list[Run]:
-    """All runs, or those whose names begin with one of ``only``, and their bases."""
-    runs = all_runs()
+    """All runs, or those whose names begin with one of ``only``, in that order, after their bases."""
+    runs = {run.name: run for run in all_runs()}
     if not only:
-        return runs
-    wanted = {run.name for run in runs if run.name.startswith(tuple(only))}
-    bases = {run.base for run in runs if run.name in wanted}
-    return [run for run in runs if run.name in wanted | bases]
+        return list(runs.values())
+    wanted = [run for start in only for run in runs.values() if run.name.startswith(start)]
+    bases = [runs[run.base] for run in wanted if run.base is not None]
+    return list({run.name: run for run in (*bases, *wanted)}.values())
 
 
 def setting_of(options: argparse.Namespace) -> Setting:

@@ -17,6 +17,7 @@ from condense.train.recipes import DEMO_ARCHITECTURE, TINY_MLA_ARCHITECTURE
 LENGTH = 2048
 WINDOW = 128
 STEPS = 1500
+LONG = 2500
 SEEDS = (0, 1, 2)
 
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
@@ -83,11 +84,11 @@ def base_run(architecture: str, seed: int) -> Run:
 
 def adapted(
     architecture: str, label: str, method: Method, seed: int = 0, *, more: Mapping[str, Method] | None = None,
-    noise: bool = False,
+    noise: bool = False, steps: int = STEPS,
 ) -> Run:  # fmt: skip
     """The dense model trained on with a method, on longer texts; ``more``: what else its model is evaluated with."""
     phase = PhaseConfig(
-        name="adapt", steps=STEPS, sequence_length=LENGTH, batch_size=16,
+        name="adapt", steps=steps, sequence_length=LENGTH, batch_size=16,
         mix="dense" if isinstance(method, Dense) else "condensed", method=method,
         learning_rate=1.5e-3, warmup_steps=100, task_share=0.8, keys=(4, 18), checkpoint_steps=10**6, logging_steps=100,
     )  # fmt: skip
@@ -141,6 +142,14 @@ def mla_runs(seed: int) -> list[Run]:
         adapted("mla", "pooling=mean-mean", lca(key_pooling="mean", value_pooling="mean"), seed),
     ]
     if seed == 0:
+        # after 1,500 steps retrieval is still on its way
+        runs += [
+            adapted("mla", "long-lca", lca(), more={"dense": Dense(), "window": SAME_CACHE, **flexible}, steps=LONG),
+            adapted("mla", "long-weighted", lca(key_pooling="weighted"), steps=LONG),
+            adapted("mla", "long-last", lca(summary="last"), steps=LONG),
+            adapted("mla", "long-bias=none", lca(rep_bias="none"), steps=LONG),
+            adapted("mla", "long-mean-mean", lca(key_pooling="mean", value_pooling="mean"), steps=LONG),
+        ]
         runs += [adapted("mla", "window", SAME_CACHE)]
         runs += [adapted("mla", f"g={g}", lca(group_size=g)) for g in (4, 8, 32)]
         runs += [adapted("mla", f"w={w}", lca(window=w)) for w in (32, 64, 256, 512)]

@@ -9,25 +9,37 @@ import pytest
 import torch
 from models import tiny
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import condense
 from condense.models.sharding import head_group
 
 TESTS = Path(__file__).parent.parent
 NAMES = ("minicpm3", "deepseek_v2", "glm4_moe_lite", "llama")
-IDS = tiny.tokens()
+# two ranks want two GPUs, or none
+DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
+IDS = tiny.tokens().to(DEVICE)
 
 
 @pytest.fixture(scope="module")
-def models():
-    return {name: condense.apply(tiny.model(name), tiny.METHODS["lca"]) for name in NAMES}
-
-
-@pytest.fixture(scope="module")
-def ranks(models, tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
+    for name in NAMES:
+        condense.apply(tiny.model(name), tiny.METHODS["lca"]).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    """Loaded like those of the ranks, which make their rotary frequencies where they load."""
+    return {
+        name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, device_map=DEVICE).eval()
+        for name in NAMES
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
     script = [str(TESTS / "models" / "two_ranks.py"), str(folder), *NAMES]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script],
@@ -36,10 +48,10 @@ def ranks(models, tmp_path_factory):
         check=False,
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-        | ({} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}),
+        | ({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]
+    return [torch.load(folder / f"rank{rank}.pt", map_location=DEVICE) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -37,11 +37,12 @@ def test_scramble_spreads():
 
 def test_sampled_queries_are_alike_in_padded_rows():
     L, lengths = 50, (50, 33, 4, 0)
-    start = torch.tensor([[L - n] for n in lengths])
-    columns, known = sampled_queries(start, L, 6, 10, 1)
+    sample = sampled_queries(torch.tensor(lengths), L, 6, 10, 1, torch.device("cpu"))
     for b, n in enumerate(lengths):
-        chosen = sorted((columns[b, known[b]] - (L - n)).tolist())
-        alone, exist = sampled_queries(torch.zeros(1, 1, dtype=torch.int64), n, 6, 10, 1)
-        assert chosen == sorted(alone[exist].tolist())
+        columns = sample.columns[b]
+        chosen = (columns[columns >= 0] - (L - n)).tolist()
+        alone = sampled_queries(torch.tensor([n]), n, 6, 10, 1, torch.device("cpu"))
+        assert chosen == alone.columns[alone.columns >= 0].tolist()
+        assert sample.num_later[b].tolist() == [sum(c >= i for c in columns.tolist()) for i in range(L)]
         assert len(set(chosen)) == len(chosen) == min(n, 16)
         assert chosen[-6:] == list(range(max(0, n - 6), n))

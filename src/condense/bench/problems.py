@@ -113,9 +113,8 @@ def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
 
 def sampled(method: DGA, length: int, device: torch.device) -> Tensor:
     """The queries that are asked which tokens of a prompt matter: their positions, int64 ``[S]``."""
-    start = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    columns, _ = sampled_queries(start, length, method.num_recent, method.num_random, method.seed)
-    return columns[0]
+    tokens = torch.tensor([length])
+    return sampled_queries(tokens, length, method.num_recent, method.num_random, method.seed, device).columns[0]
 
 
 def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:

@@ -59,8 +59,9 @@ def _over_layers(setting: Setting, length: int, method: Method) -> Work:
         other.lazy_initialization(k, v)
         generator = torch.Generator(setting.device).manual_seed(setting.seed * 1000 + draw)
         assert other.state is not None
-        for buffer in other.state[:-1]:
-            buffer.normal_(generator=generator)
+        for buffer in other.state:
+            if buffer.is_floating_point():
+                buffer.normal_(generator=generator)
         other.state.seen.fill_(length)
         other.num_slots.fill_(length)
         layers.append(other)

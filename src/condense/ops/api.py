@@ -219,8 +219,7 @@ def importance(
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     L = q.shape[2]
-    start = (L - tokens).to(q.device, non_blocking=True)[:, None]
-    columns, known = sampled_queries(start, L, num_recent, num_random, seed)
+    sample = sampled_queries(tokens, L, num_recent, num_random, seed, q.device)
     match resolve_backend(backend, q.device, q.dtype, (q.shape[3],), num_queries=L):
         case "triton":
             from condense.ops.triton_importance import importance as compute
@@ -228,7 +227,4 @@ def importance(
             compute = reference.importance
         case _:
             compute = torch_importance.importance
-    total = compute(q, k, columns, known, start, scale=scale)
-    # sampled queries at a column or after it
-    count = total.new_zeros(len(tokens), L).scatter_add_(1, columns, known.to(total.dtype)).flip(1).cumsum(1).flip(1)
-    return total / count.clamp(min=1)[:, None]
+    return compute(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.bounds import Bounds, Windows
+from condense.ops.sampling import Sample
 
 
 def visible(bounds: Bounds, start: int, stop: int, num_prefix: int, num_band: int, device: torch.device) -> Tensor:
@@ -98,15 +99,16 @@ def _pool_one(x: Tensor, scores: Tensor, how: str) -> Tensor:
     return torch.einsum("bkc,bkcd->bkd", anchor, x)
 
 
-def importance(q: Tensor, k: Tensor, columns: Tensor, known: Tensor, start: Tensor, *, scale: float) -> Tensor:
+def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     """See `condense.ops.importance`. One sampled query at a time, for all rows that have it."""
     B, H, L, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     total, column = q.new_zeros(B, H, L, dtype=wide), torch.arange(L, device=q.device)
     keys = k.to(wide).repeat_interleave(H // k.shape[1], dim=1)
-    for at, some in zip(columns.mT, known.mT, strict=True):
+    for at in sample.columns.mT:
+        # -1 stands for no query, which sees nothing
         query = torch.stack([q[b, :, int(at[b])].to(wide) for b in range(B)])
-        visible = ((column <= at[:, None]) & (column >= start) & some[:, None])[:, None]
+        visible = ((column <= at[:, None]) & (column >= sample.start))[:, None]
         scores = torch.einsum("bhd,bhld->bhl", query, keys) * scale
         total += scores.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible, 0.0)
     return total.unflatten(1, (k.shape[1], -1)).sum(2)

@@ -5,6 +5,9 @@ Shapes: B rows, L columns, S sampled queries.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,17 +24,44 @@ def scramble(places: Tensor, seed: int) -> Tensor:
     return _shifted(x ^ _shifted(x, 31), 1)
 
 
-def sampled_queries(start: Tensor, L: int, num_recent: int, num_random: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Which queries of right-aligned rows are asked: their columns int64 ``[B, S]``, and which of these exist, bool.
+class Sample(NamedTuple):
+    """Which queries of right-aligned rows are asked.
 
-    start int64 ``[B, 1]``: the column of each row's first token. The newest ``num_recent`` queries, and ``num_random``
-    of the others, whose places in the row alone decide about them.
+    start int64 ``[B, 1]``: the column of each row's first token. columns int64 ``[B, S]``: the queries' columns,
+    ascending, -1 where a row has no more of them. num_later float32 ``[B, L]``: those at a column or after it.
     """
-    recent = torch.arange(max(0, L - num_recent), L, device=start.device).expand(len(start), -1)
-    column = torch.arange(L - recent.shape[1], device=start.device)
+
+    start: Tensor
+    columns: Tensor
+    num_later: Tensor
+
+
+def sampled_queries(
+    tokens: Tensor, L: int, num_recent: int, num_random: int, seed: int, device: torch.device
+) -> Sample:
+    """The newest ``num_recent`` queries, and ``num_random`` of the others, whose places in the row alone decide.
+
+    tokens int64 CPU ``[B]``: real tokens per row of L. The layers of a model ask for the same: do not change it.
+    """
+    return _sampled(tuple(tokens.tolist()), L, num_recent, num_random, seed, device)
+
+
+# a sample is tens of small operations, which host time would make dearer than the scores of short prompts
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _sampled(
+    tokens: tuple[int, ...], L: int, num_recent: int, num_random: int, seed: int, device: torch.device
+) -> Sample:
+    start = (L - torch.tensor(tokens)).to(device)[:, None]
+    recent = torch.arange(max(0, L - num_recent), L, device=device).expand(len(tokens), -1)
+    column = torch.arange(L - recent.shape[1], device=device)
     lots = scramble(column - start, seed).masked_fill(column < start, -1)
     drawn, others = lots.topk(min(num_random, len(column)))
-    return torch.cat([others, recent], 1), torch.cat([drawn >= 0, recent >= start], 1)
+    known = torch.cat([drawn >= 0, recent >= start], 1)
+    columns = torch.cat([others, recent], 1)
+    num_later = torch.zeros(len(tokens), L, device=device).scatter_add_(1, columns, known.float())
+    num_later = num_later.flip(1).cumsum(1).flip(1)
+    return Sample(start, columns.masked_fill(~known, -1).sort(dim=1).values, num_later)
 
 
 def _signed(word: int) -> int:

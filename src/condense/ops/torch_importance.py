@@ -8,22 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from condense.ops.sampling import Sample
+
 # scores made at a time, of a block of queries with all heads and keys
 _BLOCK = 1 << 24
 
 
-def importance(q: Tensor, k: Tensor, columns: Tensor, known: Tensor, start: Tensor, *, scale: float) -> Tensor:
-    """See `condense.ops.importance`: columns int64 and known bool ``[B, S]``, start int64 ``[B, 1]``."""
+def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
+    """See `condense.ops.importance`."""
     (B, H, L, D), K = q.shape, k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     keys = k.to(wide).mT
     column = torch.arange(L, device=q.device)
     total = keys.new_zeros(B, K, L)
     size = max(1, _BLOCK // (B * H * L))
-    for at, some in zip(columns.split(size, 1), known.split(size, 1), strict=True):
-        queries = q.gather(2, at[:, None, :, None].expand(B, H, -1, D)).unflatten(1, (K, -1)).to(wide)
+    for at in sample.columns.split(size, 1):
+        queries = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(B, H, -1, D)).unflatten(1, (K, -1)).to(wide)
         scores = queries.flatten(2, 3) @ keys * scale
-        visible = (column <= at[..., None]) & (column >= start[..., None]) & some[..., None]
+        visible = (column <= at[..., None]) & (column >= sample.start[..., None])
         hidden = ~visible[:, None, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3)
         # a place that stands for no query sees nothing: its row of NaN goes
         total += scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0).sum(2)

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from condense.ops.sampling import Sample
+
 # keys that one program of the first pass reads
 _SPLIT = 2048
 
@@ -98,19 +100,19 @@ def _tiles(q: Tensor, rows: int, width: int) -> dict[str, int]:
     return {"BM": min(rows, most), "BN": min(128, most), "num_warps": 8, "num_stages": 2}
 
 
-def importance(q: Tensor, k: Tensor, columns: Tensor, known: Tensor, start: Tensor, *, scale: float) -> Tensor:
-    """See `condense.ops.importance`: columns int64 and known bool ``[B, S]``, start int64 ``[B, 1]``."""
-    (B, H, L, D), K, S = q.shape, k.shape[1], columns.shape[1]
+def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
+    """See `condense.ops.importance`."""
+    # in order of columns, so that a tile's queries see about the same keys
+    at = sample.columns
+    (B, H, L, D), K, S = q.shape, k.shape[1], at.shape[1]
     R, X, P = H // K, S * (H // K), triton.cdiv(L, _SPLIT)
     k = k if k.stride(-1) == 1 else k.contiguous()
-    # in order of columns, so that a tile's queries see about the same keys
-    at = columns.masked_fill(~known, -1).sort(dim=1).values
     rows = at.clamp(min=0)[:, None, :, None].expand(B, H, S, D)
     queries = q.gather(2, rows).unflatten(1, (K, R)).transpose(2, 3).contiguous()
     at = at.to(torch.int32).repeat_interleave(R, dim=1)
     # a missing row of padding may hold anything
     queries = queries.flatten(2, 3).masked_fill(at[:, None, :, None] < 0, 0.0)
-    start = start.to(torch.int32).contiguous()
+    start = sample.start.to(torch.int32)
     part = queries.new_empty(B, K, P, X, dtype=torch.float32)
     total = queries.new_empty(B, K, L, dtype=torch.float32)
     widths = {"D": D, "BD": triton.next_power_of_2(max(D, 16))}
