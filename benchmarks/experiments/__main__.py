@@ -1,6 +1,7 @@
 """Ablations and claims on small models; how `docs/experiments.md` was made.
 
     python benchmarks/experiments run     --train TRAIN... --test TEST... --work WORK --gpus 0,1 --minutes 20
+    python benchmarks/experiments bundled --test TEST... --cache CACHE --output RESULTS2.json
     python benchmarks/experiments collect --work WORK --output RESULTS.json
     python benchmarks/experiments report  --results RESULTS.json --output docs/experiments.md
 
@@ -14,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from bundled import evaluate_bundled
 from execute import Setting, load_tokenizer
 from pool import start, work
 from report import write_report
@@ -55,6 +58,11 @@ def main() -> None:
         command.add_argument("--slots", type=int, default=3, help="runs at a time on one GPU")
         command.add_argument("--minutes", type=float, default=60, help="no run is begun later")
         command.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    command = commands.add_parser("bundled")
+    command.add_argument("--test", type=Path, nargs="+", required=True, help="text that the model was not trained on")
+    command.add_argument("--cache", type=Path, required=True, help="folder for the encoded text")
+    command.add_argument("--sequences", type=int, default=30, help="per figure")
+    command.add_argument("--output", type=Path, required=True)
     command = commands.add_parser("collect")
     command.add_argument("--work", type=Path, required=True)
     command.add_argument("--output", type=Path, required=True)
@@ -72,6 +80,10 @@ def main() -> None:
         sys.exit(start([*sys.argv[2:], "--deadline", str(deadline)], setting_of(options), gpus, options.slots))
     elif options.command == "work":
         work(chosen(options.only), setting_of(options), options.deadline)
+    elif options.command == "bundled":
+        refuse_existing(options.output, "output")
+        content = evaluate_bundled(tuple(options.test), options.cache, options.sequences)
+        write_results(options.output, {"bundled": content}, device=torch.device("cpu"))
     elif options.command == "collect":
         refuse_existing(options.output, "output")
         documents = [json.loads(path.read_text()) for path in sorted((options.work / "results").glob("*.json"))]
