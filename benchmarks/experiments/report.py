@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from studies import LENGTH, SEEDS, STEPS, WINDOW
+from studies import SEEDS, WINDOW
 
 from condense import Method
 from condense.ops import UniformBounds
@@ -37,23 +37,29 @@ def write_report(results: Sequence[Path], output: Path) -> None:
     picture = output.with_name(f"{output.stem}-from-scratch.png")
     require_matplotlib(picture)
     runs: dict[str, Mapping[str, Any]] = {}
-    origins, failed = [], {}
+    unfinished: dict[str, Any] = {}
+    bundled: Mapping[str, Any] = {"retrieval": [], "text": [], "length": 0}
+    origins = []
     for path in results:
         document = json.loads(path.read_text(encoding="utf-8"))
-        origins.append((path.name, document["results"]["measured"]))
-        failed |= document["results"]["failed"]
-        runs |= {entry["run"]["name"]: entry for entry in document["results"]["runs"]}
+        content = document["results"]
+        origins.append((path.name, document["provenance"]))
+        runs |= {entry["run"]["name"]: entry for entry in content.get("runs", [])}
+        unfinished |= content.get("unfinished", {})
+        bundled = content.get("bundled", bundled)
     template = (Path(__file__).parent / "page.md").read_text(encoding="utf-8")
     _plot_curves(runs, picture)
-    origin = "; ".join(
-        f"`{name}`: {o['device']}, torch {o['torch']}, transformers {o['transformers']}, commit {o['commit'][:12]}, "
+    origin = "\n".join(
+        f"- `{name}`: {o['device']}, torch {o['torch']}, transformers {o['transformers']}, commit {o['commit'][:12]}, "
         f"{o['date'][:10]}"
         for name, o in origins
     )
     parts = {
         "ORIGIN": origin,
-        "SETTING": f"{len(runs)} runs, {STEPS:,} steps each, {LENGTH:,} tokens, window {WINDOW}",
+        "NUM_RUNS": str(len(runs)),
         "PICTURE": picture.name,
+        "UNFINISHED": _unfinished(unfinished),
+        "BUNDLED": _bundled(bundled),
         **{name: _table(runs, rows) for name, rows in TABLES.items()},
         "GRID": _grid(runs),
         "CURVES": _curves(runs),
@@ -75,6 +81,14 @@ TABLES: Mapping[str, Sequence[tuple[str, str, str]]] = {
         ("window of as many entries, trained with it", "mla-window", "own"),
         ("CCA on latents", "mla-cca", "own"),
         ("DGA on latents", "mla-dga", "own"),
+    ),
+    "MLA_SHORT": (
+        ("dense", "mla-short-dense", "own"),
+        ("LCA: streaming, rope keys select, latents weighted, log-size bias", "mla-short-lca", "own"),
+        ("no bias", "mla-short-bias=none", "own"),
+        ("summary by the last query", "mla-short-summary=last", "own"),
+        ("rope keys weighted", "mla-short-pooling=weighted-weighted", "own"),
+        ("both means", "mla-short-pooling=mean-mean", "own"),
     ),
     "MLA_DEFAULTS": (
         ("LCA: streaming, rope keys select, latents weighted, log-size bias", "mla-lca", "own"),
@@ -131,12 +145,16 @@ TABLES: Mapping[str, Sequence[tuple[str, str, str]]] = {
 
 def _table(runs: Runs, rows: Iterable[tuple[str, str, str]]) -> str:
     lines = ["| | numbers found | text loss | next token right | entries | seeds |", "|---|---|---|---|---|---|"]
+    missing = []
     for label, prefix, method in rows:
         found = _figures(runs, prefix, method)
+        if found.runs == 0:
+            missing.append(label)
+            continue
         lines.append(
             f"| {label} | {found.retrieval} | {found.loss} | {found.accuracy} | {found.entries} | {found.runs} |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines) + (f"\n\nNot run yet: {'; '.join(missing)}." if missing else "")
 
 
 def _figures(runs: Runs, prefix: str, method: str) -> Figures:
@@ -157,7 +175,7 @@ def _figures(runs: Runs, prefix: str, method: str) -> Figures:
         entries.append(num_seen(Method.parse(text["method"]), run["run"]["phase"]["sequence_length"]))
     return Figures(
         len(entries), _spread(found["retrieval"], 3), _spread(found["loss"], 3), _spread(found["accuracy"], 4),
-        f"{entries[0]:,}" if entries else "not run",
+        f"{entries[0]:,}" if entries else "",
     )  # fmt: skip
 
 
@@ -196,6 +214,34 @@ def _grid(runs: Runs) -> str:
             assert numbers is not None
             cells.append(f"{numbers['exact']['share']:.3f}, {text['loss']:.3f}")
         lines.append(f"| {key} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _unfinished(unfinished: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    steps = (600, 800, 1000, 1400, 1800)
+    lines = [
+        "| answers right in training, at step | " + " | ".join(f"{step:,}" for step in steps) + " | last |",
+        "|---|" + "---|" * (len(steps) + 1),
+    ]
+    for name, points in unfinished.items():
+        at = {point["step"]: point for point in points}
+        cells = [f"{at[step]['answers']:.3f}" if step in at else "" for step in steps]
+        last = points[-1]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {last['answers']:.3f} at {last['step']:,} |")
+    return "\n".join(lines)
+
+
+def _bundled(content: Mapping[str, Any]) -> str:
+    lines = ["| | numbers found | text loss | next token right | entries |", "|---|---|---|---|---|"]
+    for text in content["text"]:
+        exact = _named(content["retrieval"], text["name"])
+        assert exact is not None
+        share = exact["exact"]
+        seen = num_seen(Method.parse(text["method"]), content["length"])
+        lines.append(
+            f"| {text['name']} | {share['share']:.3f} [{share['low']:.3f}, {share['high']:.3f}] | {text['loss']:.3f} | "
+            f"{text['accuracy']:.4f} | {seen:,} |"
+        )
     return "\n".join(lines)
 
 

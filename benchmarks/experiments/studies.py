@@ -17,7 +17,7 @@ from condense.train.recipes import DEMO_ARCHITECTURE, TINY_MLA_ARCHITECTURE
 LENGTH = 2048
 WINDOW = 128
 STEPS = 1500
-LONG = 2500
+LONG = 2500  # with latents retrieval appears later
 SEEDS = (0, 1, 2)
 
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
@@ -133,35 +133,41 @@ def mla_runs(seed: int) -> list[Run]:
     """LCA in a model with latents: what decides a default, for one seed."""
     flexible = {f"g={g}": lca(group_size=g) for g in (4, 8, 32)} | {f"w={w}": lca(window=w) for w in (32, 64, 256, 512)}
     prompt = {"summary=prompt": lca(summary="prompt", allow_future=True)}
-    runs = [
-        adapted("mla", "lca", lca(), seed, more={"dense": Dense(), "window": SAME_CACHE, **flexible, **prompt}),
-        adapted("mla", "dense", Dense(), seed, more={"lca": lca(), "window": SAME_CACHE}),
-        adapted("mla", "bias=none", lca(rep_bias="none"), seed),
-        adapted("mla", "summary=last", lca(summary="last"), seed),
-        adapted("mla", "pooling=weighted-weighted", lca(key_pooling="weighted"), seed),
-        adapted("mla", "pooling=mean-mean", lca(key_pooling="mean", value_pooling="mean"), seed),
-    ]
+    more = {"dense": Dense(), "window": SAME_CACHE, **flexible, **prompt}
+    settings: dict[str, Method] = {
+        "bias=none": lca(rep_bias="none"),
+        "summary=last": lca(summary="last"),
+        "pooling=weighted-weighted": lca(key_pooling="weighted"),
+        "pooling=mean-mean": lca(key_pooling="mean", value_pooling="mean"),
+    }
     if seed == 0:
-        # after 1,500 steps retrieval is still on its way
-        runs += [
-            adapted("mla", "long-lca", lca(), more={"dense": Dense(), "window": SAME_CACHE, **flexible}, steps=LONG),
-            adapted("mla", "long-weighted", lca(key_pooling="weighted"), steps=LONG),
-            adapted("mla", "long-last", lca(summary="last"), steps=LONG),
-            adapted("mla", "long-bias=none", lca(rep_bias="none"), steps=LONG),
-            adapted("mla", "long-mean-mean", lca(key_pooling="mean", value_pooling="mean"), steps=LONG),
-        ]
-        runs += [adapted("mla", "window", SAME_CACHE)]
-        runs += [adapted("mla", f"g={g}", lca(group_size=g)) for g in (4, 8, 32)]
-        runs += [adapted("mla", f"w={w}", lca(window=w)) for w in (32, 64, 256, 512)]
-        runs += [adapted("mla", f"queries={n}", lca(num_summary_queries=n)) for n in (4, 8, 32)]
-        runs += [adapted("mla", "dga", dga()), adapted("mla", "cca", CCA(window=WINDOW))]
-        grid = [x for x in product(POOLINGS, POOLINGS) if x not in (("select", "weighted"), ("weighted", "weighted"))]
-        runs += [
-            adapted("mla", f"pooling={key}-{value}", lca(key_pooling=key, value_pooling=value))
-            for key, value in grid
-            if (key, value) != ("mean", "mean")
-        ]
-    return runs
+        settings |= {"window": SAME_CACHE, "dga": dga(), "cca": CCA(window=WINDOW)}
+        settings |= {f"g={g}": lca(group_size=g) for g in (4, 8, 32)}
+        settings |= {f"w={w}": lca(window=w) for w in (32, 64, 256, 512)}
+        settings |= {f"queries={n}": lca(num_summary_queries=n) for n in (4, 8, 32)}
+        settings |= {
+            f"pooling={key}-{value}": lca(key_pooling=key, value_pooling=value)
+            for key, value in product(POOLINGS, POOLINGS)
+            if (key, value) != ("select", "weighted")
+        }
+    return [
+        adapted("mla", "lca", lca(), seed, more=more, steps=LONG),
+        adapted("mla", "dense", Dense(), seed, more={"lca": lca(), "window": SAME_CACHE}, steps=LONG),
+        *(adapted("mla", label, method, seed, steps=LONG) for label, method in settings.items()),
+    ]
+
+
+def short_mla_runs(seed: int) -> list[Run]:
+    """The same with the schedule of the other models, in which retrieval barely appears: who is early?"""
+    settings = {
+        "lca": lca(),
+        "dense": Dense(),
+        "bias=none": lca(rep_bias="none"),
+        "summary=last": lca(summary="last"),
+        "pooling=weighted-weighted": lca(key_pooling="weighted"),
+        "pooling=mean-mean": lca(key_pooling="mean", value_pooling="mean"),
+    }
+    return [adapted("mla", f"short-{label}", method, seed) for label, method in settings.items()]
 
 
 def llama_runs(seed: int) -> list[Run]:
@@ -222,7 +228,7 @@ def all_runs() -> list[Run]:
     """In the order in which they are wanted: bases, one seed of everything, then the other seeds."""
     runs = [base_run(architecture, seed) for seed in SEEDS for architecture in ("mla", "llama")]
     runs += scratch_runs(0)
-    first, second, third = ([*mla_runs(seed), *llama_runs(seed)] for seed in SEEDS)
+    first, second, third = ([*mla_runs(seed), *llama_runs(seed), *short_mla_runs(seed)] for seed in SEEDS)
     decisive = {run.name[:-1] for run in (*second, *third)}
     runs += [run for run in first if run.name[:-1] in decisive]
     runs += second

@@ -49,6 +49,14 @@ def test_every_row_has_its_figures(model, chunk):
     assert not condense.models.condensed_layers(model)
 
 
+def test_feed_forward_can_be_compiled_for_all_runners(model, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append((module, options)))
+    plan = ModelPlan((40,), METHODS, ("dense",), steps=1, compile_feed_forward=True)
+    assert bench_model(model, plan)["compile_feed_forward"] is True
+    assert compiled == [(layer.mlp, {"dynamic": True}) for layer in model.model.layers]
+
+
 # every method of the package, and DGA on whole prompts
 ALL = {
     "dense": condense.Dense(),

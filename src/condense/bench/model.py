@@ -28,13 +28,17 @@ _LONG_S, _VERY_LONG_S = 3.0, 20.0
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is to be measured. ``methods``: label to method; ``steps``: tokens after the first, timed one by one."""
+    """What is to be measured. ``methods``: label to method; ``steps``: tokens after the first, timed one by one.
+
+    compile_feed_forward: `torch.compile` these modules first, for all runners.
+    """
 
     lengths: Sequence[int]
     methods: Mapping[str, Method]
     runners: Sequence[str] = DEFAULT_RUNNERS
     steps: int = 32
     prefill_chunk: int | None = None
+    compile_feed_forward: bool = False
     seed: int = 0
 
     def cases(self) -> list[tuple[str, str, Method | None]]:
@@ -60,11 +64,14 @@ def check_runners(names: Sequence[str]) -> tuple[str, ...]:
 def bench_model(
     model: PreTrainedModel, plan: ModelPlan, *, on_row: Callable[[Row], None] = lambda row: None
 ) -> dict[str, Any]:
-    """All rows, as a result file holds them; ``model`` has stock attention and keeps it.
+    """All rows, as a result file holds them; ``model`` has stock attention and keeps it, and what is compiled stays so.
 
     A condensed runner whose logits are wrong by `condense.bench.model_gate`, or that cannot run, is not timed and
     says why; so does a dense one that cannot run.
     """
+    if plan.compile_feed_forward:
+        for module in feed_forward_modules(model):
+            module.compile(dynamic=True)
     verdicts = {name: _verdict(model, runner, method, plan) for name, runner, method in plan.cases()}
     rows, feed_forward = [], []
     for length in plan.lengths:
@@ -90,6 +97,7 @@ def bench_model(
         "claims": model.device.type == "cuda",
         "steps": plan.steps,
         "prefill_chunk": plan.prefill_chunk,
+        "compile_feed_forward": plan.compile_feed_forward,
         "runners": {name: RUNNERS[name].description for name in plan.runners},
         "methods": plain(plan.methods),
         "rows": rows,

@@ -19,7 +19,10 @@ time over visible keys, against CCA's attention alone in the same run, as if bot
 
 
 def render(documents: Mapping[Path, Mapping[str, Any]], pictures: Mapping[Path, str] | None = None) -> str:
-    """Markdown of one section per result file; pictures: file to the address of its picture."""
+    """Markdown of one section per result file; pictures: file to the address of its picture.
+
+    A ``note`` that somebody wrote into a file's results, on what disturbed a run say, is part of its section.
+    """
     sections = [_HEAD]
     for path, document in documents.items():
         results = document["results"]
@@ -31,15 +34,17 @@ def render(documents: Mapping[Path, Mapping[str, Any]], pictures: Mapping[Path, 
 
 def title(results: Mapping[str, Any]) -> str:
     """What was measured, in one line."""
+    methods = ", ".join(results["methods"])
     if results["kind"] == "kernel":
         shape = results["shape"]
         return (
             f"Kernels: {shape['num_q']} query heads, {shape['num_kv']} KV heads, widths {shape['width']} and "
-            f"{shape['value_width']}, batch {results['batch']}, {results['dtype']}"
+            f"{shape['value_width']}, batch {results['batch']}, {results['dtype']}: {methods}"
         )
     chunk = results["prefill_chunk"]
     chunked = "" if chunk is None else f", prompts in pieces of {chunk:,}"
-    return f"Model: {results['model']}, {results['layers']} layers, {results['dtype']}{chunked}"
+    compiled = ", feed-forward compiled" if results.get("compile_feed_forward") else ""
+    return f"Model: {results['model']}, {results['layers']} layers, {results['dtype']}{chunked}{compiled}: {methods}"
 
 
 def _origin(path: Path, document: Mapping[str, Any]) -> str:
@@ -60,6 +65,8 @@ def _origin(path: Path, document: Mapping[str, Any]) -> str:
             + "; ".join(f"`{name}`: {about}" for name, about in results["runners"].items())
             + "."
         )
+    if "note" in results:
+        lines.append(results["note"])
     if not results["claims"]:
         lines.append("**Measured on a CPU to try the command out: no claims.**")
     return "\n".join(lines)
@@ -140,6 +147,8 @@ def _published(results: Mapping[str, Any]) -> str:
     ]
     for figure in figures:
         ours = [fastest(results["rows"], figure.length, method) for method in (None, figure.method)]
+        if ours == [None, None]:
+            continue
         where = f"{figure.length:,} tokens, {figure.method} ({figure.source})"
         first = [milliseconds(row["first"]["median_ms"]) + f" {_name(row)}" if row else "-" for row in ours]
         theirs = [f"{seconds:.2f} s" for seconds in figure.first_s]

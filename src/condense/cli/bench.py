@@ -103,6 +103,9 @@ def model_command(
     runners: Annotated[str, typer.Option(help=f"Of {', '.join(bench.RUNNERS)}.")] = ",".join(bench.DEFAULT_RUNNERS),
     steps: Annotated[int | None, typer.Option(help="Further tokens that are timed. Default: 32.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Read prompts in pieces of so many tokens.")] = None,
+    compile_feed_forward: Annotated[
+        bool, typer.Option("--compile-feed-forward", help="torch.compile the mlp of every layer, for all runners.")
+    ] = False,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     quick: QuickOption = False,
@@ -127,6 +130,7 @@ def model_command(
         chosen_runners,
         steps or (8 if quick else 32),
         prefill_chunk,
+        compile_feed_forward,
         seed,
     )
     if model is not None:
@@ -137,6 +141,7 @@ def model_command(
             "".join(x if x.isalnum() or x in "._" else "-" for x in name),
             *([] if layers is None else [f"{layers}layers"]),
             *([] if prefill_chunk is None else [f"chunk{prefill_chunk}"]),
+            *(["compiled-mlp"] if compile_feed_forward else []),
             str(torch_dtype).removeprefix("torch."),
         ]
     )
