@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from studies import SEEDS, WINDOW
+from studies import SEEDS
+from tables import TABLES
 
 from condense import Method
-from condense.ops import UniformBounds
+from condense.ops import POOLINGS, UniformBounds
 from condense.plots import plot_lines, require_matplotlib
 
-POOLINGS = ("weighted", "mean", "max", "select")
 Runs = Mapping[str, Mapping[str, Any]]
 
 
@@ -70,80 +70,7 @@ def write_report(results: Sequence[Path], output: Path) -> None:
     output.write_text(template, encoding="utf-8")
 
 
-# rows of tables: label, beginning of the runs' names, method of the evaluation
-TABLES: Mapping[str, Sequence[tuple[str, str, str]]] = {
-    "MLA": (
-        ("dense, trained dense", "mla-dense", "own"),
-        ("LCA, trained with LCA", "mla-lca", "own"),
-        ("LCA, model trained dense", "mla-dense", "lca"),
-        ("dense, model trained with LCA", "mla-lca", "dense"),
-        ("window of as many entries, trained dense", "mla-dense", "window"),
-        ("window of as many entries, trained with it", "mla-window", "own"),
-        ("CCA on latents", "mla-cca", "own"),
-        ("DGA on latents", "mla-dga", "own"),
-    ),
-    "MLA_SHORT": (
-        ("dense", "mla-short-dense", "own"),
-        ("LCA: streaming, rope keys select, latents weighted, log-size bias", "mla-short-lca", "own"),
-        ("no bias", "mla-short-bias=none", "own"),
-        ("summary by the last query", "mla-short-summary=last", "own"),
-        ("rope keys weighted", "mla-short-pooling=weighted-weighted", "own"),
-        ("both means", "mla-short-pooling=mean-mean", "own"),
-    ),
-    "MLA_DEFAULTS": (
-        ("LCA: streaming, rope keys select, latents weighted, log-size bias", "mla-lca", "own"),
-        ("no bias", "mla-bias=none", "own"),
-        ("summary by the last query", "mla-summary=last", "own"),
-        ("summary of the prompt's end, not trained with it", "mla-lca", "summary=prompt"),
-        ("rope keys weighted", "mla-pooling=weighted-weighted", "own"),
-        ("both means", "mla-pooling=mean-mean", "own"),
-    ),
-    "MLA_SIZES": (
-        *((f"g {g}", f"mla-g={g}" if g != 16 else "mla-lca", "own") for g in (4, 8, 16, 32)),
-        *((f"w {w}", f"mla-w={w}" if w != WINDOW else "mla-lca", "own") for w in (32, 64, 128, 256, 512)),
-        *((f"{n} summary queries", f"mla-queries={n}" if n != 16 else "mla-lca", "own") for n in (4, 8, 16, 32)),
-    ),
-    "MLA_FLEXIBLE": tuple(
-        (f"{name} {value}", "mla-lca", f"{name}={value}" if value not in (16, WINDOW) else "own")
-        for name, values in (("g", (4, 8, 16, 32)), ("w", (32, 64, 128, 256, 512)))
-        for value in values
-    ),
-    "LLAMA": (
-        ("dense", "llama-dense", "own"),
-        ("CCA: weighted, last query", "llama-cca", "own"),
-        ("CCA with log-size bias", "llama-cca-bias", "own"),
-        ("LCA: keys select, values weighted, streaming, no bias", "llama-bias=none", "own"),
-        ("LCA with log-size bias", "llama-lca", "own"),
-        ("DGA: g 16, gamma 0.1, last query", "llama-dga", "own"),
-        ("DGA, streaming summary, log-size bias", "llama-dga-streaming-bias", "own"),
-        ("window of as many entries as LCA, trained with it", "llama-window", "own"),
-    ),
-    "EQUAL": (
-        ("LCA, g 16", "llama-lca", "own"),
-        ("DGA, 1 focal token in 33, streaming, bias", "llama-dga-sparse", "own"),
-        ("the same with anchored groups", "llama-anchored-sparse", "own"),
-        ("LCA, g 6", "llama-lca-g=6", "own"),
-        ("DGA, 2 focal tokens in 18, streaming, bias", "llama-dga-streaming-bias", "own"),
-        ("the same with anchored groups", "llama-anchored", "own"),
-    ),
-    "DGA": (
-        *((f"m {m}", f"llama-dga-m={m}" if m != 16 else "llama-dga", "own") for m in (4, 8, 16, 32, 64)),
-        *(
-            (f"gamma {gamma}", f"llama-dga-gamma={gamma}" if gamma != 0.1 else "llama-dga", "own")
-            for gamma in (0.1, 0.3, 0.5, 0.7, 0.9)
-        ),
-        ("focal tokens at random", "llama-dga-random", "own"),
-    ),
-    "COMPLEMENTARY": (
-        ("prompt selection, trained streaming", "llama-dga", "prompt"),
-        ("without complementary tokens", "llama-dga", "prompt, not complementary"),
-        ("prompt selection, trained with it", "llama-prompt", "own"),
-        ("without complementary tokens, trained so", "llama-prompt-not-complementary", "own"),
-    ),
-}
-
-
-def _table(runs: Runs, rows: Iterable[tuple[str, str, str]]) -> str:
+def _table(runs: Runs, rows: Sequence[tuple[str, str, str]]) -> str:
     lines = ["| | numbers found | text loss | next token right | entries | seeds |", "|---|---|---|---|---|---|"]
     missing = []
     for label, prefix, method in rows:
@@ -154,7 +81,8 @@ def _table(runs: Runs, rows: Iterable[tuple[str, str, str]]) -> str:
         lines.append(
             f"| {label} | {found.retrieval} | {found.loss} | {found.accuracy} | {found.entries} | {found.runs} |"
         )
-    return "\n".join(lines) + (f"\n\nNot run yet: {'; '.join(missing)}." if missing else "")
+    table = "\n".join(lines) if len(missing) < len(rows) else ""
+    return "\n\n".join(filter(None, (table, f"Not run yet: {'; '.join(missing)}." if missing else "")))
 
 
 def _figures(runs: Runs, prefix: str, method: str) -> Figures:
@@ -214,7 +142,7 @@ def _grid(runs: Runs) -> str:
             assert numbers is not None
             cells.append(f"{numbers['exact']['share']:.3f}, {text['loss']:.3f}")
         lines.append(f"| {key} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) if any(name.startswith("mla-pooling=") for name in runs) else "Not run yet."
 
 
 def _unfinished(unfinished: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -129,11 +129,19 @@ SAME_CACHE = StreamingLLM(sink=4, window=244)
 SPARSE_DGA: Mapping[str, Any] = {"group_size": 32, "gamma": 1 / 32}
 
 
+def changed_at_inference() -> Mapping[str, Method]:
+    """What a model trained with `lca` is evaluated with besides."""
+    return {
+        "dense": Dense(),
+        "window": SAME_CACHE,
+        **{f"g={g}": lca(group_size=g) for g in (4, 8, 32)},
+        **{f"w={w}": lca(window=w) for w in (32, 64, 256, 512)},
+        "summary=prompt": lca(summary="prompt", allow_future=True),
+    }
+
+
 def mla_runs(seed: int) -> list[Run]:
     """LCA in a model with latents: what decides a default, for one seed."""
-    flexible = {f"g={g}": lca(group_size=g) for g in (4, 8, 32)} | {f"w={w}": lca(window=w) for w in (32, 64, 256, 512)}
-    prompt = {"summary=prompt": lca(summary="prompt", allow_future=True)}
-    more = {"dense": Dense(), "window": SAME_CACHE, **flexible, **prompt}
     settings: dict[str, Method] = {
         "bias=none": lca(rep_bias="none"),
         "summary=last": lca(summary="last"),
@@ -151,7 +159,7 @@ def mla_runs(seed: int) -> list[Run]:
             if (key, value) != ("select", "weighted")
         }
     return [
-        adapted("mla", "lca", lca(), seed, more=more, steps=LONG),
+        adapted("mla", "lca", lca(), seed, more=changed_at_inference(), steps=LONG),
         adapted("mla", "dense", Dense(), seed, more={"lca": lca(), "window": SAME_CACHE}, steps=LONG),
         *(adapted("mla", label, method, seed, steps=LONG) for label, method in settings.items()),
     ]
@@ -167,7 +175,8 @@ def short_mla_runs(seed: int) -> list[Run]:
         "pooling=weighted-weighted": lca(key_pooling="weighted"),
         "pooling=mean-mean": lca(key_pooling="mean", value_pooling="mean"),
     }
-    return [adapted("mla", f"short-{label}", method, seed) for label, method in settings.items()]
+    more = {"lca": changed_at_inference(), "dense": {"lca": lca(), "window": SAME_CACHE}}
+    return [adapted("mla", f"short-{label}", method, seed, more=more.get(label)) for label, method in settings.items()]
 
 
 def llama_runs(seed: int) -> list[Run]:

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 import condense
+from condense.ops import POOLINGS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
 
 import report
 import studies
+import tables
 
 RUNS = {run.name: run for run in studies.all_runs()}
 
@@ -22,14 +24,14 @@ def test_names_are_unique_and_bases_come_first():
         assert run.base is None or names.index(run.base) < names.index(run.name)
 
 
-@pytest.mark.parametrize("row", [row for rows in report.TABLES.values() for row in rows], ids=str)
+@pytest.mark.parametrize("row", [row for rows in tables.TABLES.values() for row in rows], ids=str)
 def test_every_row_of_the_page_is_measured(row):
     _, prefix, method = row
     assert method in RUNS[f"{prefix}-s0"].methods
 
 
 def test_the_grid_is_whole():
-    pairs = {(key, value) for key in report.POOLINGS for value in report.POOLINGS}
+    pairs = {(key, value) for key in POOLINGS for value in POOLINGS}
     measured = {tuple(n[len("mla-pooling=") : -len("-s0")].split("-")) for n in RUNS if n.startswith("mla-pooling=")}
     assert {pair for pair in measured if len(pair) == 2} >= pairs - {("select", "weighted")}
 
