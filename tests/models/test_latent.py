@@ -7,7 +7,14 @@ import pytest
 import torch
 from models import tiny
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV32Config, DynamicCache, KimiLinearConfig, LongcatFlashConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV32Config,
+    DynamicCache,
+    KimiLinearConfig,
+    LongcatFlashConfig,
+    StaticCache,
+)
 
 import condense
 from condense.latent import UpProjection
@@ -77,6 +84,16 @@ def test_the_cache_holds_latents_and_rope_keys_alone(name):
         assert past.prefix_v.numel() == past.band_v.numel() == 0
     expected = inspect(condense.restore(model), LCA, tiny.LENGTH, itemsize=8)
     assert condense.cache_nbytes(cache) == 2 * sum(report.bytes for report in expected)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@NAMES
+def test_300_steps_give_what_one_forward_gives(name, static):
+    model = condense.apply(tiny.model(name), LCA)
+    ids = tiny.tokens(L=320)
+    cache = StaticCache(config=model.config, max_cache_len=320) if static else None
+    steps = tiny.in_chunks(model, ids, (20, *[1] * 300), cache)
+    torch.testing.assert_close(steps, tiny.logits(model, ids), **tiny.exact(model))
 
 
 def test_no_step_expands_the_past(monkeypatch):
