@@ -20,13 +20,13 @@ def work(runs: Sequence[Run], setting: Setting, deadline: float) -> None:
     """What one process does. deadline: ``time.time()`` after which no run is begun.
 
     A run is claimed by a file that only one process can create. A run that fails says why in a file beside it, and
-    the process goes on with the next.
+    the process goes on with the next; nobody waits for a base that failed.
     """
     bases = {run.base for run in runs}
     while time.time() < deadline:
-        open_runs = [run for run in runs if not (_claim(setting, run).exists() or setting.result_of(run.name).exists())]
+        open_runs = [run for run in runs if not (_claim(setting, run.name).exists() or _is_over(setting, run))]
         ready = [run for run in open_runs if run.base is None or setting.model_of(run.base).exists()]
-        claimed = next((run for run in ready if _take(_claim(setting, run))), None)
+        claimed = next((run for run in ready if _take(_claim(setting, run.name))), None)
         if claimed is None:
             if not open_runs:
                 return
@@ -38,7 +38,7 @@ def work(runs: Sequence[Run], setting: Setting, deadline: float) -> None:
             execute(claimed, setting, keep_model=claimed.name in bases)
             print(f"{claimed.name}: done in {time.monotonic() - began:.0f} s", flush=True)
         except Exception:
-            _claim(setting, claimed).with_suffix(".error").write_text(traceback.format_exc())
+            _error(setting, claimed.name).write_text(traceback.format_exc())
             print(f"{claimed.name}: failed\n{traceback.format_exc()}", flush=True)
 
 
@@ -47,6 +47,7 @@ def start(arguments: Sequence[str], setting: Setting, gpus: Sequence[int], slots
     for folder in ("claims", "results", "models", "logs"):
         (setting.work / folder).mkdir(parents=True, exist_ok=True)
     for stale in (setting.work / "claims").glob("*.claim"):
+        stale.with_suffix(".error").unlink(missing_ok=True)
         stale.unlink()
     processes = []
     for slot in range(slots):
@@ -55,11 +56,23 @@ def start(arguments: Sequence[str], setting: Setting, gpus: Sequence[int], slots
             log = (setting.work / "logs" / f"gpu{gpu}-{slot}.txt").open("w")
             command = [sys.executable, str(Path(__file__).parent), "work", *arguments]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    return max(process.wait() for process in processes)
+    # a process that was killed has the signal's number, negative
+    return max((abs(process.wait()) for process in processes), default=0)
 
 
-def _claim(setting: Setting, run: Run) -> Path:
-    return setting.work / "claims" / f"{run.name}.claim"
+def _claim(setting: Setting, name: str) -> Path:
+    return setting.work / "claims" / f"{name}.claim"
+
+
+def _error(setting: Setting, name: str) -> Path:
+    return _claim(setting, name).with_suffix(".error")
+
+
+def _is_over(setting: Setting, run: Run) -> bool:
+    """True if there is nothing left to do, or nothing to begin with."""
+    base = run.base
+    lost = base is not None and _error(setting, base).exists() and not setting.model_of(base).exists()
+    return lost or setting.result_of(run.name).exists()
 
 
 def _take(claim: Path) -> bool:

@@ -187,11 +187,13 @@ def num_entries(method: Method, seen: PerRow, origin: PerRow = 0) -> PerRow:
     return method.rule.ready(seen, method.lag) * method.rule.entries + method.prompt_entries(origin)
 
 
-@lru_cache(maxsize=64)  # once for all layers of a model
 def most_entries(method: Method, tokens: int) -> int:
     """The most prefix entries that a row of up to ``tokens`` tokens has, whatever part of them is its prompt."""
-    if not method.reads_prompt:
-        return most(num_entries(method, tokens))
+    return _most_after_prompts(method, tokens) if method.reads_prompt else most(num_entries(method, tokens))
+
+
+@lru_cache(maxsize=64)  # once for all layers of a model
+def _most_after_prompts(method: Method, tokens: int) -> int:
     prompts = torch.arange(tokens + 1)
     return most(num_entries(method, tokens - prompts, prompts))
 

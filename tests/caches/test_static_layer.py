@@ -4,6 +4,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D width, W ring slots.
 """
 
 import math
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -251,6 +252,16 @@ def test_a_prompt_that_does_not_fit_takes_no_memory():
     with pytest.raises(ValueError, match="got 0 and 41 more"):
         _read(layer, _qkv(41))
     assert not layer.is_initialized
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listed(condense.CCA):  # a method of somebody's own, which has no hash
+    numbers: list[int] = field(default_factory=list)
+
+
+def test_a_method_with_a_list_among_its_settings():
+    layer = StaticCondensedLayer(_Listed(), 40)
+    _read(layer, _qkv(30))
 
 
 def _nbytes(method, length):
