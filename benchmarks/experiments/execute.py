@@ -100,6 +100,7 @@ def execute(run: Run, setting: Setting, *, keep_model: bool) -> None:
         target = setting.model_of(run.name)
         part = target.with_name(f".{target.name}.part")
         model.save_pretrained(part)
+        shutil.rmtree(target, ignore_errors=True)  # of a run that ended before its result was written
         part.rename(target)
 
     model.to(device).eval()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.methods.base import Method
+from condense.methods.base import ChunkPooling, Method
 from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
 from condense.ops.aligned import append_band, append_prefix, copied, newest, own
 from condense.ops.autocast import outside_autocast
@@ -203,6 +203,8 @@ def step_plan(method: Method) -> StepPlan:
     fixed = (method.rule, method.lag, method.num_summary)
     if method.pooling is None:
         return StepPlan(*fixed, None, None, 0.0, reads_prompt=method.reads_prompt)
+    if not isinstance(method.pooling, ChunkPooling):
+        raise ValueError(f"{method}: pooling must be a condense.methods.ChunkPooling, got {method.pooling!r}")
     key_pooling, value_pooling, num_focal, weight_scale = method.pooling
     bias = method.prefix_bias(method.rule.entries, torch.device("cpu"))
     if isinstance(bias, Tensor):

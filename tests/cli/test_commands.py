@@ -161,6 +161,16 @@ def test_inspect_says_when_all_tokens_are_focal(tmp_path: Path) -> None:
         assert all(layer["flops"] == layer["dense_flops"] for layer in layers)
 
 
+@pytest.mark.parametrize(
+    ("method", "cause"),
+    [("dga:group_size=128", "chunks of up to 128 tokens, got 141"), ("dga:focal=random", "makes its entries itself")],
+)
+def test_inspect_says_whose_steps_run_on_pytorch(method: str, cause: str, tmp_path: Path) -> None:
+    done = run_here("inspect", "--method", method, "--json", str(tmp_path / "layers.json"))
+    assert done.returncode == 0, done.stderr
+    assert " ".join(done.stdout.split()).count(cause) == 1
+
+
 def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path) -> None:
     other = tmp_path / "notes.txt"
     other.write_text(story.read_text()[2000:], encoding="utf-8")

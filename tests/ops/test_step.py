@@ -168,6 +168,16 @@ POOLINGS = {
 }
 
 
+def test_a_pooling_of_another_type_is_refused():
+    class Pair(condense.CCA):
+        @property
+        def pooling(self):
+            return "mean", "mean"
+
+    with pytest.raises(ValueError, match=r"pooling must be a condense\.methods\.ChunkPooling, got \('mean', 'mean'\)"):
+        step_plan(Pair())
+
+
 @pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
 def test_pooling_says_what_represent_does(method, pooling):
     assert method.pooling == (*pooling, 0, None)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from condense.config import check_int
-from condense.functional import SLACK, first_needed, num_entries
+from condense.functional import SLACK, first_needed, num_entries, step_plan
 from condense.methods import DGA, Dense, Method
 from condense.models.apply import MethodChoice, attention_layers, check_latents, checked_layers
 from condense.models.families import is_latent, sliding_window
+from condense.ops.checks import step_obstacle
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,13 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 
 
 def _remark(method: Method, length: int) -> str | None:
-    if not _selects(method) or int(method.num_focal(torch.tensor([length]))) < length:
-        return None
-    cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
-    return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
+    if _selects(method) and int(method.num_focal(torch.tensor([length]))) == length:
+        cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
+        return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
+    obstacle = step_obstacle(step_plan(method))
+    if obstacle is not None and not isinstance(method, Dense):
+        return f"{method.name}: over a static cache its steps run on PyTorch, as the Triton step {obstacle}"
+    return None
 
 
 def _selects(method: Method) -> TypeGuard[DGA]:

@@ -151,11 +151,7 @@ def resolve_step_backend(
         return backend
     if backend == "reference":
         raise ValueError("backend 'reference' has no decode step over a static cache; use backend='torch'")
-    obstacle = _triton_absence(device)
-    if obstacle is None and plan.key_pooling is None:
-        obstacle = "knows no method that makes its entries itself"
-    if obstacle is None and plan.num_focal > 0 and plan.rule.chunk > MAX_FOCAL_CHUNK:
-        obstacle = f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {plan.rule.chunk}"
+    obstacle = _triton_absence(device) or step_obstacle(plan)
     if obstacle is None and dtype not in TRITON_DTYPES:
         obstacle = f"takes {', '.join(map(str, TRITON_DTYPES))}, got {dtype}"
     if obstacle is None and (latent > MAX_STEP_LATENT or max(widths) - latent > MAX_STEP_WIDTH):
@@ -165,6 +161,15 @@ def resolve_step_backend(
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     return backend
+
+
+def step_obstacle(plan: StepPlan) -> str | None:
+    """What in a method keeps Triton from making its decode steps, None if nothing does."""
+    if plan.key_pooling is None:
+        return "knows no method that makes its entries itself"
+    if plan.num_focal > 0 and plan.rule.chunk > MAX_FOCAL_CHUNK:
+        return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {plan.rule.chunk}"
+    return None
 
 
 def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:

@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from condense.ops.checks import MAX_FOCAL_CHUNK
+from condense.ops.checks import MAX_FOCAL_CHUNK, MAX_STEP_LATENT, MAX_STEP_WIDTH
 from condense.ops.triton_parts import split_width
 from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _LOG2E = math.log2(math.e)
 _NEVER = 2**31 - 1
-_MAX_WIDTH, _MAX_LATENT = 256, 512
 # fewer columns cannot be shared out to four warps, which would all compute the whole tile
 _MIN_TILE = 32
 
@@ -81,13 +80,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
     if None in (plan.key_pooling, plan.value_pooling) and plan.rule.max_chunks != 0:
         raise ValueError("the Triton step makes entries by key_pooling and value_pooling, got None; use the torch step")
     D, Dv = k.shape[3], v.shape[3]
-    if latent and not (0 < latent < D and latent <= _MAX_LATENT and D - latent <= _MAX_WIDTH and Dv == 0):
+    if latent and not (0 < latent < D and latent <= MAX_STEP_LATENT and D - latent <= MAX_STEP_WIDTH and Dv == 0):
         raise ValueError(
-            f"latent must be up to {_MAX_LATENT} columns of the keys, with up to {_MAX_WIDTH} others and values of "
-            f"width 0, got {latent} of {D} and values of width {Dv}; use the torch step"
+            f"latent must be up to {MAX_STEP_LATENT} columns of the keys, with up to {MAX_STEP_WIDTH} others and "
+            f"values of width 0, got {latent} of {D} and values of width {Dv}; use the torch step"
         )
-    if not latent and not all(1 <= width <= _MAX_WIDTH for width in (D, Dv)):
-        raise ValueError(f"the Triton step takes widths up to {_MAX_WIDTH}, got {D} and {Dv}; use the torch step")
+    if not latent and not all(1 <= width <= MAX_STEP_WIDTH for width in (D, Dv)):
+        raise ValueError(f"the Triton step takes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}; use the torch step")
     B, K, M, W = k.shape[0], k.shape[1], state.prefix_k.shape[2], state.ring_k.shape[2]
     wanted = {
         "k": (k, (B, K, 1, D)),
