@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
@@ -19,6 +20,7 @@ from transformers import (
 
 import condense
 from condense.models import condensed_layers
+from condense.models.inspect import inspect
 from condense.tasks import SequenceBuilder, load_words
 from condense.train import RECIPES, PhaseConfig, TrainConfig, run_training
 from condense.train.data import TrainingSequences
@@ -75,6 +77,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     for name, weight in expected.items():
         assert weight.dtype == getattr(torch, dtype)
         assert torch.equal(weight, resumed[name]), name
+
+
+def test_the_tiny_mla_caches_latents(text_file: Path, tmp_path: Path) -> None:
+    recipe = RECIPES["tiny_mla"]([text_file], tmp_path / "model")
+    assert recipe.architecture is not None
+    assert recipe.save_condensed
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.architecture))
+    method = recipe.phases[-1].method
+    assert method is not None
+    report = inspect(model, method, 2048)[0]
+    # 120 groups and 128 exact tokens; a token is 128 + 32 channels of 2 bytes
+    assert 248 <= report.entries <= 1.15 * 248
+    assert report.dense_bytes == 2048 * 160 * 2
 
 
 def test_the_recipe_leaves_one_finished_folder(config: TrainConfig) -> None:
