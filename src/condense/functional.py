@@ -104,7 +104,7 @@ def extend(
     seen = agreed(past.seen + (L - pads))
     if fresh and method.reads_prompt:
         prompt = method.read_prompt(q, k, v, counts, scale=scale, backend=backend)
-        kept = past._replace(prefix_k=prompt.kept_k, prefix_v=prompt.kept_v, origin=seen) if keep else None
+        kept = Past(*prompt.kept(), *past.tensors[2:], past.seen, origin=seen) if keep else None
         return Sources(*prompt[:6]), kept
     rule, num_summary = method.rule, method.num_summary
     band_k, band_v = append_band(past.band_k, k, pads), append_band(past.band_v, v, pads)

@@ -8,6 +8,7 @@ Shapes: B rows, K KV heads, N band tokens, G chunks of c tokens, p entries per c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -24,8 +25,8 @@ class Prompt(NamedTuple):
     """What a method makes of a whole prompt at once: all that its queries attend to, and the entries that stay.
 
     prefix_k ``[B, K, E, D]``, prefix_v ``[B, K, E, Dv]``, band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, bounds and
-    prefix_bias (``[B|1, K|1, E]`` or None) are those of `condense.ops.attend`. kept_k, kept_v: the entries that stand
-    for the prompt afterwards, detached, left-aligned per row, in the order that `Method.prefix_bias` expects.
+    prefix_bias (``[B|1, K|1, E]`` or None) are those of `condense.ops.attend`. kept: makes the keys and values that
+    stand for the prompt afterwards, detached, left-aligned per row, in the order that `Method.prefix_bias` expects.
     """
 
     prefix_k: Tensor
@@ -34,8 +35,7 @@ class Prompt(NamedTuple):
     band_v: Tensor
     bounds: Bounds
     prefix_bias: Tensor | float | None
-    kept_k: Tensor
-    kept_v: Tensor
+    kept: Callable[[], tuple[Tensor, Tensor]]
 
 
 class ChunkPooling(NamedTuple):

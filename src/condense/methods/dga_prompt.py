@@ -32,9 +32,12 @@ def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
     L = k.shape[2]
     start = agreed(tokens) - L
     bounds = UniformBounds(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
-    columns = _columns(_real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
-    kept_k, kept_v = (take(x.detach(), columns) for x in (k, v))
-    return Prompt(k[:, :, :0], v[:, :, :0], k, v, bounds, None, kept_k, kept_v)
+
+    def kept() -> tuple[Tensor, Tensor]:
+        columns = _columns(_real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
+        return take(k.detach(), columns), take(v.detach(), columns)
+
+    return Prompt(k[:, :, :0], v[:, :, :0], k, v, bounds, None, kept)
 
 
 def focal_prompt(
@@ -87,11 +90,14 @@ def focal_prompt(
         for groups, exact in ((groups_k, k), (groups_v, v))
     )
     bias = is_group.double() * group_bias if group_bias else None
-    # what stays is seen whole by every later query: focal entries first, so that the bias needs no state
-    past_end = torch.arange(is_group.shape[2], device=k.device) >= _on(num_entries, k.device)
-    order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
-    kept_k, kept_v = (take(x.detach(), order) for x in (prefix_k, prefix_v))
-    return Prompt(prefix_k, prefix_v, band_k, band_v, bounds, bias, kept_k, kept_v)
+
+    def kept() -> tuple[Tensor, Tensor]:
+        # seen whole by every later query: focal entries first, so that the bias needs no state
+        past_end = torch.arange(is_group.shape[2], device=k.device) >= _on(num_entries, k.device)
+        order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
+        return take(prefix_k.detach(), order), take(prefix_v.detach(), order)
+
+    return Prompt(prefix_k, prefix_v, band_k, band_v, bounds, bias, kept)
 
 
 def _on(per_row: Tensor, device: torch.device) -> Tensor:
