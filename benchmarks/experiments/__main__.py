@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from bundled import evaluate_bundled
 from execute import Setting, load_tokenizer
-from pool import start, work
+from pool import cut_off, start, work
 from report import write_report
 from studies import Run, all_runs
 
@@ -90,7 +90,9 @@ def main() -> None:
         origin = documents[0]["provenance"] if documents else None
         errors = {path.stem: path.read_text()[-2000:] for path in (options.work / "claims").glob("*.error")}
         runs = [document["results"] for document in documents]
-        write_results(options.output, {"measured": origin, "runs": runs, "failed": errors})
+        unfinished = cut_off(options.work, {run["run"]["name"] for run in runs})
+        content = {"measured": origin, "runs": runs, "failed": errors, "unfinished": unfinished}
+        write_results(options.output, content)
     else:
         write_report(options.results, options.output)
 

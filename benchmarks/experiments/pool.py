@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from execute import Setting, execute
 from studies import Run
 
 _WAIT_S = 2.0
+# a line of `condense.train` for a phase of one kind of steps
+_POINT = re.compile(r"step (\d+)/(\d+) .*(?:dense|condensed)_loss (\S+)  (?:dense|condensed)_answer_accuracy (\S+)")
 
 
 def work(runs: Sequence[Run], setting: Setting, deadline: float) -> None:
@@ -58,6 +61,21 @@ def start(arguments: Sequence[str], setting: Setting, gpus: Sequence[int], slots
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     # a process that was killed has the signal's number, negative
     return max((abs(process.wait()) for process in processes), default=0)
+
+
+def cut_off(work: Path, finished: Collection[str]) -> dict[str, list[dict[str, float]]]:
+    """Of runs that were begun and are not ``finished``: step, steps, loss and answers right, as logged in training."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for log in sorted((work / "logs").glob("*.txt")):
+        name = None
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if begun := re.match(r"(\S+): begun", line):
+                name = begun[1]
+            elif name is not None and name not in finished and (point := _POINT.search(line)):
+                step, steps, loss, answers = point.groups()
+                entry = {"step": int(step), "of": int(steps), "loss": float(loss), "answers": float(answers)}
+                found.setdefault(name, []).append(entry)
+    return found
 
 
 def _claim(setting: Setting, name: str) -> Path:

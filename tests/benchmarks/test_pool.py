@@ -48,3 +48,13 @@ def test_what_failed_is_tried_again_and_forgotten(setting, monkeypatch):
     pool.work([BASE, AFTER], setting, time.time() + 30)
     assert all(setting.result_of(run.name).exists() for run in (BASE, AFTER))
     assert not list((setting.work / "claims").glob("*.error"))
+
+
+def test_runs_that_were_cut_off_say_how_far_they_came(setting):
+    line = "adapt step {}/1500  4K tokens/s  grad_norm 0.5  condensed_loss 1.9  condensed_answer_accuracy {}\n"
+    (setting.work / "logs" / "gpu0-0.txt").write_text(
+        "first: begun\n" + line.format(1500, 0.9) + "first: done in 9 s\nsecond: begun\n"
+        "Writing model shards\n" + line.format(100, 0.25) + line.format(200, 0.5)
+    )  # fmt: skip
+    points = [{"step": 100 * n, "of": 1500, "loss": 1.9, "answers": 0.25 * n} for n in (1, 2)]
+    assert pool.cut_off(setting.work, {"first"}) == {"second": points}

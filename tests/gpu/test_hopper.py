@@ -22,8 +22,6 @@ ROWS += [
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("a kernel for compute capability 9.0")
     monkeypatch.setattr(triton_attend, "_fills", lambda q, K: True)
 
 

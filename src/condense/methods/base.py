@@ -165,3 +165,22 @@ class Method(MethodConfig):
         if not isinstance(method, Method):
             raise ValueError(f"method must be a condense method such as condense.CCA(), got {method!r}")
         return method
+
+
+class InPlace(Method):
+    """Base of methods whose `represent_band` makes entries from the band itself; `represent` takes it from there."""
+
+    def represent(
+        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Chunks laid one after another are a band; see `Method.represent` for shapes."""
+        return self.represent_band(
+            k.flatten(2, 3),
+            v.flatten(2, 3),
+            0,
+            k.shape[2],
+            summary,
+            first_chunk=first_chunk,
+            scale=scale,
+            backend=backend,
+        )

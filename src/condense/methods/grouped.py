@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int
-from condense.methods.base import ChunkPooling, Method
+from condense.methods.base import ChunkPooling, InPlace
 from condense.ops import POOLINGS, Pooling, UniformRule, pool_groups
 from condense.ops.rows import PerRow
 
@@ -19,7 +19,7 @@ RepBias = Literal["none", "log_size"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPooling(Method):
+class GroupPooling(InPlace):
     """Far tokens pooled in groups of ``group_size``, the last ``window`` tokens and the open group exact.
 
     group_size: tokens per group, >= 1. window: exact local tokens, >= 0.
@@ -92,21 +92,6 @@ class GroupPooling(Method):
     def _needs_scores(self) -> bool:
         return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
 
-    def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8); see `Method.represent` for shapes."""
-        return self.represent_band(
-            k.flatten(2, 3),
-            v.flatten(2, 3),
-            0,
-            k.shape[2],
-            summary,
-            first_chunk=first_chunk,
-            scale=scale,
-            backend=backend,
-        )
-
     def represent_band(
         self,
         band_k: Tensor,
@@ -119,7 +104,7 @@ class GroupPooling(Method):
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        """Scores, key and value of a group in one pass over the band."""
+        """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the band."""
         return pool_groups(
             band_k,
             band_v,

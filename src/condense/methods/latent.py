@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from condense.methods.base import Method
+from condense.methods.base import InPlace, Method
 from condense.methods.grouped import GroupPooling
 from condense.ops import UniformRule, pool_groups
 from condense.ops.rows import PerRow
@@ -32,7 +32,7 @@ def on_latents(method: Method, latent_width: int) -> Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentGroups(Method):
+class LatentGroups(InPlace):
     """`GroupPooling` that pools the first ``latent_width`` channels by value_pooling, the others by key_pooling.
 
     A view, made by `on_latents` where a model's latents are known: no setting of the user's, so without a name.
@@ -70,25 +70,6 @@ class LatentGroups(Method):
         """As for ordinary keys."""
         return self.groups.prefix_bias(num_entries, device, origin)
 
-    def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
-
-        k ``[B, 1, G, g, D]``, v ``[B, 1, G, g, 0]``, summary ``[B, 1, G, D]``: the mean over heads of the absorbed
-        queries. Returns ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
-        """
-        return self.represent_band(
-            k.flatten(2, 3),
-            v.flatten(2, 3),
-            0,
-            k.shape[2],
-            summary,
-            first_chunk=first_chunk,
-            scale=scale,
-            backend=backend,
-        )
-
     def represent_band(
         self,
         band_k: Tensor,
@@ -101,7 +82,11 @@ class LatentGroups(Method):
         scale: float,
         backend: str,
     ) -> tuple[Tensor, Tensor]:
-        """Latents pooled as the values of their own keys."""
+        """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
+
+        band_k ``[B, 1, N, D]``, band_v ``[B, 1, N, 0]``, summary ``[B, 1, G, D]``: the mean over heads of the absorbed
+        queries. Latents are pooled as the values of their own keys: ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
+        """
         d_c = self.latent_width
         positional, semantic = pool_groups(
             band_k,

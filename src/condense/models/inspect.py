@@ -92,7 +92,7 @@ def _remark(method: Method, length: int) -> str | None:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
     obstacle = step_obstacle(step_plan(method))
-    if obstacle is not None and not isinstance(method, Dense):
+    if obstacle is not None:
         return f"{method.name}: over a static cache its steps run on PyTorch, as the Triton step {obstacle}"
     return None
 
