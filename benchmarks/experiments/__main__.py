@@ -3,7 +3,8 @@
     python benchmarks/experiments run     --train TRAIN... --test TEST... --work WORK --gpus 0,1 --minutes 20
     python benchmarks/experiments bundled --test TEST... --cache CACHE --output RESULTS2.json
     python benchmarks/experiments collect --work WORK --output RESULTS.json
-    python benchmarks/experiments report  --results RESULTS.json --output docs/experiments.md
+    condense bench model --shape deepseek-v2-lite --lengths 128K --runners condensed_graph --method lca:group_size=4 ...
+    python benchmarks/experiments report  --results RESULTS.json --times BENCH.json --output docs/experiments.md
 
 `run` goes on where an interrupted one stopped. `--only WORD` takes the runs whose names begin with it, and their bases.
 """
@@ -68,6 +69,7 @@ def main() -> None:
     command.add_argument("--output", type=Path, required=True)
     command = commands.add_parser("report")
     command.add_argument("--results", type=Path, nargs="+", required=True)
+    command.add_argument("--times", type=Path, required=True, help="result of condense bench model: LCA's settings")
     command.add_argument("--output", type=Path, required=True, help="Markdown; pictures go beside it")
 
     options = parser.parse_args()
@@ -94,7 +96,7 @@ def main() -> None:
         content = {"measured": origin, "runs": runs, "failed": errors, "unfinished": unfinished}
         write_results(options.output, content)
     else:
-        write_report(options.results, options.output)
+        write_report(options.results, options.times, options.output)
 
 
 if __name__ == "__main__":

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from costs import costs_table, plot_costs, setting_costs
+from figures import Runs, figures_of, named, num_seen, spread
 from studies import SEEDS
 from tables import TABLES
 
 from condense import Method
-from condense.ops import POOLINGS, UniformBounds
+from condense.bench import read_result
+from condense.ops import POOLINGS
 from condense.plots import plot_lines, require_matplotlib
 
-Runs = Mapping[str, Mapping[str, Any]]
 
+def write_report(results: Sequence[Path], times: Path, output: Path) -> None:
+    """Markdown to ``output`` and pictures beside it, from files that `collect` wrote; later files win.
 
-@dataclass(frozen=True)
-class Figures:
-    """One model under one method, over seeds: means with the smallest and largest where there are several."""
-
-    runs: int
-    retrieval: str
-    loss: str
-    accuracy: str
-    entries: str
-
-
-def write_report(results: Sequence[Path], output: Path) -> None:
-    """Markdown to ``output`` and pictures beside it, from files that `collect` wrote; later files win."""
-    picture = output.with_name(f"{output.stem}-from-scratch.png")
+    times: what `condense bench model` wrote about LCA with other group sizes and windows.
+    """
+    picture, cost_picture = (output.with_name(f"{output.stem}-{name}.png") for name in ("from-scratch", "cost"))
     require_matplotlib(picture)
     runs: dict[str, Mapping[str, Any]] = {}
-    unfinished: dict[str, Any] = {}
     bundled: Mapping[str, Any] = {"retrieval": [], "text": [], "length": 0}
     origins = []
     for path in results:
@@ -45,10 +34,13 @@ def write_report(results: Sequence[Path], output: Path) -> None:
         content = document["results"]
         origins.append((path.name, document["provenance"]))
         runs |= {entry["run"]["name"]: entry for entry in content.get("runs", [])}
-        unfinished |= content.get("unfinished", {})
         bundled = content.get("bundled", bundled)
     template = (Path(__file__).parent / "page.md").read_text(encoding="utf-8")
+    document = read_result(times)
+    costs = setting_costs(runs, document["results"]["rows"])
+    origins.append((times.name, document["provenance"]))
     _plot_curves(runs, picture)
+    plot_costs(costs, cost_picture)
     origin = "\n".join(
         f"- `{name}`: {o['device']}, torch {o['torch']}, transformers {o['transformers']}, commit {o['commit'][:12]}, "
         f"{o['date'][:10]}"
@@ -58,12 +50,13 @@ def write_report(results: Sequence[Path], output: Path) -> None:
         "ORIGIN": origin,
         "NUM_RUNS": str(len(runs)),
         "PICTURE": picture.name,
-        "UNFINISHED": _unfinished(unfinished),
         "BUNDLED": _bundled(bundled),
         **{name: _table(runs, rows) for name, rows in TABLES.items()},
         "GRID": _grid(runs),
         "CURVES": _curves(runs),
         "NOISE": _noise(runs),
+        "COSTS": costs_table(costs),
+        "COST_PICTURE": cost_picture.name,
     }
     for name, text in parts.items():
         template = template.replace("{{" + name + "}}", text)
@@ -71,60 +64,19 @@ def write_report(results: Sequence[Path], output: Path) -> None:
 
 
 def _table(runs: Runs, rows: Sequence[tuple[str, str, str]]) -> str:
-    lines = ["| | numbers found | text loss | next token right | entries | seeds |", "|---|---|---|---|---|---|"]
+    lines = ["| | learned at step | numbers found | text loss | next token right | entries | seeds |", "|---" * 7 + "|"]
     missing = []
     for label, prefix, method in rows:
-        found = _figures(runs, prefix, method)
+        found = figures_of(runs, prefix, method)
         if found.runs == 0:
             missing.append(label)
             continue
         lines.append(
-            f"| {label} | {found.retrieval} | {found.loss} | {found.accuracy} | {found.entries} | {found.runs} |"
+            f"| {label} | {found.learned} | {found.retrieval} | {found.loss} | {found.accuracy} | {found.entries} "
+            f"| {found.runs} |"
         )
     table = "\n".join(lines) if len(missing) < len(rows) else ""
     return "\n\n".join(filter(None, (table, f"Not run yet: {'; '.join(missing)}." if missing else "")))
-
-
-def _figures(runs: Runs, prefix: str, method: str) -> Figures:
-    entries: list[int] = []
-    found: dict[str, list[float]] = {"retrieval": [], "loss": [], "accuracy": []}
-    for seed in SEEDS:
-        run = runs.get(f"{prefix}-s{seed}")
-        if run is None:
-            continue
-        text = _named(run["text"], method)
-        if text is None:
-            continue
-        found["loss"].append(text["loss"])
-        found["accuracy"].append(text["accuracy"])
-        numbers = _named(run.get("retrieval", []), method)
-        if numbers is not None:
-            found["retrieval"].append(numbers["exact"]["share"])
-        entries.append(num_seen(Method.parse(text["method"]), run["run"]["phase"]["sequence_length"]))
-    return Figures(
-        len(entries), _spread(found["retrieval"], 3), _spread(found["loss"], 3), _spread(found["accuracy"], 4),
-        f"{entries[0]:,}" if entries else "",
-    )  # fmt: skip
-
-
-def num_seen(method: Method, length: int) -> int:
-    """Keys that the last of ``length`` tokens sees, itself included: what a cache holds per KV head."""
-    if method.reads_prompt:
-        return int(method.prompt_entries(length))
-    bounds = UniformBounds(method.rule, 0, 0)
-    rep_end, raw_start, raw_end = bounds.arrays(length - 1, length, torch.device("cpu"))
-    return int(rep_end + raw_end - raw_start)
-
-
-def _named(entries: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    return next((entry for entry in entries if entry["name"] == name), None)
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def _grid(runs: Runs) -> str:
@@ -137,7 +89,7 @@ def _grid(runs: Runs) -> str:
             if run is None:
                 cells.append("")
                 continue
-            text, numbers = _named(run["text"], "own"), _named(run["retrieval"], "own")
+            text, numbers = named(run["text"], "own"), named(run["retrieval"], "own")
             assert text is not None
             assert numbers is not None
             cells.append(f"{numbers['exact']['share']:.3f}, {text['loss']:.3f}")
@@ -145,24 +97,10 @@ def _grid(runs: Runs) -> str:
     return "\n".join(lines) if any(name.startswith("mla-pooling=") for name in runs) else "Not run yet."
 
 
-def _unfinished(unfinished: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    steps = (600, 800, 1000, 1400, 1800)
-    lines = [
-        "| answers right in training, at step | " + " | ".join(f"{step:,}" for step in steps) + " | last |",
-        "|---|" + "---|" * (len(steps) + 1),
-    ]
-    for name, points in unfinished.items():
-        at = {point["step"]: point for point in points}
-        cells = [f"{at[step]['answers']:.3f}" if step in at else "" for step in steps]
-        last = points[-1]
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {last['answers']:.3f} at {last['step']:,} |")
-    return "\n".join(lines)
-
-
 def _bundled(content: Mapping[str, Any]) -> str:
     lines = ["| | numbers found | text loss | next token right | entries |", "|---|---|---|---|---|"]
     for text in content["text"]:
-        exact = _named(content["retrieval"], text["name"])
+        exact = named(content["retrieval"], text["name"])
         assert exact is not None
         share = exact["exact"]
         seen = num_seen(Method.parse(text["method"]), content["length"])
@@ -187,7 +125,7 @@ def _curves(runs: Runs) -> str:
         for label in labels:
             curves = [_curve(runs, architecture, label, seed) for seed in SEEDS]
             present = [curve for curve in curves if curve]
-            cells = [_spread([curve[step] for curve in present if step in curve], 3) for step in (200, 500, 1000)]
+            cells = [spread([curve[step] for curve in present if step in curve], 3) for step in (200, 500, 1000)]
             lines.append(f"| {title} | {label} | " + " | ".join(cells) + f" | {len(present)} |")
     return "\n".join(lines)
 
@@ -216,7 +154,7 @@ def _noise(runs: Runs) -> str:
     lines = ["| KL at noise of | " + " | ".join(f"{v:g}" for v in columns) + " |", "|---|" + "---|" * len(columns)]
     for label, entries in found.items():
         cells = [
-            _spread([point["kl"] for points in entries for point in points if math.isclose(point["variance"], v)], 4)
+            spread([point["kl"] for points in entries for point in points if math.isclose(point["variance"], v)], 4)
             for v in columns
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import condense
 from condense.bench import MODEL_SHAPES, ModelPlan, bench_model, feed_forward, model_gate, random_model, ready, runners
@@ -98,8 +100,25 @@ def test_feed_forward_is_measured_apart(model, monkeypatch):
     # nothing looks at the clock in between: 1 per layer and piece
     assert [figure["first_ms"] for figure in figures] == [2 * 2, 2 * 3]
     assert all(figure["step_ms"] > 0 for figure in figures)
-    assert not any(mlp._forward_hooks or mlp._forward_pre_hooks for mlp in feed_forward.feed_forward_modules(model))
+    assert {type(mlp) for mlp in feed_forward.feed_forward_modules(model)} == {LlamaMLP}
     assert content["experts"] is None
+
+
+def test_what_is_compiled_is_not_compiled_again_to_be_measured(model):
+    counter = CompileCounter()
+    mlps = feed_forward.feed_forward_modules(model)
+    ids = torch.arange(40)[None]
+    try:
+        for mlp in mlps:
+            mlp.compile(backend=counter, dynamic=True)
+        model(ids)
+        frames = counter.frame_count
+        assert frames > 0
+        assert all(feed_forward.first_ms(model, ids, None) > 0 for _ in range(2))
+        assert counter.frame_count == frames
+    finally:
+        for mlp in mlps:
+            mlp._compiled_call_impl = None
 
 
 def test_feed_forward_that_fails_says_why(model, monkeypatch):

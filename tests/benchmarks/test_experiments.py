@@ -10,7 +10,7 @@ from condense.ops import POOLINGS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
 
-import report
+import figures
 import studies
 import tables
 
@@ -38,13 +38,13 @@ def test_the_grid_is_whole():
 
 @pytest.mark.parametrize(("labels", "spread"), [(("lca", "dga-sparse", "anchored-sparse", "window"), 0.02)])
 def test_equal_caches_are_equal(labels, spread):
-    sizes = [report.num_seen(RUNS[f"llama-{label}-s0"].methods["own"], studies.LENGTH) for label in labels]
+    sizes = [figures.num_seen(RUNS[f"llama-{label}-s0"].methods["own"], studies.LENGTH) for label in labels]
     assert max(sizes) - min(sizes) <= spread * max(sizes)
 
 
 def test_more_entries_are_equal_too():
-    six = report.num_seen(RUNS["llama-lca-g=6-s0"].methods["own"], studies.LENGTH)
-    assert six == pytest.approx(report.num_seen(RUNS["llama-dga-s0"].methods["own"], studies.LENGTH), rel=0.03)
+    six = figures.num_seen(RUNS["llama-lca-g=6-s0"].methods["own"], studies.LENGTH)
+    assert six == pytest.approx(figures.num_seen(RUNS["llama-dga-s0"].methods["own"], studies.LENGTH), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_more_entries_are_equal_too():
     ],
 )
 def test_what_a_cache_holds(method, seen):
-    assert report.num_seen(method, 2048) == seen
+    assert figures.num_seen(method, 2048) == seen

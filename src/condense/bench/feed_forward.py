@@ -20,7 +20,7 @@ _STEP_BUDGET_S = 0.2
 
 def feed_forward_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The ``mlp`` of every decoder layer, in order; empty for families that call it otherwise."""
-    return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "mlp"]
+    return [parent.mlp for parent in _parents(model)]
 
 
 def experts_implementation(model: PreTrainedModel) -> str | None:
@@ -37,22 +37,37 @@ def first_ms(model: PreTrainedModel, ids: Tensor, chunk: int | None) -> float:
     The model is taken as it is, condensed or not: its feed-forward does the same work.
     """
     marks: list[Any] = []
-
-    def mark(*_: object) -> None:
-        marks.append(_mark(ids.device))
-
-    modules = feed_forward_modules(model)
-    hooks = [add(mark) for m in modules for add in (m.register_forward_pre_hook, m.register_forward_hook)]
+    parents = _parents(model)
+    for parent in parents:
+        parent.mlp = _Marked(parent.mlp, marks, ids.device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     try:
         for piece in ids.split(chunk or ids.shape[1], dim=1):
             model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for parent in parents:
+            parent.mlp = parent.mlp.module
     now(ids.device)
     # they do not nest: beginnings and ends take turns
     return sum(_between_ms(*span) for span in zip(marks[::2], marks[1::2], strict=True))
+
+
+def _parents(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if isinstance(getattr(module, "mlp", None), nn.Module)]
+
+
+class _Marked(nn.Module):
+    """A module with a mark before and one after it; unlike hooks these do not become part of a compiled module."""
+
+    def __init__(self, module: nn.Module, marks: list[Any], device: torch.device) -> None:
+        super().__init__()
+        self.module, self._marks, self._device = module, marks, device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._marks.append(_mark(self._device))
+        out = self.module(*args, **kwargs)
+        self._marks.append(_mark(self._device))
+        return out
 
 
 def step_ms(model: PreTrainedModel) -> float:
