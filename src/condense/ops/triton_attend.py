@@ -11,10 +11,10 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from condense.ops.bounds import Bounds, UniformBounds
+from condense.ops.sizes import cdiv, power_of_2
 from condense.ops.triton_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton_forward import attend_fwd_kernel
 from condense.ops.triton_parts import descriptors, split_width
@@ -39,7 +39,7 @@ def _tiles(q: Tensor, Dv: int, R: int, kernel: str) -> dict[str, int]:
     5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other is at its softmax. dk and
     dv hold two accumulators in registers, which leaves room for 32 queries at a time.
     """
-    rows = triton.next_power_of_2(R)
+    rows = power_of_2(R)
     if not q.is_cuda:  # the interpreter
         return {"BM": 16 if kernel == "dkv" else max(16, rows), "BN": 16}
     if q.dtype == torch.float32:  # three products per product: small, to stay in registers
@@ -152,7 +152,7 @@ def _attend(
     tiles = _tiles(q, out.shape[3], plan.R, "fwd")
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):
-        attend_fwd_kernel[triton.cdiv(plan.L, tiles["BM"] // plan.R), q.shape[0] * plan.K](
+        attend_fwd_kernel[cdiv(plan.L, tiles["BM"] // plan.R), q.shape[0] * plan.K](
             q_ptr=q, **descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, lse_ptr=lse,
             s_q=q.stride()[:3], s_bounds=plan.s_bounds, M=prefix_k.shape[2], **plan.shared(),
             **_widths(q.shape[3], out.shape[3]), **tiles,
@@ -176,7 +176,7 @@ def _is_for_hopper(q: Tensor, Dv: int, R: int) -> bool:
 
 def _fills(q: Tensor, K: int) -> bool:
     """True if tiles of 128 rows give every multiprocessor something to do: with fewer, smaller tiles are faster."""
-    tiles = triton.cdiv(q.shape[2], _HOPPER_ROWS // (q.shape[1] // K))
+    tiles = cdiv(q.shape[2], _HOPPER_ROWS // (q.shape[1] // K))
     return tiles * q.shape[0] * K >= _device(q.device)[1]
 
 
@@ -206,7 +206,7 @@ def _attend_backward(
     dq, *grads = _gradients(q, *sources)
     with torch.cuda.device_of(q):
         tiles = _tiles(q, Dv, plan.R, "dq")
-        attend_dq_kernel[triton.cdiv(L, tiles["BM"] // plan.R), B * plan.K](
+        attend_dq_kernel[cdiv(L, tiles["BM"] // plan.R), B * plan.K](
             q_ptr=q, **descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, d_out_ptr=d_out, lse_ptr=lse,
             d_lse_ptr=d_lse.contiguous(), row_lse_ptr=row_lse, dq_ptr=dq, s_q=q.stride()[:3], s_out=d_out.stride()[:3],
             s_bounds=plan.s_bounds, **shared, **tiles,
@@ -215,8 +215,8 @@ def _attend_backward(
         # as many heads in a tile as are a power of two and leave none over
         heads = min(plan.R & -plan.R, tiles["BM"])
         grouped = [x.unflatten(1, (-1, heads)) for x in (q, d_out)]
-        prefix_blocks = triton.cdiv(M, tiles["BN"])
-        attend_dkv_kernel[B * plan.K, prefix_blocks + triton.cdiv(N, tiles["BN"])](
+        prefix_blocks = cdiv(M, tiles["BN"])
+        attend_dkv_kernel[B * plan.K, prefix_blocks + cdiv(N, tiles["BN"])](
             **descriptors(("q_source", "d_out_source"), grouped, tiles["BM"] // heads), lse_ptr=row_lse, HEADS=heads,
             **{f"{name}_ptr": x for name, x in zip(_NAMES, sources, strict=True)},
             **{f"d_{name}_ptr": x for name, x in zip(_NAMES, grads, strict=True)},

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from condense.ops.sizes import cdiv
 from condense.ops.triton_forward import VARYING
 from condense.ops.triton_rule import visible
 
@@ -351,7 +352,7 @@ def launch_fwd_hopper(
     B, _, L, D = q.shape
     D0 = out.shape[3]
     D1 = D - D0
-    tiles = triton.cdiv(L, 2 * ROWS.value // R)
+    tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
     BN, stages = (64, 3) if BIASED else (128, 2)
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from condense.ops.sampling import Sample
+from condense.ops.sizes import cdiv, power_of_2
 
 # keys that one program of the first pass reads
 _SPLIT = 2048
@@ -105,7 +106,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     # in order of columns, so that a tile's queries see about the same keys
     at = sample.columns
     (B, H, L, D), K, S = q.shape, k.shape[1], at.shape[1]
-    R, X, P = H // K, S * (H // K), triton.cdiv(L, _SPLIT)
+    R, X, P = H // K, S * (H // K), cdiv(L, _SPLIT)
     k = k if k.stride(-1) == 1 else k.contiguous()
     rows = at.clamp(min=0)[:, None, :, None].expand(B, H, S, D)
     queries = q.gather(2, rows).unflatten(1, (K, R)).transpose(2, 3).contiguous()
@@ -115,19 +116,19 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     start = sample.start.to(torch.int32)
     part = queries.new_empty(B, K, P, X, dtype=torch.float32)
     total = queries.new_empty(B, K, L, dtype=torch.float32)
-    widths = {"D": D, "BD": triton.next_power_of_2(max(D, 16))}
+    widths = {"D": D, "BD": power_of_2(max(D, 16))}
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
     sizes = {"K": K, "X": X, "L": L, "scale": scale * math.log2(math.e), "PRECISION": precision, **widths}
     per_row, per_column = (_tiles(q, rows, widths["BD"]) for rows in (128, 64))
     # kernels start on the current device, which need not be the tensors'
     with torch.cuda.device_of(q):
-        lse_kernel[triton.cdiv(X, per_row["BM"]) * P, B * K](
+        lse_kernel[cdiv(X, per_row["BM"]) * P, B * K](
             queries, k, at, start, part, *k.stride()[:3], P=P, SPLIT=_SPLIT, **sizes, **per_row
         )
         top = part.amax(2, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
         sums = (part - top).exp2().sum(2)
         lse = torch.where(sums > 0, top[:, :, 0] + sums.log2(), float("inf"))
-        columns_kernel[triton.cdiv(L, per_column["BN"]), B * K](
+        columns_kernel[cdiv(L, per_column["BN"]), B * K](
             queries, k, at, start, lse, total, *k.stride()[:3], **sizes, **per_column
         )
     return total

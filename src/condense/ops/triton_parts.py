@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from condense.ops.sizes import power_of_2
+
 
 def split_width(width: int) -> tuple[int, int]:
     """The widths of the parts: the largest power of two, at least 32 columns if there are so many, and the rest."""
@@ -30,13 +32,17 @@ def descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> dic
 
     A second part of the width has the name with a 1 after it, None if there is none.
     """
-    found = {}
+    found: dict[str, TensorDescriptor | None] = {}
     for name, x in zip(names, tensors, strict=True):
-        for key, part in zip((name, name + "1"), x.split(split_width(x.shape[-1]), dim=-1), strict=True):
-            tile = [1, 1, *x.shape[2:-2], rows, tile_width(part.shape[-1])]
-            whole = part.shape[-1] > 0
-            found[key] = TensorDescriptor(part, list(part.shape), list(part.stride()), tile) if whole else None
+        first, rest = split_width(x.shape[-1])
+        found[name] = _descriptor(x[..., :first] if rest > 0 else x, rows)
+        found[name + "1"] = _descriptor(x[..., first:], rows) if rest > 0 else None
     return found
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    *_, width = shape = list(x.shape)
+    return TensorDescriptor(x, shape, list(x.stride()), [1, 1, *shape[2:-2], rows, max(16, power_of_2(width))])
 
 
 @triton.jit

@@ -10,12 +10,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from condense.ops.bounds import Windows
 from condense.ops.rows import PerRow, agreed, least, most
+from condense.ops.sizes import cdiv, power_of_2
 from condense.ops.triton_pool_kernels import (
     pool_bwd_kernel,
     pool_fwd_kernel,
@@ -40,7 +40,7 @@ def _tile(x: Tensor, *widths: int) -> _Tile:
 
     One warp: on an H200 two or four took 3 to 15 times as long, what they share goes through shared memory.
     """
-    width = int(triton.next_power_of_2(max(16, *widths)))
+    width = power_of_2(max(16, *widths))
     threads = max(1, width * x.element_size() // 16)
     reads = max(1, threads // 32) * sum(width > 0 for width in widths)
     return _Tile(max(1, 32 // threads), 1, width, max(1, 8 // reads))
@@ -77,9 +77,9 @@ class _Summarize(torch.autograd.Function):
         place = _place(windows, B, q.device)
         out = q.new_empty(B, K, G, D, dtype=torch.float32)
         tile = _tile(q, D)
-        heads = min(tile.vectors, triton.next_power_of_2(R))
-        tokens = min(tile.vectors // heads, triton.next_power_of_2(windows.size))
-        summarize_fwd_kernel[triton.cdiv(G, tile.groups), B * K](
+        heads = min(tile.vectors, power_of_2(R))
+        tokens = min(tile.vectors // heads, power_of_2(windows.size))
+        summarize_fwd_kernel[cdiv(G, tile.groups), B * K](
             q, tail, q if place.rows is None else place.rows, out, *q.stride()[:3], *tail.stride()[:3],
             *place.numbers, B, K, L, Q, G, windows.size, windows.stride,
             R=R, D=D, BT=tokens, BR=heads, BD=tile.width, TAIL=Q > 0, PER_ROW=place.rows is not None,
@@ -97,7 +97,7 @@ class _Summarize(torch.autograd.Function):
         d_out = _dense_rows(d_out)
         dq = d_out.new_empty(ctx.shape, dtype=ctx.dtype)
         tile = _tile(dq, D)
-        summarize_bwd_kernel[triton.cdiv(L, tile.groups), B * K](
+        summarize_bwd_kernel[cdiv(L, tile.groups), B * K](
             d_out, d_out if place.rows is None else place.rows, dq, *d_out.stride()[:3], *place.numbers, B, K, L,
             windows.num, windows.size, windows.stride, R=H // K, D=D, BD=tile.width, PER_ROW=place.rows is not None,
             BG=tile.groups, num_warps=tile.warps,
@@ -117,7 +117,7 @@ class _Pool(torch.autograd.Function):
         (B, K, N, D), Dv, G = k.shape, v.shape[3], settings.num_groups
         key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)
         tile = _tile(k, D, Dv)
-        pool_fwd_kernel[triton.cdiv(G, tile.groups), B * K](
+        pool_fwd_kernel[cdiv(G, tile.groups), B * K](
             k, v, k if summary is None else summary, start, key, value,
             *_strides(k, v, summary), K, N, G, settings.group_size, settings.scale * _LOG2E,
             **settings.constants(D, Dv, summary, start, tile),
@@ -138,7 +138,7 @@ class _Pool(torch.autograd.Function):
         # the groups in front of the first and behind the last: every token of the band is in one of them
         lead = -(-settings.latest // c)
         num_all = lead + max(G, -(-(N - settings.earliest) // c))
-        pool_bwd_kernel[triton.cdiv(num_all, tile.groups), B * K](
+        pool_bwd_kernel[cdiv(num_all, tile.groups), B * K](
             k, v, k if summary is None else summary, ctx.start, d_key.contiguous(), d_value.contiguous(),
             dk, dv, dk if d_summary is None else d_summary,
             *_strides(k, v, summary), K, N, G, c, lead, settings.scale, settings.scale * _LOG2E,

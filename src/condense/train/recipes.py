@@ -94,9 +94,9 @@ def tiny_mla(
 ) -> TrainConfig:
     """A small model with latents (MLA, 11M parameters): dense until it retrieves, then adapted to LCA.
 
-    Meant for one GPU, where it takes a few minutes. The finished model loads condensed. In each of three seeds condensed
-    retrieval appeared, between step 500 and 1,800 of the second phase; with the streaming summary, LCA's default, in two
-    of three by its end, and with 1,500 steps, whose rate falls sooner, mostly not.
+    Meant for one GPU, where it takes a few minutes. The finished model loads condensed. In each of three seeds
+    condensed retrieval appeared, between step 500 and 1,800 of the second phase; with the streaming summary, LCA's
+    default, in two of three by its end, and with 1,500 steps, whose rate falls sooner, mostly not.
     """
     return TrainConfig(
         recipe="tiny_mla",
