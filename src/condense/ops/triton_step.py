@@ -1,7 +1,7 @@
 """One decode step over a fixed-address condensed cache in Triton: two kernels, no wait for the host, no atomics.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W ring slots, Q summary queries,
-S splits, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W and Q slots of the rings of tokens and
+of queries, S splits, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
         "prefix_v": (state.prefix_v, (B, K, M, Dv)),
         "ring_k": (state.ring_k, (B, K, W, D)),
         "ring_v": (state.ring_v, (B, K, W, Dv)),
-        "ring_q": (state.ring_q, (B, K, plan.num_summary, D)),
+        "ring_q": (state.ring_q, (B, K, max(plan.num_summary, state.ring_q.shape[2]), D)),
     }
     for name, (x, shape) in wanted.items():
         if x.shape != shape or x.dtype != q.dtype or x.device != q.device:
@@ -221,7 +221,7 @@ def _step(
             seen if real is None else real, part, lse,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
-            *ring_q.stride()[:3], prompt.stride(0), K, R, M, W, num_summary, chunk,
+            *ring_q.stride()[:3], prompt.stride(0), K, R, M, W, ring_q.shape[2], num_summary, chunk,
             _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
             weight_scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
             LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
