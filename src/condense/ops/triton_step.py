@@ -257,8 +257,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
 
 
 def _register() -> torch.library.Library:
-    """Not by `torch.library.custom_op`: whenever an operation in place is called, its Python reads the whole schema anew
-    for every argument, which takes several times as long as all else that the host does in a step.
+    """Not by `torch.library.custom_op`: whenever an operation in place is called, its Python reads the whole schema
+    anew for every argument, which takes several times as long as all else that the host does in a step.
     """
     library = torch.library.Library("condense", "FRAGMENT")
     mutated = ("prefix_k", "prefix_v", "ring_k", "ring_v", "ring_q", "seen")
