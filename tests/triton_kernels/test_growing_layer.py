@@ -104,7 +104,7 @@ def _same_numbers(one, other, rows=B):
 def test_steps_and_chunks_equal_extend(method, ragged):
     """Over many groups, more than the room at first, and from steps to chunks and back."""
     layers, generator = _pair(method), torch.Generator().manual_seed(3)
-    for seed, L in enumerate((9, *[1] * 30, 7, 1, 2, *[1] * 25)):
+    for seed, L in enumerate((9, *[1] * 18, 7, 1, 2, *[1] * 14)):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
         _agree(layers, L, seed, counts)
         _same_numbers(*layers)
@@ -112,12 +112,12 @@ def test_steps_and_chunks_equal_extend(method, ragged):
     assert layers[1]._steps is None
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["cca", "lca", "lca-9-queries", "dga-streaming", "dga-prompt", "streaming-llm"])
 def test_tokens_are_taken_back_in_the_middle_of_steps(name):
     """Up to the slack, across group boundaries; others stood in their slots and entries. Then chunks and steps."""
     layers = _pair(METHODS[name])
     _agree(layers, 31, 0)
-    for count, L in ((1, 3), (SLACK, SLACK), (4, 9), (SLACK, 23), (7, 7)):
+    for count, L in ((1, 3), (SLACK, SLACK), (4, 9), (7, 7)):
         for i in range(L):
             _agree(layers, 1, 100 + i)
         for layer in layers:
@@ -223,7 +223,7 @@ def test_a_step_is_one_operation(method):
     _read(layer, _qkv(50))
     _read(layer, _qkv(1))
     made_room = 0
-    for i in range(40):
+    for i in range(20):
         new, before = _qkv(1, i), layer._steps.state
         with Counting() as counting:
             _read(layer, new)
@@ -233,13 +233,15 @@ def test_a_step_is_one_operation(method):
             made_room += 1
             assert set(counting.names) == {"condense.step.default", "aten.constant_pad_nd.default"}
             assert len(counting.names) <= 5
-    assert made_room <= 4  # of 40, at lengths this short
+    assert made_room <= 2
 
 
-def test_room_to_spare_is_bounded(method):
+@pytest.mark.parametrize("name", ["cca-window-0", "lca-9-queries", "dga-prompt", "lm-infinite", "dense"])
+def test_room_to_spare_is_bounded(name):
     """The buffers against what a past of its own takes: at most 16 slots and one in 32 more, and the slack."""
+    method = METHODS[name]
     layer, plain = _pair(method)
-    for i, L in enumerate((3, *[1] * 60)):
+    for i, L in enumerate((3, *[1] * 45)):
         for each in (layer, plain):
             _read(each, _qkv(L, i))
         if i == 0:
