@@ -79,9 +79,9 @@ def test_prompt_lookup_takes_candidates_back(model):
 
 def test_padding_among_single_tokens(monkeypatch, model):
     """Rows that pause: the host knows which without waiting, and the padding changes nothing."""
-    ids, mask = tiny.tokens(2, 40).to(DEVICE), torch.ones(2, 40, dtype=torch.long, device=DEVICE)
-    mask[0, 22:25] = mask[1, 27] = mask[1, :4] = 0
-    sizes = (18, *[1] * 12, 4, *[1] * 6)
+    ids, mask = tiny.tokens(2, 29).to(DEVICE), torch.ones(2, 29, dtype=torch.long, device=DEVICE)
+    mask[0, 20:22] = mask[1, 23] = mask[1, :4] = 0
+    sizes = (18, *[1] * 7, 2, 1, 1)
     got = tiny.in_chunks(model, ids, sizes, DynamicCache(config=model.config), mask=mask)
     with monkeypatch.context() as patch:
         patch.setattr(layers, "CondensedLayer", Reading)
