@@ -33,7 +33,7 @@ class CondensedLayer(CacheLayerMixin):
     def __init__(self, method: Method) -> None:
         super().__init__()
         self.method = method
-        # either of them, or none before the first tokens: going over costs a copy and waits for a token that needs it
+        # at most one of them: going over costs a copy, and is put off until tokens come that need it
         self._past: Past | None = None
         self._steps: Steps | None = None
         self.device = torch.device("cpu")
@@ -45,6 +45,10 @@ class CondensedLayer(CacheLayerMixin):
     def past(self) -> Past | None:
         """What is kept between calls, None before the first tokens. Made anew while single tokens are read."""
         return self._past if self._steps is None else self._steps.past()
+
+    @past.setter
+    def past(self, past: Past | None) -> None:
+        self._past, self._steps = past, None
 
     @cached_property
     def _plan(self) -> StepPlan:
@@ -85,7 +89,7 @@ class CondensedLayer(CacheLayerMixin):
             backend=kwargs.get("backend", "auto"),
         )
         L = key_states.shape[2]
-        self._past, self._steps = past, None
+        self.past = past
         trailing = kwargs.get("trailing", L if counts is None else int(counts.min()))
         self._count(L, trailing)
         return sources, None
@@ -163,7 +167,7 @@ class CondensedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self._past = self._steps = None
+        self.past = None
         self.is_initialized = False
         self._num_slots = self._num_real_slots = 0
 
