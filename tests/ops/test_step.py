@@ -36,12 +36,12 @@ def method(request):
     return request.param
 
 
-def empty_state(method, length, rows=B, dtype=torch.float64):
-    """Buffers for ``length`` tokens, as `condense.ops.step` describes them."""
+def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
+    """Buffers for ``length`` tokens, as `condense.ops.step` describes them; ``spare`` more slots in the rings."""
     rule = method.rule
-    W = length if rule.window is None else rule.window + rule.chunk
+    W = length if rule.window is None else rule.window + rule.chunk + spare
     M = int(num_entries(method, torch.tensor(length)))
-    shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.num_summary, D))
+    shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.num_summary + spare, D))
     buffers = [torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes]
     return StepState(*buffers, *(torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,))))
 
@@ -69,6 +69,19 @@ def test_300_steps_equal_the_whole(method):
     torch.testing.assert_close(got, want, **EXACT)
     assert state.seen.tolist() == [300, 300]
     assert [x.data_ptr() for x in state] == addresses
+
+
+def test_tokens_are_taken_back_from_larger_rings(method):
+    """``seen`` goes back by as many as there are slots to spare; what stands behind it is never seen."""
+    qkv, other = (oracle.random_qkv(B, H, K, 90, D, DV, seed=seed) for seed in (0, 1))
+    state = empty_state(method, 90, spare=5)
+    for end, count in ((30, 5), (33, 1), (41, 4), (60, 5), (66, 5)):
+        for i in range(int(state.seen[0]), end):
+            take(method, state, columns(qkv if i < end - count else other, i, i + 1))
+        state.seen.sub_(count)
+    got = torch.cat([take(method, state, columns(qkv, i, i + 1)) for i in range(61, 90)], dim=2)
+    want = condense.attention(*qkv, method=method, scale=SCALE, backend="reference")
+    torch.testing.assert_close(got, want[:, :, 61:], **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

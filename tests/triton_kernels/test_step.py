@@ -213,6 +213,28 @@ def after_prompts(method, q, k, v, lengths, tokens):
     return past, state
 
 
+@pytest.mark.parametrize("name", ["cca", "lca-9-queries", "dga-streaming", "streaming_llm"])
+def test_tokens_are_taken_back_from_larger_rings(name):
+    """Others stood in the slots behind ``seen``, and their entries in the prefix: neither is seen."""
+    method, L = CASES[name], 40
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, L, 16, 16, dtype=torch.float32))
+    state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32, spare=6)
+    state = state._replace(ring_q=state.ring_q.repeat(1, 1, 3, 1)[:, :, : method.num_summary + 6])
+    out = torch.empty_like(q)
+    for start, end in ((0, 17), (17, 30), (30, L)):
+        for t in range(start, end):
+            out[:, :, t] = step_at(method, q, k, v, state, t)
+        for t in range(end, min(end + 6, L)):
+            step_at(method, q.neg(), k + 1, v + 1, state, t)
+        state.seen.fill_(end)
+    assert exact_to_rounding(out, oracle.attention(q.cpu(), k.cpu(), v.cpu(), method=method)[0], v.abs().max())
+
+
+def step_at(method, q, k, v, state, t):
+    now = (x[:, :, t : t + 1] for x in (q, k, v))
+    return triton_step.step(*now, state, plan_of(method), scale=q.shape[3] ** -0.5)[:, :, 0]
+
+
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
     method, lengths, steps = SELECTIONS[name], (31, 22, 1), 26
@@ -458,6 +480,7 @@ def test_refuses_what_it_has_no_kernel_for():
     large = dataclasses.replace(plan, rule=UniformRule(chunk=129, window=5, entries=2), num_focal=1)
     two = dataclasses.replace(plan, rule=UniformRule(chunk=4, window=5, entries=2))
     short = state._replace(ring_v=state.ring_v[:, :, 1:])
+    few = state._replace(ring_q=state.ring_q[:, :, 1:])
     unknown = dataclasses.replace(plan, key_pooling=None)
     columns = state._replace(prefix_k=state.prefix_k.mT.contiguous().mT)
     for match, args in {
@@ -465,6 +488,7 @@ def test_refuses_what_it_has_no_kernel_for():
         "num_focal . 1 = 1 entries per chunk, got 2": (q, k, v, state, two),
         "num_focal tokens of up to 128": (q, k, v, state, large),
         "ring_v must be": (q, k, v, short, plan),
+        "ring_q must be": (q, k, v, few, plan),
         "v must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
         "prompt must be": (q, k, v, state._replace(prompt=state.prompt[:, :2]), plan),

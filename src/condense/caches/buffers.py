@@ -1,4 +1,4 @@
-"""What stands in a static layer's buffers, and how it gets there.
+"""What stands in the buffers of decode steps, and how it gets there and back.
 
 A ring holds the token at position t of its row in slot ``t % W``.
 Shapes: B rows, K KV heads, M prefix entries, W ring slots, N columns, D width.
@@ -9,9 +9,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from condense.functional import Past, num_entries
 from condense.methods import Method
+from condense.ops import StepState
 from condense.ops.aligned import per_entry
-from condense.ops.rows import PerRow, spread
+from condense.ops.rows import PerRow, least, most, spread
+
+
+def empty_state(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
+    """Buffers for rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v, with nothing in them."""
+    (B, K, _, D), Dv = k.shape, v.shape[3]
+    buffers = [k.new_zeros(B, K, *size) for size in ((M, D), (M, Dv), (W, D), (W, Dv), (Q, D))]
+    numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (3,))]
+    return StepState._make([*buffers, *numbers])
+
+
+def read_past(method: Method, state: StepState, seen: PerRow, origin: PerRow, num_band: int, num_queries: int) -> Past:
+    """What the buffers hold, in order: the newest tokens and queries, at most so many. seen and origin as in `Past`."""
+    num_prefix = most(num_entries(method, seen, origin))
+    return Past(
+        state.prefix_k[:, :, :num_prefix],
+        state.prefix_v[:, :, :num_prefix],
+        newest_columns(state.ring_k, seen, num_band),
+        newest_columns(state.ring_v, seen, num_band),
+        newest_columns(state.ring_q, seen, num_queries),
+        seen,
+        origin,
+    )
+
+
+def write_past(method: Method, state: StepState, before: Past | None, past: Past) -> None:
+    """Bring the buffers from what they held ``before``, None for nothing, to the past."""
+    first = 0 if before is None else least(num_entries(method, before.seen, before.origin))
+    last = most(num_entries(method, past.seen, past.origin))
+    state.prefix_k[:, :, first:last].copy_(past.prefix_k[:, :, first:last])
+    state.prefix_v[:, :, first:last].copy_(past.prefix_v[:, :, first:last])
+    for ring, columns in zip(state[2:5], past[2:5], strict=True):
+        store_newest(ring, columns, past.seen)
+    rows = state.seen.shape[0]
+    # from pageable memory: staged before the call returns, and no wait for the GPU
+    state.seen.copy_(spread(past.seen, rows), non_blocking=True)
+    if before is None and method.reads_prompt:
+        write_prompt(method, state, past.origin)
+
+
+def write_prompt(method: Method, state: StepState, origin: PerRow) -> None:
+    """Remember prompts of ``origin`` tokens that were read at once."""
+    numbers = (origin, method.prompt_entries(origin), method.num_focal(origin))
+    rows = state.prompt.shape[0]
+    state.prompt.copy_(torch.stack([spread(x, rows) for x in numbers], dim=1), non_blocking=True)
 
 
 def entry_bias(method: Method, rows: int, capacity: int, device: torch.device, origin: PerRow = 0) -> Tensor | None:

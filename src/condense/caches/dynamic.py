@@ -1,20 +1,24 @@
 """A growing condensed cache layer under transformers' cache contract.
 
 It reports the tokens it has *seen* as its length, while what it stores is entries, the exact window and
-a little slack. Shapes as in `condense.functional`.
+a little slack. Pieces of several tokens are read by `condense.functional.extend`, which makes a new past; where the
+Triton step runs, single tokens are taken into buffers in place. Shapes as in `condense.functional`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.functional import Past, Sources, extend, first_needed, num_entries
+from condense.caches.steps import Steps
+from condense.functional import Past, Sources, extend, first_needed, num_entries, step_plan
 from condense.methods import Method, on_latents
+from condense.ops import StepPlan, resolve_step_backend
 from condense.ops.rows import PerRow, agreed, least, most
 
 
@@ -29,11 +33,26 @@ class CondensedLayer(CacheLayerMixin):
     def __init__(self, method: Method) -> None:
         super().__init__()
         self.method = method
-        self.past: Past | None = None
+        # at most one of them: going over costs a copy, and is put off until tokens come that need it
+        self._past: Past | None = None
+        self._steps: Steps | None = None
         self.device = torch.device("cpu")
         self._num_slots = 0
         # newest slots that hold a real token in every row: what may be cropped without looking at padding
         self._num_real_slots = 0
+
+    @property
+    def past(self) -> Past | None:
+        """What is kept between calls, None before the first tokens. Made anew while single tokens are read."""
+        return self._past if self._steps is None else self._steps.past()
+
+    @past.setter
+    def past(self, past: Past | None) -> None:
+        self._past, self._steps = past, None
+
+    @cached_property
+    def _plan(self) -> StepPlan:
+        return step_plan(self.method)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember where the state lives; tensors are made by the first `update`."""
@@ -71,15 +90,52 @@ class CondensedLayer(CacheLayerMixin):
         )
         L = key_states.shape[2]
         self.past = past
-        self._num_slots += L
         trailing = kwargs.get("trailing", L if counts is None else int(counts.min()))
-        self._num_real_slots = self._num_real_slots + L if trailing == L else trailing
+        self._count(L, trailing)
         return sources, None
+
+    def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
+        """True if `step` reads tokens like k ``[B, K, 1, D]`` and v: there is a past, and the Triton step runs here."""
+        if self._steps is not None:
+            return self._steps.fits(k)
+        if self._past is None or self._past.band_k.dtype != k.dtype:
+            return False
+        widths, latent = (k.shape[3], v.shape[3]), latent_width or 0
+        return resolve_step_backend("auto", k.device, k.dtype, widths, self._plan, latent=latent) == "triton"
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        real: Tensor | None = None,
+        latent_width: int | None = None,
+    ) -> Tensor:
+        """Read one token per row and return its attention ``[B, H, 1, Dv]``, where `can_step`: without gradients.
+
+        q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer CPU ``[B]``: rows whose token
+        counts. latent_width as in `condense.caches.StaticCondensedLayer.step`. No host waits for the device.
+        """
+        if self._steps is None:
+            assert self._past is not None
+            self._steps = Steps(self.method, self._plan, self._past, latent_width or 0)
+            self._past = None
+        out = self._steps.step(q, k, v, scale=scale, real=real)
+        self._count(1, 1 if real is None else int(real.min()))
+        return out
+
+    def _count(self, L: int, trailing: int) -> None:
+        """L new slots, the last ``trailing`` of which are real in every row."""
+        self._num_slots += L
+        self._num_real_slots = self._num_real_slots + L if trailing == L else trailing
 
     @property
     def keys(self) -> Tensor | None:
         """Exact keys of the window ``[B, K, N, D]``."""
-        return None if self.past is None else self.past.band_k
+        past = self.past
+        return None if past is None else past.band_k
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -88,7 +144,8 @@ class CondensedLayer(CacheLayerMixin):
     @property
     def values(self) -> Tensor | None:
         """Exact values of the window ``[B, K, N, Dv]``."""
-        return None if self.past is None else self.past.band_v
+        past = self.past
+        return None if past is None else past.band_v
 
     @values.setter
     def values(self, value: None) -> None:
@@ -123,15 +180,23 @@ class CondensedLayer(CacheLayerMixin):
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count < 0:
             raise ValueError(f"tokens_to_remove must be <= 0, got {-count}")
-        if count == 0 or self.past is None:
+        if count == 0 or (self._past is None and self._steps is None):
             return
         if count > self._num_real_slots:
             raise ValueError(
                 f"crop: the last {count} tokens include padding or more than the {self._num_slots} seen; "
                 "start from a new cache instead"
             )
-        past, seen = self.past, self.past.seen - count
-        N, Q = past.band_k.shape[2], past.summary_q.shape[2]
+        if self._steps is not None:
+            self._check_crop(count, self._steps.seen - count, self._steps.num_band, self._steps.num_queries)
+            self._steps.crop(count)
+        else:
+            self._crop_past(count)
+        self._num_slots -= count
+        self._num_real_slots -= count
+
+    def _check_crop(self, count: int, seen: PerRow, N: int, Q: int) -> None:
+        """Refuse to take tokens back beyond what then is needed; N columns of tokens and Q of queries are at hand."""
         needed = most(seen - first_needed(self.method, seen))
         queries_needed = min(max(0, self.method.num_summary - 1), most(seen))
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
@@ -140,8 +205,14 @@ class CondensedLayer(CacheLayerMixin):
                 f"crop: {count} tokens lie beyond what a condensed cache can take back; propose fewer tokens at a "
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
             )
+
+    def _crop_past(self, count: int) -> None:
+        past = self._past
+        assert past is not None
+        N, Q, seen = past.band_k.shape[2], past.summary_q.shape[2], past.seen - count
+        self._check_crop(count, seen, N, Q)
         num_prefix = most(num_entries(self.method, seen, past.origin))
-        self.past = past._replace(
+        self._past = past._replace(
             prefix_k=past.prefix_k[:, :, :num_prefix],
             prefix_v=past.prefix_v[:, :, :num_prefix],
             band_k=past.band_k[:, :, : N - count],
@@ -149,8 +220,6 @@ class CondensedLayer(CacheLayerMixin):
             summary_q=past.summary_q[:, :, : max(0, Q - count)],
             seen=seen,
         )
-        self._num_slots -= count
-        self._num_real_slots -= count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``)."""
@@ -179,5 +248,7 @@ class CondensedLayer(CacheLayerMixin):
     def _map_tensors(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
     ) -> None:
-        if self.past is not None:
-            self.past = Past(*map(change, self.past.tensors), *map(change_number, self.past[5:]))
+        if self._past is not None:
+            self._past = Past(*map(change, self._past.tensors), *map(change_number, self._past[5:]))
+        if self._steps is not None:
+            self._steps.map_tensors(change, change_number)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.buffers import entry_bias, newest_columns, store_newest
+from condense.caches.buffers import empty_state, entry_bias, read_past, write_past
 from condense.functional import Past, Sources, extend, most_entries, num_entries, step_plan
 from condense.methods import Method, on_latents
 from condense.ops import StepState, decode_step, resolve_step_backend
-from condense.ops.rows import PerRow, agreed, least, most, spread
+from condense.ops.rows import PerRow, agreed, most
 
 
 class StaticCondensedLayer(CacheLayerMixin):
@@ -60,25 +60,25 @@ class StaticCondensedLayer(CacheLayerMixin):
         latent_width: as in `condense.methods.on_latents`, None for ordinary keys. capacity: entries that the prefix has
         room for, None: all that ``max_cache_len`` tokens can need.
         """
-        (B, K, _, D), Dv = key_states.shape, value_states.shape[3]
-        rule, N = self.method.rule, self.max_cache_len
+        B, rule, N = key_states.shape[0], self.method.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
         M = most_entries(self.method, N) if capacity is None else capacity
-        sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (self.plan.num_summary, D))
-        device = key_states.device
-        buffers = [torch.zeros(B, K, *size, dtype=key_states.dtype, device=device) for size in sizes]
-        numbers = [torch.zeros(B, *size, dtype=torch.int64, device=device) for size in ((), (3,))]
-        self.state = StepState._make([*buffers, *numbers])
+        self.state = empty_state(key_states, value_states, M, W, self.plan.num_summary)
+        device, widths = key_states.device, (key_states.shape[3], value_states.shape[3])
         self.num_slots = self.num_slots.to(device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.latent_width = latent_width or 0
         self.view = on_latents(self.method, latent_width) if latent_width else self.method
-        self.backend = resolve_step_backend("auto", device, self.dtype, (D, Dv), self.plan, latent=self.latent_width)
+        self.backend = resolve_step_backend("auto", device, self.dtype, widths, self.plan, latent=self.latent_width)
         self.prefix_bias = entry_bias(self.method, B, M, device)
         if not torch.compiler.is_compiling():
             for tensor in (*self.state, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
+
+    def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
+        """True unless the next tokens are a prompt to be read at once, as in `CondensedLayer`."""
+        return not self.awaits_prompt
 
     def step(
         self,
@@ -138,7 +138,9 @@ class StaticCondensedLayer(CacheLayerMixin):
             self.view, past, key_states, value_states, kwargs["query_states"], scale=kwargs["scale"], counts=counts
         )
         assert new is not None
-        self._store(state, past, new)
+        write_past(self.method, state, past, new)
+        if fresh and self.method.reads_prompt:
+            self._set_bias(new.origin)
         self.num_slots.add_(L)
         self.awaits_prompt = False
         return sources, None
@@ -190,33 +192,12 @@ class StaticCondensedLayer(CacheLayerMixin):
     def _past(self, state: StepState) -> Past:
         """What the buffers hold, in order."""
         seen, origin = agreed(state.seen.cpu()), agreed(state.prompt[:, 0].cpu())
-        count, num_prefix = most(seen), most(num_entries(self.method, seen, origin))
-        return Past(
-            state.prefix_k[:, :, :num_prefix],
-            state.prefix_v[:, :, :num_prefix],
-            newest_columns(state.ring_k, seen, count),
-            newest_columns(state.ring_v, seen, count),
-            newest_columns(state.ring_q, seen, count),
-            seen,
-            origin,
-        )
+        return read_past(self.method, state, seen, origin, most(seen), most(seen))
 
-    def _store(self, state: StepState, before: Past | None, past: Past) -> None:
-        """Bring the buffers from what they held ``before`` to the past."""
-        first = 0 if before is None else least(num_entries(self.method, before.seen, before.origin))
-        last = most(num_entries(self.method, past.seen, past.origin))
-        state.prefix_k[:, :, first:last].copy_(past.prefix_k[:, :, first:last])
-        state.prefix_v[:, :, first:last].copy_(past.prefix_v[:, :, first:last])
-        for ring, columns in zip(state[2:5], past[2:5], strict=True):
-            store_newest(ring, columns, past.seen)
-        state.seen.copy_(spread(past.seen, self.batch_size))
-        if before is None and self.method.reads_prompt:
-            self._remember_prompt(state, past.origin)
-
-    def _remember_prompt(self, state: StepState, origin: PerRow) -> None:
-        numbers = (origin, self.method.prompt_entries(origin), self.method.num_focal(origin))
-        state.prompt.copy_(torch.stack([spread(x, self.batch_size) for x in numbers], dim=1))
-        bias = entry_bias(self.method, self.batch_size, state.prefix_k.shape[2], self.device, origin)
+    def _set_bias(self, origin: PerRow) -> None:
+        """Which entries have one after prompts of ``origin`` tokens, where the plan does not tell."""
+        assert self.state is not None
+        bias = entry_bias(self.method, self.batch_size, self.state.prefix_k.shape[2], self.device, origin)
         if self.prefix_bias is not None and bias is not None:
             self.prefix_bias.copy_(bias)
 
@@ -258,7 +239,7 @@ class StaticCondensedLayer(CacheLayerMixin):
             for tensor in (*self.state, self.num_slots):
                 tensor.zero_()
             if self.method.reads_prompt:
-                self._remember_prompt(self.state, 0)
+                self._set_bias(0)
         self.awaits_prompt = self.method.reads_prompt
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

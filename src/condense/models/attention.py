@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
-from condense.caches import StaticCondensedLayer
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.functional import attend_to
 from condense.methods import Method
 from condense.models.dense import DenseState
@@ -24,6 +24,7 @@ from condense.models.families import FAMILIES, is_latent, sliding_window, stock_
 from condense.models.latent import condensed_latents, step_on_latents
 from condense.models.layers import ensure_layers, read_tokens
 from condense.models.rows import ALL_REAL, Padding, documents_of, is_real, padding_of, refuse_cached_documents
+from condense.models.sharding import head_group
 from condense.ops.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
@@ -95,17 +96,35 @@ class Captured:
         kwargs: dict[str, Any],
     ) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
-        if not isinstance(self.cache, StaticCache):
-            return self._read(module, q, k, v, mask, scale, dropout, kwargs)
+        with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if q.shape[2] == 1 and not with_gradients and dropout == 0 and kwargs.get("cu_seq_lens_q") is None:
+            out = self._step(module, q, k, v, mask, scale, all_real=ALL_REAL in kwargs)
+            if out is not None:
+                return out
+        read = self._read_eagerly if isinstance(self.cache, StaticCache) else self._read
+        return read(module, q, k, v, mask, scale, dropout, kwargs)
+
+    def _step(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, all_real: bool
+    ) -> Tensor | None:
+        """Attention of one token per row, taken into the real cache in place, or None where that cannot be done."""
+        if self.cache is None:
+            return None
         method: Method = module.condense_method  # type: ignore[assignment]
         ensure_layers(self.cache, {self.layer_idx: method})
-        with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        layer: StaticCondensedLayer = self.cache.layers[self.layer_idx]
-        if q.shape[2] > 1 or with_gradients or dropout > 0 or layer.awaits_prompt:
-            return self._read_eagerly(module, q, k, v, mask, scale, dropout, kwargs)
-        real = None if ALL_REAL in kwargs else is_real(mask, layer.num_slots, layer.max_cache_len, q.shape[0])
+        layer: CondensedLayer | StaticCondensedLayer = self.cache.layers[self.layer_idx]
+        latent_width: int | None = None
         if self.latents is not None:
-            return step_on_latents(module, layer, q, self.latents.to(q.dtype), scale=scale, real=real)
+            latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
+            v = k[..., :0]
+        # an offloading cache brings its layers back when it is updated
+        if self.cache.offloading or not layer.can_step(k, v, latent_width):
+            return None
+        real = None if all_real else _real_rows(layer, mask, q.shape[0])
+        if latent_width is not None:
+            if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
+                return None
+            return step_on_latents(module, layer, q, k, scale=scale, real=real)
         return layer.step(q, k, v, scale=scale, real=real)
 
     @torch.compiler.disable
@@ -141,6 +160,14 @@ class Captured:
         if padding is None:
             return condensed(self.cache, self.layer_idx, None, *tensors)
         return padding.restore(condensed(self.cache, self.layer_idx, padding, *map(padding.align, tensors)))
+
+
+def _real_rows(layer: CondensedLayer | StaticCondensedLayer, mask: Tensor | None, B: int) -> Tensor | None:
+    """Which rows' one new token is real, None for all; a growing layer's host knows, a static one's never looks."""
+    if isinstance(layer, StaticCondensedLayer):
+        return is_real(mask, layer.num_slots, layer.max_cache_len, B)
+    padding = padding_of(mask, layer.get_seq_length(), B, 1)
+    return None if padding is None else padding.counts
 
 
 def _condensed(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from condense.caches import StaticCondensedLayer
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.latent import UpProjection, attend_to_latents, summary_queries
 from condense.models.layers import read_tokens
 from condense.models.rows import Padding
@@ -64,10 +64,16 @@ def condensed_latents(
 
 
 def step_on_latents(
-    module: nn.Module, layer: StaticCondensedLayer, q: Tensor, entries: Tensor, *, scale: float, real: Tensor | None
+    module: nn.Module,
+    layer: CondensedLayer | StaticCondensedLayer,
+    q: Tensor,
+    entries: Tensor,
+    *,
+    scale: float,
+    real: Tensor | None,
 ) -> Tensor:
-    """One token per row over a static layer, absorbed: ``[B, H, 1, d_v]`` from q ``[B, H, 1, d_n + d_r]`` and the
-    token's entry ``[B, 1, 1, d_c + d_r]``. real as in `StaticCondensedLayer.step`.
+    """One token per row over a layer's past, absorbed: ``[B, H, 1, d_v]`` from q ``[B, H, 1, d_n + d_r]`` and the
+    token's entry ``[B, 1, 1, d_c + d_r]``. real as in the layer's ``step``.
 
     Raises ValueError where heads are spread over processes: the step averages queries over its own heads only.
     """

@@ -81,7 +81,10 @@ def _check_static(cache: StaticCache) -> None:
 
 
 def _holds(layer: CacheLayerMixin, method: Method) -> bool:
-    return isinstance(layer, CondensedLayer | StaticCondensedLayer) and layer.method == method
+    # most often it is the very same, and a dataclass takes its time to compare
+    return isinstance(layer, CondensedLayer | StaticCondensedLayer) and (
+        layer.method is method or layer.method == method
+    )
 
 
 def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:

@@ -160,7 +160,7 @@ def decode_step(
     latent: int = 0,
     backend: str,
 ) -> Tensor:
-    """One token per row over a static cache, which changes in place; `condense.ops.step` says how.
+    """One token per row over a cache that changes in place; `condense.ops.step` says how.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
     ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias

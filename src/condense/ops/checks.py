@@ -142,7 +142,7 @@ def resolve_step_backend(
     *,
     latent: int = 0,
 ) -> str:
-    """The backend of decode steps over a static cache; "auto" decides, "triton" is taken where it can run, on CUDA.
+    """The backend of decode steps; "auto" decides, "triton" is taken where it can run, on CUDA.
 
     widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0.
     Raises ValueError if an explicit backend cannot run.

@@ -1,4 +1,4 @@
-"""The contract of one decode step over a static cache: the state that it changes in place, and its fixed settings.
+"""The contract of one decode step: the state that it changes in place, and its fixed settings.
 
 A backend's ``step(q, k, v, state, plan, *, scale, real, represent) -> out`` reads one token per row:
 
@@ -14,8 +14,8 @@ A row that is not ``real`` changes nothing and gets 0; a query that sees nothing
 predicate on the device: no host synchronisation and no branch, so that a step can be traced and captured.
 A chunk whose entries do not all fit into the prefix is dropped and never seen.
 
-Shapes: B rows, H query heads, K KV heads, M prefix entries, W ring slots, Q summary queries, c tokens per chunk,
-p entries per chunk, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, M prefix entries, W and Q slots of the rings of tokens and of queries,
+c tokens per chunk, p entries per chunk, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class StepState(NamedTuple):
 
     prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``: entries, left-aligned, made at once when they can be.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
-    W is window + chunk, or the most tokens that a row can have if that is less.
-    ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q = num_summary.
+    W is at least window + chunk, or the most tokens that a row can have if that is less.
+    ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
+    Larger rings let tokens be taken back: ``seen`` goes back, and what the slots and entries behind it hold is never
+    seen before it is overwritten, if at most ``W - window - chunk`` tokens and ``Q - num_summary + 1`` queries go.
     seen int64 ``[B]`` on the device: real tokens per row since its prompt, from which positions count.
     prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once before that, entries that stand for
     them, and how many of these, the first, are tokens of their own; zeros where a method reads no prompt at once.

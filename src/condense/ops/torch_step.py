@@ -1,4 +1,4 @@
-"""One decode step over a static cache, in the `torch` backend: any method, any device, traceable as one graph.
+"""One decode step, in the `torch` backend: any method, any device, traceable as one graph.
 
 It computes a chunk in every step and keeps it if one is due, and reads all of the buffers under a mask: the price
 of doing the same work whatever is in them.
@@ -69,7 +69,7 @@ def _append_entry(
     chunk = rule.ready(t, lag)
     first = state.prompt[:, 1] + chunk * rule.entries
     due = (rule.ready(seen, lag) > chunk) & (first + rule.entries <= state.prefix_k.shape[2])
-    summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, rule.chunk)
+    summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, plan.num_summary, rule.chunk)
     new_k, new_v = represent(
         _read(state.ring_k, chunk * rule.chunk, rule.chunk)[:, :, None],
         _read(state.ring_v, chunk * rule.chunk, rule.chunk)[:, :, None],
@@ -82,12 +82,12 @@ def _append_entry(
     _write(state.prefix_v, first, new_v, due)
 
 
-def _summary(ring_q: Tensor, seen: Tensor, chunk: int) -> Tensor:
-    """Mean of the newest queries ``[B, K, 1, D]`` float32 or wider, none of them from before a row's start.
+def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
+    """Mean of the newest S queries ``[B, K, 1, D]`` float32 or wider, none of them from before a row's start.
 
     Summed in the order of `condense.ops.aligned.window_mean`, so that the entries are the same to the bit.
     """
-    S, wide = ring_q.shape[2], torch.promote_types(ring_q.dtype, torch.float32)
+    wide = torch.promote_types(ring_q.dtype, torch.float32)
     queries = _read(ring_q, seen - S, S)
     if chunk == S:
         return queries.mean(2, keepdim=True, dtype=wide)

@@ -1,7 +1,7 @@
 """One decode step over a fixed-address condensed cache in Triton: two kernels, no wait for the host, no atomics.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W ring slots, Q summary queries,
-S splits, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W and Q slots of the rings of tokens and
+of queries, S splits, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def step(
     """
     _check(q, k, v, state, plan, real, latent)
     rule = plan.rule
-    out: Tensor = _step(
+    out: Tensor = torch.ops.condense.step.default(
         q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary,
         plan.key_pooling, plan.value_pooling, plan.group_bias, plan.num_focal,
         scale if plan.weight_scale is None else plan.weight_scale, plan.reads_prompt, scale, latent,
@@ -96,7 +96,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
         "prefix_v": (state.prefix_v, (B, K, M, Dv)),
         "ring_k": (state.ring_k, (B, K, W, D)),
         "ring_v": (state.ring_v, (B, K, W, Dv)),
-        "ring_q": (state.ring_q, (B, K, plan.num_summary, D)),
+        "ring_q": (state.ring_q, (B, K, max(plan.num_summary, state.ring_q.shape[2]), D)),
     }
     for name, (x, shape) in wanted.items():
         if x.shape != shape or x.dtype != q.dtype or x.device != q.device:
@@ -114,11 +114,22 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
 
 
+# Triton's own wrap their arguments for use in kernels, which takes longer than what they compute
+def _parts(whole: int, part: int) -> int:
+    return -(-whole // part)
+
+
+@functools.cache
+def _power(number: int) -> int:
+    return int(triton.next_power_of_2(number))
+
+
 def _padded(width: int) -> int:
     """Columns of the tile that holds a width."""
-    return max(_MIN_TILE, int(triton.next_power_of_2(width)))
+    return max(_MIN_TILE, _power(width))
 
 
+@functools.cache
 def _widths(D: int, Dv: int, latent: int) -> dict[str, int]:
     (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
     return {
@@ -163,7 +174,7 @@ def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
 def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
     """Splits that share the keys, by capacity, and the one with the new token, in whole waves over the device."""
     wanted = tiles.waves * _device(q.device)[1] // programs if q.is_cuda else 3
-    return max(2, min(wanted, 1 + triton.cdiv(capacity, tiles.BN)))
+    return max(2, min(wanted, 1 + _parts(capacity, tiles.BN)))
 
 
 def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +189,6 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-@torch.library.custom_op("condense::step", mutates_args=("prefix_k", "prefix_v", "ring_k", "ring_v", "ring_q", "seen"))
 def _step(
     q: Tensor,
     k: Tensor,
@@ -205,12 +215,14 @@ def _step(
     scale: float,
     latent: int,
 ) -> Tensor:
+    if not torch.is_inference_mode_enabled():  # as any operation in place: a backward pass may have saved them
+        torch.autograd.graph.increment_version((prefix_k, prefix_v, ring_k, ring_v, ring_q, seen))
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     (B, H, _, D), K, Dv = q.shape, k.shape[1], latent or v.shape[3]
     R, M, W = H // K, prefix_k.shape[2], ring_k.shape[2]
     tiles = _tiles(q, max(D, Dv), latent)
-    BR = min(tiles.rows, max(16, int(triton.next_power_of_2(R))))
-    row_tiles = triton.cdiv(R, BR)
+    BR = min(tiles.rows, max(16, _power(R)))
+    row_tiles = _parts(R, BR)
     S = _num_splits(q, row_tiles * B * K, M + W, tiles)
     part, lse = _scratch(q, S, Dv)
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=q.device)
@@ -221,17 +233,17 @@ def _step(
             seen if real is None else real, part, lse,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
-            *ring_q.stride()[:3], prompt.stride(0), K, R, M, W, num_summary, chunk,
+            *ring_q.stride()[:3], prompt.stride(0), K, R, M, W, ring_q.shape[2], num_summary, chunk,
             _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
             weight_scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
             LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
-            FOCAL=num_focal, CHUNK=int(triton.next_power_of_2(chunk)) if num_focal > 0 else 1, PROMPT=reads_prompt,
+            FOCAL=num_focal, CHUNK=_power(chunk) if num_focal > 0 else 1, PROMPT=reads_prompt,
             PERIOD=num_focal + 1 if group_bias != 0.0 and (num_focal > 0 or reads_prompt) else 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         BC = min(64, _padded(Dv))
-        step_reduce_kernel[triton.cdiv(Dv, BC), B * H](
+        step_reduce_kernel[_parts(Dv, BC), B * H](
             part, lse, out, seen, seen if real is None else real, H, S,
             DV=Dv, BC=BC, BS=64, HAS_REAL=real is not None, EARLY=tiles.early,
             **({"launch_pdl": True} if tiles.early else {}),
@@ -239,7 +251,22 @@ def _step(
     return out
 
 
-@_step.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
     latent = args[-1]
     return q.new_empty(*q.shape[:3], latent or v.shape[3])
+
+
+def _register() -> torch.library.Library:
+    """Not by `torch.library.custom_op`: whenever an operation in place is called, its Python reads the whole schema
+    anew for every argument, which takes several times as long as all else that the host does in a step.
+    """
+    library = torch.library.Library("condense", "FRAGMENT")
+    mutated = ("prefix_k", "prefix_v", "ring_k", "ring_v", "ring_q", "seen")
+    schema = torch.library.infer_schema(_step, mutates_args=mutated, op_name="step")
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("step", _step, "CompositeExplicitAutograd")
+    torch.library.register_fake("condense::step", _fake, lib=library)
+    return library
+
+
+_LIBRARY = _register()

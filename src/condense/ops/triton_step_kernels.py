@@ -4,7 +4,8 @@ Programs of the first kernel run in no order, so what the step writes is read by
 token from the inputs, the new entry from its registers and focal tokens from the ring, attends to these and stores
 them; the other splits share what was there before. The reduce joins their parts and counts the token.
 
-Shapes: B rows, K KV heads, R query heads per KV head, M entries, W ring slots, Q summary queries, S splits.
+Shapes: B rows, K KV heads, R query heads per KV head, M entries, W and Q slots of the rings of tokens and of queries,
+S splits. A summary is the mean of the newest ``num_summary`` queries.
 Widths: keys are D0 + D1 columns, values V0 + V1, so that 80, 96, 192 or 576 columns are two powers of two and none
 is loaded for nothing; P0, P1, U0, U1 are the same rounded up to powers of two for the tiles. LATENT: values are the
 first D0 columns of the keys. BR rows (query heads) and BN keys per tile.
@@ -115,14 +116,14 @@ def _mean_query(q_ptr, s_qh, R, lo: tl.constexpr, width: tl.constexpr, P: tl.con
 
 
 @triton.jit
-def _summary(mean, rq_ptr, s_rq, t, Q, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    """Mean in float32 of the newest Q mean queries, that of position t given; none before position 0."""
+def _summary(mean, rq_ptr, s_rq, t, Q, count, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
+    """Mean in float32 of the newest ``count`` mean queries, that of position t given; none before position 0."""
     total = mean.to(tl.float32)
-    for start in range(1, Q, 16):
+    for start in range(1, count, 16):
         back = start + tl.arange(0, 16)
-        older = (back < Q) & (back <= t)
+        older = (back < count) & (back <= t)
         total += tl.sum(_rows(rq_ptr, (t - back) % Q, s_rq, older, lo, width, P).to(tl.float32), 0)
-    return tl.div_rn(total, tl.zeros_like(total) + tl.minimum(Q, t + 1))
+    return tl.div_rn(total, tl.zeros_like(total) + tl.minimum(count, t + 1))
 
 
 @triton.jit
@@ -315,7 +316,7 @@ def _attend_focal(
 def _new_token(
     q_ptr, k_ptr, v_ptr, pk_ptr, pv_ptr, rk_ptr, rv_ptr, rq_ptr, part_ptr, lse_ptr,
     s_qh, s_pkn, s_pvn, s_rkn, s_rvn, s_rqn, head, row_tile, t, first, due, begin, slot, entry_visible,
-    R, W, Q, S, chunk, scale, score_scale, bias,
+    R, W, Q, S, num_summary, chunk, scale, score_scale, bias,
     D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr, BR: tl.constexpr,
     LATENT: tl.constexpr, SCORED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
@@ -342,9 +343,9 @@ def _new_token(
     if due:
         g0, g1 = mean0.to(tl.float32), mean1.to(tl.float32)
         if SCORED:
-            g0 = _summary(mean0, rq_ptr, s_rqn, t, Q, 0, D0, P0)
+            g0 = _summary(mean0, rq_ptr, s_rqn, t, Q, num_summary, 0, D0, P0)
             if D1 > 0:
-                g1 = _summary(mean1, rq_ptr, s_rqn, t, Q, D0, D1, P1)
+                g1 = _summary(mean1, rq_ptr, s_rqn, t, Q, num_summary, D0, D1, P1)
         if FOCAL > 0:
             scores = _all_scores(
                 rk_ptr, s_rkn, k0, k1, g0, g1, begin, t, W, chunk, scale, D0, D1, P0, P1, CHUNK
@@ -407,7 +408,7 @@ def step_split_kernel(
     q_ptr, k_ptr, v_ptr, pk_ptr, pv_ptr, rk_ptr, rv_ptr, rq_ptr, seen_ptr, prompt_ptr, real_ptr, part_ptr, lse_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pkb, s_pkh, s_pkn, s_pvb, s_pvh, s_pvn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn, s_prompt,
-    K, R, M, W, Q, chunk, window, max_chunks, lag, scale, score_scale, bias,
+    K, R, M, W, Q, num_summary, chunk, window, max_chunks, lag, scale, score_scale, bias,
     D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     LATENT: tl.constexpr, SCORED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_REAL: tl.constexpr,
@@ -453,7 +454,7 @@ def step_split_kernel(
             q_ptr, k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh, pk_ptr, pv_ptr, rk_ptr, rv_ptr,
             rq_ptr + b * s_rqb + kvh * s_rqh, part_ptr, lse_ptr, s_qh, s_pkn, s_pvn, s_rkn, s_rvn, s_rqn,
             head, row_tile, t, first, due, number * chunk, ahead + number * (FOCAL + 1), entry_visible,
-            R, W, Q, S, chunk, scale, score_scale, bias,
+            R, W, Q, S, num_summary, chunk, scale, score_scale, bias,
             D0, D1, P0, P1, V0, V1, U0, U1, BR, LATENT, SCORED, KEY, VALUE, FOCAL, CHUNK, PRECISION,
         )  # fmt: skip
     else:

@@ -1,0 +1,126 @@
+"""On a CUDA device (collected only there): a growing cache decodes by the step, as a static one, without a wait."""
+
+import pytest
+import torch
+from gpu.test_step import no_waiting
+from models import tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+import condense
+from condense.functional import SLACK
+
+METHODS = {
+    "cca": condense.CCA(group_size=16, window=64),
+    "lca": condense.LCA(group_size=16, window=64),
+    "streaming-llm": condense.StreamingLLM(sink=4, window=60),
+    "dga": condense.DGA(rep_bias="log_size"),
+    "dga-prompt": condense.DGA(selection="prompt", min_focal=40, rep_bias="log_size"),
+}
+STEPS = 150
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def method(request):
+    return request.param
+
+
+def _model(method, dtype=torch.float32, name="llama"):
+    model = tiny.model(name, dtype, max_position_embeddings=1024).to("cuda")
+    return condense.apply(model, method)
+
+
+def _greedy(model, ids, mask, **kwargs):
+    settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 1, "disable_compile": True}
+    settings |= {"return_dict_in_generate": True, "output_logits": True} | kwargs
+    return model.generate(ids, attention_mask=mask, **settings)
+
+
+def _padded():
+    return (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
+
+
+def _agree(got, want, tolerance):
+    """The same tokens; once two were as good as equal, the texts are others."""
+    for row in range(want.sequences.shape[0]):
+        for mine, theirs in zip(got.logits, want.logits, strict=True):
+            mine, theirs = mine[row], theirs[row]
+            assert float((mine - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+            if mine.argmax() != theirs.argmax():
+                break
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_are_those_of_the_static_cache(method, dtype):
+    """One kernel does both; only the number of splits, and so the order of sums, is not the same."""
+    model = _model(method, dtype)
+    ids, mask = _padded()
+    growing = _greedy(model, ids, mask)
+    static = _greedy(model, ids, mask, cache_implementation="static")
+    assert all(layer._steps is not None for layer in growing.past_key_values.layers)
+    assert {layer.backend for layer in static.past_key_values.layers} == {"triton"}
+    _agree(growing, static, 1e-3 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
+def test_tokens_on_latents_are_those_of_the_static_cache(name):
+    model = _model(METHODS["cca"], name=name)
+    ids, mask = _padded()
+    growing, static = (_greedy(model, ids, mask, **kind) for kind in ({}, {"cache_implementation": "static"}))
+    assert all(layer._steps is not None for layer in growing.past_key_values.layers)
+    _agree(growing, static, 1e-3)
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_neither_waits_nor_copies(method):
+    """Over several growths of the buffers; their padding is all that is made."""
+    model = _model(method)
+    ids = tiny.tokens(2, 102).cuda()
+    cache = tiny.filled(model, ids[:, :100])
+    tiny.in_chunks(model, ids[:, 100:], (1, 1), cache)
+    q, k, v = (torch.randn(2, heads, 1, 8, device="cuda") for heads in (4, 2, 2))
+    with no_waiting(), Recording() as recording:
+        for _ in range(100):
+            cache.layers[0].step(q, k, v, scale=0.3)
+    assert set(recording.names) <= {"condense.step.default", "aten.constant_pad_nd.default"}
+    assert recording.names.count("condense.step.default") == 100
+
+
+@pytest.mark.parametrize("name", ["cca", "lca", "dga"])
+def test_tokens_taken_back(name):
+    """After a crop the same tokens give the same logits, in buffers that held others."""
+    model = _model(METHODS[name])
+    ids, other = tiny.tokens(1, 250).cuda(), tiny.tokens(1, 250, seed=9).cuda()
+    cache, straight = (DynamicCache(config=model.config) for _ in range(2))
+    want = tiny.in_chunks(model, ids, (150, *[1] * 60), straight)[:, 150:]
+    tiny.in_chunks(model, ids, (150,), cache)
+    parts = []
+    for start in (150, 170, 190):
+        if start > 150:
+            for i in range(SLACK):
+                tiny.in_chunks(model, other[:, i : i + 1], (1,), cache)
+            cache.crop(-SLACK)
+        parts.append(tiny.in_chunks(model, ids[:, start : start + 20], (1,) * 20, cache))
+    assert all(layer._steps is not None for layer in cache.layers)
+    assert float((torch.cat(parts, 1) - want).abs().max()) <= 1e-3 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("name", ["cca", "lca", "dga"])
+def test_prompt_lookup_and_beams(name):
+    model = _model(METHODS[name])
+    ids = torch.cat([tiny.tokens(1, 50)] * 3, dim=1).cuda()
+    mask = torch.ones_like(ids)
+    greedy = _greedy(model, ids, mask, max_new_tokens=60).sequences
+    found = _greedy(model, ids, mask, max_new_tokens=60, prompt_lookup_num_tokens=5, output_logits=False).sequences
+    parted = (greedy != found).any(0).nonzero()
+    assert parted.numel() == 0 or int(parted[0]) > 150 + 10
+    assert _greedy(model, ids, mask, max_new_tokens=20, num_beams=3).sequences.shape == (1, 170)

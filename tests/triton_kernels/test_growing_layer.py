@@ -1,0 +1,319 @@
+"""The growing layer on the Triton step: what `extend` computes, in place, with little room to spare, and croppable.
+
+Interpreted in float32 on a CPU, compiled on a GPU. Shapes: B rows, H query heads, K KV heads, L tokens, D width.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+import condense
+from condense.caches import CondensedLayer, cache_nbytes, dynamic
+from condense.caches.steps import room_for
+from condense.functional import SLACK, attend_to
+from condense.ops.rows import spread
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SELECT = condense.DGA(
+    selection="prompt", group_size=4, gamma=0.5, min_focal=5, num_recent=3, num_random=4, rep_bias="log_size"
+)
+METHODS = {
+    "cca": condense.CCA(group_size=4, window=9),
+    "cca-window-0": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
+    "lca": condense.LCA(group_size=4, window=6),
+    "lca-9-queries": condense.LCA(group_size=4, window=3, num_summary_queries=9, rep_bias="log_size"),
+    "lca-1-query": condense.LCA(group_size=4, window=6, num_summary_queries=1),
+    "no-scores": condense.CCA(group_size=4, window=8, key_pooling="max", value_pooling="mean"),
+    "prompt-summary": condense.CCA(group_size=4, window=6, summary="prompt"),
+    "dga": condense.DGA(group_size=4, gamma=0.5, rep_bias="log_size"),
+    "dga-streaming": condense.DGA(group_size=5, window=7, gamma=0.3, summary="streaming"),
+    "dga-prompt": SELECT,
+    "streaming-llm": condense.StreamingLLM(sink=3, window=11),
+    "lm-infinite": condense.LMInfinite(n_global=20, window=5),
+    "dense": condense.Dense(),
+}
+B, H, K, D = 2, 2, 1, 16
+SCALE = 0.3
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def method(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def stepping(monkeypatch):
+    """As on a GPU: "auto" takes the kernels."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(dynamic, "resolve_step_backend", lambda *args, **kwargs: "triton")
+
+
+class Reading(CondensedLayer):
+    """The same past without steps."""
+
+    def can_step(self, *args):
+        return False
+
+
+def _qkv(L, seed=0, rows=B):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, heads, L, D, generator=generator).to(DEVICE) for heads in (H, K, K)]
+
+
+def _read(layer, qkv, counts=None, trailing=None):
+    """Outputs ``[B, H, L, D]`` of new tokens, one by one in steps where the layer can."""
+    q, k, v = qkv
+    if q.shape[2] == 1 and layer.can_step(k, v):
+        return layer.step(q, k, v, scale=SCALE, real=counts)
+    trailing = {} if trailing is None else {"trailing": trailing}
+    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts, backend="torch", **trailing)
+    return attend_to(sources, q, scale=SCALE, backend="torch")[0]
+
+
+def _pair(method):
+    return CondensedLayer(method), Reading(method)
+
+
+def _close(got, want):
+    """Entries, weights and sums in float32: a few units in the last place."""
+    assert float((got - want).abs().max()) <= 32 * torch.finfo(torch.float32).eps * float(want.abs().max())
+
+
+def _agree(layers, L, seed, counts=None, rows=B):
+    """Both read the same; rows that have fewer tokens are compared from their first."""
+    qkv = _qkv(L, seed, rows)
+    got, want = (_read(layer, qkv, counts) for layer in layers)
+    for row in range(rows):
+        n = L if counts is None else int(counts[row])
+        if n > 0:
+            _close(got[row, :, L - n :], want[row, :, L - n :])
+
+
+def _same_numbers(one, other, rows=B):
+    assert one.get_seq_length() == other.get_seq_length()
+    mine, theirs = one.past, other.past
+    assert spread(mine.seen, rows).tolist() == spread(theirs.seen, rows).tolist()
+    assert spread(mine.origin, rows).tolist() == spread(theirs.origin, rows).tolist()
+    assert mine.prefix_k.shape == theirs.prefix_k.shape
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+def test_steps_and_chunks_equal_extend(method, ragged):
+    """Over many groups, more than the room at first, and from steps to chunks and back."""
+    layers, generator = _pair(method), torch.Generator().manual_seed(3)
+    for seed, L in enumerate((9, *[1] * 18, 7, 1, 2, *[1] * 14)):
+        counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
+        _agree(layers, L, seed, counts)
+        _same_numbers(*layers)
+    assert layers[0]._steps is not None
+    assert layers[1]._steps is None
+
+
+@pytest.mark.parametrize("name", ["cca", "lca", "lca-9-queries", "dga-streaming", "dga-prompt", "streaming-llm"])
+def test_tokens_are_taken_back_in_the_middle_of_steps(name):
+    """Up to the slack, across group boundaries; others stood in their slots and entries. Then chunks and steps."""
+    layers = _pair(METHODS[name])
+    _agree(layers, 31, 0)
+    for count, L in ((1, 3), (SLACK, SLACK), (4, 9), (7, 7)):
+        for i in range(L):
+            _agree(layers, 1, 100 + i)
+        for layer in layers:
+            layer.crop(-count)
+        assert layers[0]._steps is not None
+        _same_numbers(*layers)
+    for seed, L in enumerate((1, 1, 1, 5, *[1] * 9)):
+        _agree(layers, L, 200 + seed)
+    _same_numbers(*layers)
+
+
+def test_a_crop_beyond_the_slack_changes_nothing():
+    layers = _pair(METHODS["lca"])
+    for L in (40, 1, 1):
+        _agree(layers, L, L)
+    state = [x.clone() for x in layers[0]._steps.state]
+    for layer in layers:
+        with pytest.raises(ValueError, match="propose fewer tokens"):
+            layer.crop(-39)
+        with pytest.raises(ValueError, match="more than the 42 seen"):
+            layer.crop(-43)
+    assert all(torch.equal(x, y) for x, y in zip(state, layers[0]._steps.state, strict=True))
+    for i in range(6):
+        _agree(layers, 1, i)
+
+
+def test_crop_stops_at_padding_among_steps():
+    layers = _pair(METHODS["cca"])
+    _agree(layers, 20, 0)
+    _agree(layers, 1, 1, torch.tensor([1, 0]))
+    for i in range(3):
+        _agree(layers, 1, i)
+    for layer in layers:
+        with pytest.raises(ValueError, match="include padding"):
+            layer.crop(-4)
+        layer.crop(-3)
+    _same_numbers(*layers)
+    _agree(layers, 1, 9)
+
+
+CHANGES = {
+    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([1, 0], device=DEVICE)), 2),
+    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1], device=DEVICE)), 2),
+    "repeat": (lambda layer: layer.batch_repeat_interleave(2), 4),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([1], device=DEVICE)), 1),
+    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False], device=DEVICE)), 1),
+    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), 2),
+}
+
+
+@pytest.mark.parametrize("name", ["lca", "dga-prompt"])
+@pytest.mark.parametrize(("change", "rows"), CHANGES.values(), ids=CHANGES)
+def test_rows_follow_in_the_middle_of_steps(change, rows, name):
+    layers = _pair(METHODS[name])
+    _agree(layers, 23, 0, torch.tensor([23, 14]))
+    for i in range(7):
+        _agree(layers, 1, i)
+    for layer in layers:
+        change(layer)
+    assert layers[0]._steps is not None
+    for seed, L in enumerate((*[1] * 9, 4, 1, 1)):
+        _agree(layers, L, seed, rows=rows)
+    _same_numbers(*layers, rows=rows)
+
+
+def test_latents_are_stepped_over_and_read():
+    """Values of width 0, absorbed queries; the past that comes back is that of the latents."""
+    latent, D = 32, 48
+    method = METHODS["lca"]
+    layers = _pair(method)
+    for seed, L in enumerate((17, *[1] * 12, 3, *[1] * 22)):
+        generator = torch.Generator().manual_seed(seed)
+        q, k = (torch.randn(B, heads, L, D, generator=generator).to(DEVICE) for heads in (4, 1))
+        outs = []
+        for layer in layers:
+            if L == 1 and layer.can_step(k, k[..., :0], latent):
+                outs.append(layer.step(q, k, k[..., :0], scale=SCALE, latent_width=latent))
+                continue
+            keywords = {"query_states": q, "scale": SCALE, "latent_width": latent, "backend": "torch"}
+            sources, _ = layer.update(k, k[..., :0], **keywords)
+            values = {"prefix_v": sources.prefix_k[..., :latent], "band_v": sources.band_k[..., :latent]}
+            outs.append(attend_to(sources._replace(**values), q, scale=SCALE, backend="torch")[0])
+        _close(*outs)
+        _same_numbers(*layers)
+    assert layers[0]._steps is not None
+
+
+class Counting(TorchDispatchMode):
+    """Operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_is_one_operation(method):
+    """But for the steps that make room, which pad; nothing is put together, looked at or made anew."""
+    layer = CondensedLayer(method)
+    _read(layer, _qkv(50))
+    _read(layer, _qkv(1))
+    made_room = 0
+    for i in range(20):
+        new, before = _qkv(1, i), layer._steps.state
+        with Counting() as counting:
+            _read(layer, new)
+        if layer._steps.state is before:
+            assert counting.names == ["condense.step.default"]
+        else:
+            made_room += 1
+            assert set(counting.names) == {"condense.step.default", "aten.constant_pad_nd.default"}
+            assert len(counting.names) <= 5
+    assert made_room <= 2
+
+
+@pytest.mark.parametrize("name", ["cca-window-0", "lca-9-queries", "dga-prompt", "lm-infinite", "dense"])
+def test_room_to_spare_is_bounded(name):
+    """The buffers against what a past of its own takes: at most 16 slots and one in 32 more, and the slack."""
+    method = METHODS[name]
+    layer, plain = _pair(method)
+    for i, L in enumerate((3, *[1] * 45)):
+        for each in (layer, plain):
+            _read(each, _qkv(L, i))
+        if i == 0:
+            continue
+        past, state = plain.past, layer._steps.state
+        entries, tokens = past.prefix_k.shape[2], past.seen
+        assert entries <= state.prefix_k.shape[2] <= room_for(entries + method.rule.entries)
+        window = tokens if method.rule.window is None else method.rule.window
+        assert state.ring_k.shape[2] <= min(room_for(tokens), window + method.rule.chunk + SLACK + 16)
+        assert state.ring_q.shape[2] <= method.num_summary + SLACK - 1
+        whole = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state}
+        assert cache_nbytes(_cache_of(layer)) == sum(whole.values())
+
+
+@pytest.mark.parametrize("needed", [0, 1, 15, 16, 31, 100, 1000, 8192, 100_000])
+def test_room(needed):
+    assert needed < room_for(needed) <= needed + needed // 32 + 16
+    assert room_for(needed) % 16 == 0
+
+
+def _cache_of(layer):
+    cache = DynamicCache()
+    cache.layers = [layer]
+    return cache
+
+
+def test_reset_in_the_middle_of_steps():
+    layers = _pair(METHODS["dga-prompt"])
+    for L in (20, 1, 1):
+        _agree(layers, L, L)
+    for layer in layers:
+        layer.reset()
+        assert layer.past is None
+        assert layer.keys is None
+    for L in (11, 1, 1, 1):
+        _agree(layers, L, L)
+    assert cache_nbytes(_cache_of(layers[0])) > 0
+
+
+def test_a_copy_goes_its_own_way():
+    layers = _pair(METHODS["lca"])
+    for L in (20, 1):
+        _agree(layers, L, L)
+    twins = copy.deepcopy(layers)
+    for i in range(9):
+        _agree(twins, 1, i)
+    for i in range(9):
+        _agree(layers, 1, 50 + i)
+
+
+def test_a_past_made_in_inference_mode_goes_on_outside():
+    layers = _pair(METHODS["lca"])
+    with torch.inference_mode():
+        for L in (20, 1, 1):
+            _agree(layers, L, L)
+    for i in range(9):
+        _agree(layers, 1, i)
+    assert layers[0]._steps is not None
+    with torch.inference_mode():
+        _agree(layers, 1, 10)
+
+
+def test_another_dtype_is_read_and_not_stepped():
+    """As without steps: whatever PyTorch makes of both."""
+    layer = CondensedLayer(METHODS["cca"])
+    for L in (20, 1):
+        _read(layer, _qkv(L))
+    assert not layer.can_step(*(x.double() for x in _qkv(1)[1:]))
+
+
+def test_a_first_token_is_a_prompt(method):
+    layers = _pair(method)
+    assert not layers[0].can_step(*_qkv(1)[1:])
+    for i in range(14):
+        _agree(layers, 1, i)

@@ -1,0 +1,126 @@
+"""Models whose growing caches decode on the Triton step: every way of generating gives the tokens of `extend`.
+
+Interpreted in float32 on a CPU, compiled on a GPU.
+"""
+
+import pytest
+import torch
+from models import tiny
+from transformers import DynamicCache
+from triton_kernels.test_growing_layer import DEVICE, Reading
+
+import condense
+from condense.caches import CondensedLayer, dynamic
+from condense.models import layers
+
+PAIRS = {
+    "llama-streaming-6": ("llama", "streaming-6"),
+    "llama-dga": ("llama", "dga-streaming-log"),
+    "deepseek_v3-lca": ("deepseek_v3", "lca"),
+}
+MODES = {
+    "padded": {},
+    "beams": {"num_beams": 2},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+}
+ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (27, 18)]
+
+
+def _condensed(name, method):
+    """Two layers: the interpreter is slow."""
+    return condense.apply(tiny.model(name, torch.float32, num_hidden_layers=2), tiny.METHODS[method]).to(DEVICE)
+
+
+@pytest.fixture(params=PAIRS.values(), ids=PAIRS)
+def model(request):
+    return _condensed(*request.param)
+
+
+@pytest.fixture(autouse=True)
+def stepping(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(dynamic, "resolve_step_backend", lambda *args, **kwargs: "triton")
+
+
+def _generate(model, ids, **kwargs):
+    torch.manual_seed(3)
+    kwargs = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+    return tiny.generate(model, ids.to(DEVICE), return_dict_in_generate=True, **kwargs)
+
+
+def _by_extend(monkeypatch, *args, **kwargs):
+    """Tokens of a cache whose layers read every token as a piece."""
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "CondensedLayer", Reading)
+        out = _generate(*args, **kwargs)
+    assert {type(layer) for layer in out.past_key_values.layers} == {Reading}
+    return out.sequences
+
+
+def _stepped(out):
+    return all(type(layer) is CondensedLayer and layer._steps is not None for layer in out.past_key_values.layers)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_tokens_are_those_of_extend(monkeypatch, model, mode):
+    ids, mask = tiny.left_padded(ROWS)
+    out = _generate(model, ids, attention_mask=mask, **mode)
+    assert torch.equal(out.sequences, _by_extend(monkeypatch, model, ids, attention_mask=mask, **mode))
+    assert _stepped(out)
+
+
+def test_prompt_lookup_takes_candidates_back(model):
+    ids = torch.cat([ROWS[0][:9]] * 3)[None]
+    greedy = _generate(model, ids)
+    assert _stepped(greedy)
+    found = _generate(model, ids, prompt_lookup_num_tokens=3)
+    assert torch.equal(found.sequences, greedy.sequences)
+
+
+def test_padding_among_single_tokens(monkeypatch, model):
+    """Rows that pause: the host knows which without waiting, and the padding changes nothing."""
+    ids, mask = tiny.tokens(2, 29).to(DEVICE), torch.ones(2, 29, dtype=torch.long, device=DEVICE)
+    mask[0, 20:22] = mask[1, 23] = mask[1, :4] = 0
+    sizes = (18, *[1] * 7, 2, 1, 1)
+    got = tiny.in_chunks(model, ids, sizes, DynamicCache(config=model.config), mask=mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "CondensedLayer", Reading)
+        want = tiny.in_chunks(model, ids, sizes, DynamicCache(config=model.config), mask=mask)
+    real = mask.bool()
+    assert float((got - want)[real].abs().max()) <= 1e-3 * float(want[real].abs().max())
+
+
+def test_tensor_parallel_latents_are_read(monkeypatch):
+    """The step would average queries over its own heads only."""
+    model = _condensed("deepseek_v3", "lca")
+    ids = ROWS[0][None]
+    want = _generate(model, ids).sequences
+    monkeypatch.setattr("condense.models.attention.head_group", lambda *args: "some ranks")
+    out = _generate(model, ids)
+    assert torch.equal(out.sequences, want)
+    assert all(layer._steps is None for layer in out.past_key_values.layers)
+
+
+def test_gradients_and_dropout_go_by_extend():
+    model = _condensed("llama", "cca")
+    ids = ROWS[0][None].to(DEVICE)
+    cache = tiny.filled(model, ids[:, :20])
+    with torch.no_grad():
+        model(ids[:, 20:21], past_key_values=cache)
+    assert cache.layers[0]._steps is not None
+    model(ids[:, 21:22], past_key_values=cache).logits.sum().backward()
+    assert cache.layers[0]._steps is None
+    assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
+
+
+def test_documents_and_short_masks_are_refused_at_a_step():
+    model = _condensed("llama", "cca")
+    ids = ROWS[0][None].to(DEVICE)
+    cache = tiny.filled(model, ids[:, :20])
+    with torch.no_grad():
+        model(ids[:, 20:21], past_key_values=cache)
+        with pytest.raises(ValueError, match="cannot be cached"):
+            model(ids[:, 21:22], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 1], device=DEVICE))
+        with pytest.raises(ValueError, match="cover all tokens so far"):
+            model(ids[:, 21:22], past_key_values=cache, attention_mask=torch.ones(1, 1, device=DEVICE).long())
+    assert cache.get_seq_length() == 21
