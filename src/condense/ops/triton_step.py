@@ -12,10 +12,10 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from condense.ops.checks import MAX_FOCAL_CHUNK, MAX_STEP_LATENT, MAX_STEP_WIDTH
+from condense.ops.sizes import cdiv, power_of_2
 from condense.ops.triton_parts import split_width
 from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
 
@@ -114,19 +114,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
 
 
-# Triton's own wrap their arguments for use in kernels, which takes longer than what they compute
-def _parts(whole: int, part: int) -> int:
-    return -(-whole // part)
-
-
-@functools.cache
-def _power(number: int) -> int:
-    return int(triton.next_power_of_2(number))
-
-
 def _padded(width: int) -> int:
     """Columns of the tile that holds a width."""
-    return max(_MIN_TILE, _power(width))
+    return max(_MIN_TILE, power_of_2(width))
 
 
 @functools.cache
@@ -174,7 +164,7 @@ def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
 def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
     """Splits that share the keys, by capacity, and the one with the new token, in whole waves over the device."""
     wanted = tiles.waves * _device(q.device)[1] // programs if q.is_cuda else 3
-    return max(2, min(wanted, 1 + _parts(capacity, tiles.BN)))
+    return max(2, min(wanted, 1 + cdiv(capacity, tiles.BN)))
 
 
 def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
@@ -221,8 +211,8 @@ def _step(
     (B, H, _, D), K, Dv = q.shape, k.shape[1], latent or v.shape[3]
     R, M, W = H // K, prefix_k.shape[2], ring_k.shape[2]
     tiles = _tiles(q, max(D, Dv), latent)
-    BR = min(tiles.rows, max(16, _power(R)))
-    row_tiles = _parts(R, BR)
+    BR = min(tiles.rows, max(16, power_of_2(R)))
+    row_tiles = cdiv(R, BR)
     S = _num_splits(q, row_tiles * B * K, M + W, tiles)
     part, lse = _scratch(q, S, Dv)
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=q.device)
@@ -237,13 +227,13 @@ def _step(
             _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
             weight_scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
             LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
-            FOCAL=num_focal, CHUNK=_power(chunk) if num_focal > 0 else 1, PROMPT=reads_prompt,
+            FOCAL=num_focal, CHUNK=power_of_2(chunk) if num_focal > 0 else 1, PROMPT=reads_prompt,
             PERIOD=num_focal + 1 if group_bias != 0.0 and (num_focal > 0 or reads_prompt) else 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
         BC = min(64, _padded(Dv))
-        step_reduce_kernel[_parts(Dv, BC), B * H](
+        step_reduce_kernel[cdiv(Dv, BC), B * H](
             part, lse, out, seen, seen if real is None else real, H, S,
             DV=Dv, BC=BC, BS=64, HAS_REAL=real is not None, EARLY=tiles.early,
             **({"launch_pdl": True} if tiles.early else {}),
