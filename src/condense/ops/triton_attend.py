@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from condense.ops.bounds import Bounds, UniformBounds
-from condense.ops.sizes import cdiv, power_of_2
 from condense.ops.triton_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton_forward import attend_fwd_kernel
 from condense.ops.triton_parts import descriptors, split_width
+from condense.ops.triton_sizes import cdiv, power_of_2
 
 _LOG2E = math.log2(math.e)
 _UNLIMITED = 1 << 30

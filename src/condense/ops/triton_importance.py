@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from condense.ops.sampling import Sample
-from condense.ops.sizes import cdiv, power_of_2
+from condense.ops.triton_sizes import cdiv, power_of_2
 
 # keys that one program of the first pass reads
 _SPLIT = 2048

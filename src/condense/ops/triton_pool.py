@@ -15,13 +15,13 @@ from torch.autograd.function import once_differentiable
 
 from condense.ops.bounds import Windows
 from condense.ops.rows import PerRow, agreed, least, most
-from condense.ops.sizes import cdiv, power_of_2
 from condense.ops.triton_pool_kernels import (
     pool_bwd_kernel,
     pool_fwd_kernel,
     summarize_bwd_kernel,
     summarize_fwd_kernel,
 )
+from condense.ops.triton_sizes import cdiv, power_of_2
 
 _LOG2E = math.log2(math.e)
 

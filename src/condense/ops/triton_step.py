@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from condense.ops.checks import MAX_FOCAL_CHUNK, MAX_STEP_LATENT, MAX_STEP_WIDTH
-from condense.ops.sizes import cdiv, power_of_2
 from condense.ops.triton_parts import split_width
+from condense.ops.triton_sizes import cdiv, power_of_2
 from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
 
 if TYPE_CHECKING:
