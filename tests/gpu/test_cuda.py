@@ -66,5 +66,5 @@ def test_generate_in_bfloat16_on_the_bundled_model(method):
     model.to("cuda")
     ids = tokenizer("The number of the quiet bridge is 4821.\n" * 40, return_tensors="pt").input_ids.to("cuda")
     with condense.use(model, method):
-        out = model.generate(ids, max_new_tokens=40, do_sample=False)
+        out = model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=False)
     assert out.shape[1] == ids.shape[1] + 40

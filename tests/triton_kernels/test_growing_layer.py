@@ -268,6 +268,19 @@ def _cache_of(layer):
     return cache
 
 
+def test_a_past_is_its_own():
+    """Steps that overwrite entries after a crop do not change what was looked at before."""
+    layer = CondensedLayer(METHODS["cca"])
+    for L in (30, 1, 1):
+        _read(layer, _qkv(L, L))
+    before = layer.past
+    kept = [x.clone() for x in before.tensors]
+    layer.crop(-10)
+    for i in range(10):
+        _read(layer, _qkv(1, 50 + i))
+    assert all(torch.equal(x, y) for x, y in zip(before.tensors, kept, strict=True))
+
+
 def test_reset_in_the_middle_of_steps():
     layers = _pair(METHODS["dga-prompt"])
     for L in (20, 1, 1):

@@ -62,12 +62,13 @@ class Steps:
         return self._before + self._taken
 
     def past(self) -> Past:
-        """The same as a past of its own."""
-        return read_past(self.method, self.state, self.seen, self.origin, self.num_band, self.num_queries)
+        """The same as a past of its own, which further steps leave as it is."""
+        past = read_past(self.method, self.state, self.seen, self.origin, self.num_band, self.num_queries)
+        return past._replace(prefix_k=past.prefix_k.clone(), prefix_v=past.prefix_v.clone())
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None) -> Tensor:
         """`condense.ops.decode_step`; real: rows whose token counts, int64 CPU ``[B]``, None for all."""
-        if self._steps_left == 0:
+        if self._steps_left <= 0:
             self._make_room()
         out = decode_step(
             q,
