@@ -5,8 +5,8 @@ import pytest
 import torch
 from gpu.test_step import no_waiting
 from models import tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
+from triton_kernels.test_growing_layer import Counting
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer
@@ -88,16 +88,6 @@ def test_tokens_on_latents_are_those_of_the_static_cache(name):
     _agree(growing, static, 1e-3)
 
 
-class Recording(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_step_neither_waits_nor_copies(method):
     """Over several growths of the buffers; their padding is all that is made."""
     model = _model(method)
@@ -105,11 +95,11 @@ def test_a_step_neither_waits_nor_copies(method):
     cache = tiny.filled(model, ids[:, :100])
     tiny.in_chunks(model, ids[:, 100:], (1, 1), cache)
     q, k, v = (torch.randn(2, heads, 1, 8, device="cuda") for heads in (4, 2, 2))
-    with no_waiting(), Recording() as recording:
+    with no_waiting(), Counting() as counting:
         for _ in range(100):
             cache.layers[0].step(q, k, v, scale=0.3)
-    assert set(recording.names) <= {"condense.step.default", "aten.constant_pad_nd.default"}
-    assert recording.names.count("condense.step.default") == 100
+    assert set(counting.names) <= {"condense.step.default", "aten.constant_pad_nd.default"}
+    assert counting.names.count("condense.step.default") == 100
 
 
 @pytest.mark.parametrize("name", ["cca", "lca", "dga"])
