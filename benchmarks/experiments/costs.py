@@ -37,6 +37,7 @@ class Cost:
 def setting_costs(runs: Runs, rows: Sequence[Mapping[str, Any]]) -> list[Cost]:
     """Rows of `condense bench model` beside the losses of the models that were trained with g 16 and w 128."""
     default, costs = LCA(), []
+    trained = {"g": default.group_size, "w": WINDOW}
     for row in rows:
         method = Method.parse(row["method"])
         assert isinstance(method, LCA)
@@ -47,8 +48,7 @@ def setting_costs(runs: Runs, rows: Sequence[Mapping[str, Any]]) -> list[Cost]:
         else:
             settings = [("g", default.group_size), ("w", default.window)]
         for sweep, value in settings:
-            name = "own" if (sweep, value) == ("g", default.group_size) else f"{sweep}={value}"
-            name = "own" if (sweep, value) == ("w", WINDOW) else name
+            name = "own" if value == trained[sweep] else f"{sweep}={value}"
             losses = [text["loss"] for run in of_seeds(runs, "mla-lca") if (text := named(run["text"], name))]
             costs.append(
                 Cost(

@@ -10,6 +10,7 @@ from condense.ops import POOLINGS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
 
+import costs
 import figures
 import studies
 import tables
@@ -58,3 +59,30 @@ def test_more_entries_are_equal_too():
 )
 def test_what_a_cache_holds(method, seen):
     assert figures.num_seen(method, 2048) == seen
+
+
+def _trained(loss, shares):
+    history = [{"step": 100 * i, "condensed_answer_accuracy": share} for i, share in enumerate(shares, 1)]
+    text = [{"name": name, "loss": loss + i, "accuracy": 0.5, "method": condense.LCA(window=128).to_dict()}
+            for i, name in enumerate(("own", "g=4", "w=512"))]  # fmt: skip
+    return {"run": {"phase": {"sequence_length": 2048}}, "history": history, "text": text}
+
+
+def test_when_a_run_learned_is_told_seed_by_seed():
+    runs = {"mla-lca-s0": _trained(3.0, (0.3, 0.9, 1.0)), "mla-lca-s2": _trained(3.5, (0.3, 0.5, 0.89))}
+    found = figures.figures_of(runs, "mla-lca", "own")
+    assert found.learned == "200; never"
+    assert found.loss == "3.250 (3.000 to 3.500)"
+    assert figures.figures_of(runs, "mla-lca", "g=4").learned == ""
+
+
+def test_costs_stand_beside_the_losses_of_the_same_setting():
+    methods = (condense.LCA(), condense.LCA(group_size=4), condense.LCA(window=512), condense.LCA(window=128))
+    rows = [
+        {"method": m.to_dict(), "first": {"median_ms": 1e3 * i}, "step": {"median_ms": i}, "cache_bytes": i}
+        for i, m in enumerate(methods, 1)
+    ]
+    found = costs.setting_costs({"mla-lca-s0": _trained(3.0, ()), "mla-lca-s1": _trained(3.5, ())}, rows)
+    assert [(cost.sweep, cost.value, cost.loss, cost.first_s) for cost in found] == [
+        ("g", 4, 4.25, 2.0), ("g", 16, 3.25, 1.0), ("w", 128, 3.25, 4.0), ("w", 512, 5.25, 3.0), ("w", 1024, None, 1.0)
+    ]  # fmt: skip
