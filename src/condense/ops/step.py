@@ -1,6 +1,7 @@
 """The contract of one decode step: the state that it changes in place, and its fixed settings.
 
-A backend's ``step(q, k, v, state, plan, *, scale, real, represent) -> out`` reads one token per row:
+A backend's ``step(q, k, v, state, plan, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also takes
+``represent`` and ``prefix_bias``, for methods whose plan does not tell how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1``, chunk j is due if ``rule.ready(n, lag) = j + 1 > rule.ready(seen, lag)``; its entries, made

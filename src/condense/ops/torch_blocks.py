@@ -53,7 +53,7 @@ def attend(
         stop = start + q.shape[2]
         mask, empty = (None, None) if bounds.is_hull(start, stop) else _visible(bounds, start, stop, extent, q.device)
         bias = None if prefix_bias is None else prefix_bias[..., : extent.rep_end]
-        return _block(q, k, v, mask, empty, bias, scale, dropout_p, return_lse)
+        return attend_block(q, k, v, mask, empty, bias, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
 
     work = zip(q.split(size, dim=2), blocks, extents, strict=True)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, prefix_k, prefix_v, band_k, band_v)):
@@ -101,20 +101,23 @@ def _visible(bounds: Bounds, start: int, stop: int, extent: Extent, device: torc
     return torch.cat([in_prefix, (column >= raw_start) & (column < raw_end)], dim=-1), empty
 
 
-def _block(
+def attend_block(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
     empty: Tensor | None,
     bias: Tensor | None,
+    *,
     scale: float,
-    dropout_p: float,
-    return_lse: bool,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One block. q ``[B, H, L, D]``, k and v ``[B, K, S, D]``, bias ``[B|1, K|1, M]``.
+    """Output ``[B, H, L, Dv]`` of one block, and log-sum-exp ``[B, H, L]`` if asked for, else nothing of use.
 
-    mask and empty are those of `_visible`; None: every query sees every key.
+    q ``[B, H, L, D]``, k ``[B, K, S, D]``, v ``[B, K, S, Dv]``, bias ``[B|1, K|1, M]`` of the first M keys. mask bool
+    ``[B|1, K|1, L, S]``: who sees whom; empty bool ``[B|1, K|1, L, 1]``: queries that see nothing, whose row of the
+    mask is harmless. None: every query sees every key.
     """
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]

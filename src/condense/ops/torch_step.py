@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops.aligned import head_mean
 from condense.ops.step import Represent, StepPlan, StepState
-from condense.ops.torch_blocks import _block
+from condense.ops.torch_blocks import attend_block
 
 
 def step(
@@ -85,7 +85,7 @@ def _append_entry(
 def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     """Mean of the newest S queries ``[B, K, 1, D]`` float32 or wider, none of them from before a row's start.
 
-    Summed in the order of `condense.ops.aligned.window_mean`, so that the entries are the same to the bit.
+    Summed in the order of `condense.ops.torch_pool.summarize`, so that the entries are the same to the bit.
     """
     wide = torch.promote_types(ring_q.dtype, torch.float32)
     queries = _read(ring_q, seen - S, S)
@@ -139,14 +139,12 @@ def _attend(
     if prefix_bias is None and plan.group_bias != 0.0:
         prefix_bias = _bias(state, plan)
     keys = torch.cat([state.prefix_k, state.ring_k], dim=2)
-    return _block(
+    return attend_block(
         q,
         keys,
         keys[..., :latent] if latent else torch.cat([state.prefix_v, state.ring_v], dim=2),
         sees[:, None, None] | empty,
         empty,
         prefix_bias,
-        scale,
-        0.0,
-        False,
+        scale=scale,
     )[0]

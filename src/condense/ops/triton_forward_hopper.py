@@ -32,8 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.triton_forward import VARYING
+from condense.ops.triton_host import cdiv
 from condense.ops.triton_rule import visible
-from condense.ops.triton_sizes import cdiv
 
 ROWS = gl.constexpr(64)
 

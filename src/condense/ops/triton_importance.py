@@ -10,15 +10,13 @@ of two.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from condense.ops.sampling import Sample
-from condense.ops.triton_sizes import cdiv, power_of_2
+from condense.ops.triton_host import LOG2E, cdiv, dense_rows, power_of_2
 
 # keys that one program of the first pass reads
 _SPLIT = 2048
@@ -107,7 +105,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     at = sample.columns
     (B, H, L, D), K, S = q.shape, k.shape[1], at.shape[1]
     R, X, P = H // K, S * (H // K), cdiv(L, _SPLIT)
-    k = k if k.stride(-1) == 1 else k.contiguous()
+    k = dense_rows(k)
     rows = at.clamp(min=0)[:, None, :, None].expand(B, H, S, D)
     queries = q.gather(2, rows).unflatten(1, (K, R)).transpose(2, 3).contiguous()
     at = at.to(torch.int32).repeat_interleave(R, dim=1)
@@ -118,7 +116,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     total = queries.new_empty(B, K, L, dtype=torch.float32)
     widths = {"D": D, "BD": power_of_2(max(D, 16))}
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
-    sizes = {"K": K, "X": X, "L": L, "scale": scale * math.log2(math.e), "PRECISION": precision, **widths}
+    sizes = {"K": K, "X": X, "L": L, "scale": scale * LOG2E, "PRECISION": precision, **widths}
     per_row, per_column = (_tiles(q, rows, widths["BD"]) for rows in (128, 64))
     # kernels start on the current device, which need not be the tensors'
     with torch.cuda.device_of(q):

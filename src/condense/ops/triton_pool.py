@@ -6,7 +6,6 @@ tokens, D and Dv widths, G windows of S queries or groups of c tokens.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from condense.ops.bounds import Windows
 from condense.ops.rows import PerRow, agreed, least, most
+from condense.ops.triton_host import LOG2E, cdiv, dense_rows, power_of_2
 from condense.ops.triton_pool_kernels import (
     pool_bwd_kernel,
     pool_fwd_kernel,
     summarize_bwd_kernel,
     summarize_fwd_kernel,
 )
-from condense.ops.triton_sizes import cdiv, power_of_2
-
-_LOG2E = math.log2(math.e)
 
 
 class _Tile(NamedTuple):
@@ -46,11 +43,6 @@ def _tile(x: Tensor, *widths: int) -> _Tile:
     return _Tile(max(1, 32 // threads), 1, width, max(1, 8 // reads))
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """The last dimension contiguous, as the kernels read whole rows."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 class _Place(NamedTuple):
     """start, before and after of windows: numbers if the rows agree, else int32 ``[3, B]`` on the device."""
 
@@ -71,7 +63,7 @@ class _Summarize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
-        q, tail = _dense_rows(q), _dense_rows(tail)
+        q, tail = dense_rows(q), dense_rows(tail)
         B, H, L, D = q.shape
         K, Q, G, R = tail.shape[1], tail.shape[2], windows.num, H // tail.shape[1]
         place = _place(windows, B, q.device)
@@ -94,7 +86,7 @@ class _Summarize(torch.autograd.Function):
         place: _Place = ctx.place
         windows: Windows = ctx.windows
         (B, H, L, D), K = ctx.shape, ctx.num_kv_heads
-        d_out = _dense_rows(d_out)
+        d_out = dense_rows(d_out)
         dq = d_out.new_empty(ctx.shape, dtype=ctx.dtype)
         tile = _tile(dq, D)
         summarize_bwd_kernel[cdiv(L, tile.groups), B * K](
@@ -112,14 +104,14 @@ class _Pool(torch.autograd.Function):
     def forward(
         ctx: Any, k: Tensor, v: Tensor, summary: Tensor | None, start: PerRow, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        k, v = _dense_rows(k), _dense_rows(v)
-        summary = None if summary is None else _dense_rows(summary.float())
+        k, v = dense_rows(k), dense_rows(v)
+        summary = None if summary is None else dense_rows(summary.float())
         (B, K, N, D), Dv, G = k.shape, v.shape[3], settings.num_groups
         key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)
         tile = _tile(k, D, Dv)
         pool_fwd_kernel[cdiv(G, tile.groups), B * K](
             k, v, k if summary is None else summary, start, key, value,
-            *_strides(k, v, summary), K, N, G, settings.group_size, settings.scale * _LOG2E,
+            *_strides(k, v, summary), K, N, G, settings.group_size, settings.scale * LOG2E,
             **settings.constants(D, Dv, summary, start, tile),
         )  # fmt: skip
         ctx.save_for_backward(k, v, summary)
@@ -136,12 +128,12 @@ class _Pool(torch.autograd.Function):
         d_summary = None if summary is None else summary.new_empty(B, K, G, D)
         tile = _tile(k, D, Dv)
         # the groups in front of the first and behind the last: every token of the band is in one of them
-        lead = -(-settings.latest // c)
-        num_all = lead + max(G, -(-(N - settings.earliest) // c))
+        lead = cdiv(settings.latest, c)
+        num_all = lead + max(G, cdiv(N - settings.earliest, c))
         pool_bwd_kernel[cdiv(num_all, tile.groups), B * K](
             k, v, k if summary is None else summary, ctx.start, d_key.contiguous(), d_value.contiguous(),
             dk, dv, dk if d_summary is None else d_summary,
-            *_strides(k, v, summary), K, N, G, c, lead, settings.scale, settings.scale * _LOG2E,
+            *_strides(k, v, summary), K, N, G, c, lead, settings.scale, settings.scale * LOG2E,
             **settings.constants(D, Dv, summary, ctx.start, tile),
         )  # fmt: skip
         return dk, dv, d_summary, None, None

@@ -7,23 +7,24 @@ of queries, S splits, D and Dv widths.
 from __future__ import annotations
 
 import functools
-import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from condense.ops.checks import MAX_FOCAL_CHUNK, MAX_STEP_LATENT, MAX_STEP_WIDTH
+from condense.ops.triton_host import LOG2E, cdiv, dense_rows, gpu_of, power_of_2
+from condense.ops.triton_launch import Launcher
 from condense.ops.triton_parts import split_width
-from condense.ops.triton_sizes import cdiv, power_of_2
 from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
 
 if TYPE_CHECKING:
     from condense.ops.step import StepPlan, StepState
 
-_LOG2E = math.log2(math.e)
 _NEVER = 2**31 - 1
+_split, _reduce = Launcher(step_split_kernel), Launcher(step_reduce_kernel)
 # fewer columns cannot be shared out to four warps, which would all compute the whole tile
 _MIN_TILE = 32
 
@@ -88,25 +89,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, re
     if not latent and not all(1 <= width <= MAX_STEP_WIDTH for width in (D, Dv)):
         raise ValueError(f"the Triton step takes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}; use the torch step")
     B, K, M, W = k.shape[0], k.shape[1], state.prefix_k.shape[2], state.ring_k.shape[2]
-    wanted = {
-        "k": (k, (B, K, 1, D)),
-        "v": (v, (B, K, 1, Dv)),
-        "q": (q, (B, q.shape[1] // K * K, 1, D)),
-        "prefix_k": (state.prefix_k, (B, K, M, D)),
-        "prefix_v": (state.prefix_v, (B, K, M, Dv)),
-        "ring_k": (state.ring_k, (B, K, W, D)),
-        "ring_v": (state.ring_v, (B, K, W, Dv)),
-        "ring_q": (state.ring_q, (B, K, max(plan.num_summary, state.ring_q.shape[2]), D)),
-    }
-    for name, (x, shape) in wanted.items():
-        if x.shape != shape or x.dtype != q.dtype or x.device != q.device:
+    dtype, device, Q = q.dtype, q.device, max(plan.num_summary, state.ring_q.shape[2])
+    for name, x, wanted in (
+        ("k", k, (B, K, 1, D)),
+        ("v", v, (B, K, 1, Dv)),
+        ("q", q, (B, q.shape[1] // K * K, 1, D)),
+        ("prefix_k", state.prefix_k, (B, K, M, D)),
+        ("prefix_v", state.prefix_v, (B, K, M, Dv)),
+        ("ring_k", state.ring_k, (B, K, W, D)),
+        ("ring_v", state.ring_v, (B, K, W, Dv)),
+        ("ring_q", state.ring_q, (B, K, Q, D)),
+    ):
+        if x.shape != wanted or x.dtype != dtype or x.device != device:
             raise ValueError(
-                f"{name} must be {shape} in {q.dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
+                f"{name} must be {wanted} in {dtype} on {device}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
             )
-    numbers: dict[str, tuple[Tensor, tuple[int, ...]]] = {"seen": (state.seen, (B,)), "prompt": (state.prompt, (B, 3))}
-    for name, (x, size) in numbers.items():
-        if x.shape != size or x.dtype != torch.int64 or x.device != q.device:
-            raise ValueError(f"{name} must be int64 of shape {size} on {q.device}, got {x}")
+    for name, x, size in (("seen", state.seen, (B,)), ("prompt", state.prompt, (B, 3))):
+        if x.shape != size or x.dtype != torch.int64 or x.device != device:
+            raise ValueError(f"{name} must be int64 of shape {size} on {device}, got {x}")
     if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
         raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
     for name, x in zip(state._fields, state[:5], strict=False):
@@ -119,20 +119,10 @@ def _padded(width: int) -> int:
     return max(_MIN_TILE, power_of_2(width))
 
 
-@functools.cache
-def _widths(D: int, Dv: int, latent: int) -> dict[str, int]:
+def _widths(D: int, Dv: int, latent: int) -> tuple[int, ...]:
+    """D0, D1, P0, P1, V0, V1, U0, U1 of the kernel."""
     (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
-    return {
-        "D0": D0, "D1": D1, "P0": _padded(D0), "P1": _padded(D1),
-        "V0": V0, "V1": V1, "U0": _padded(V0), "U1": _padded(V1),
-    }  # fmt: skip
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Major compute capability and number of multiprocessors, asked for in every step."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count
+    return (D0, D1, _padded(D0), _padded(D1), V0, V1, _padded(V0), _padded(V1))
 
 
 class _Tiles(NamedTuple):
@@ -146,24 +136,24 @@ class _Tiles(NamedTuple):
     early: bool
 
 
-def _tiles(q: Tensor, width: int, latent: int) -> _Tiles:
+def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int) -> _Tiles:
     """The shipped table, by the wider of keys and values; neither length nor capacity is part of the choice.
 
     Tried on an H200 at width 128 and on latents of 512 and 256; starting the reduce early is worth 0.7 us there.
     """
-    if not q.is_cuda:  # the interpreter
+    if device.type != "cuda":  # the interpreter
         return _Tiles(64, 16, 4, 1, 1, False)
-    early = _device(q.device)[0] >= 9
-    if q.dtype == torch.float32:  # multiplied without tensor cores, whole rows in registers: more warps, small tiles
+    early = gpu_of(device).capability >= (9, 0)
+    if dtype == torch.float32:  # multiplied without tensor cores, whole rows in registers: more warps, small tiles
         return _Tiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2, early)
     if latent:  # a program's output is up to 512 columns wide, so few splits
         return _Tiles(32 if latent > 256 else 64, 32, 4, 3, 1, early)
     return _Tiles(64, 64 if width <= 128 else 32, 4, 3, 2, early)
 
 
-def _num_splits(q: Tensor, programs: int, capacity: int, tiles: _Tiles) -> int:
+def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Tiles) -> int:
     """Splits that share the keys, by capacity, and the one with the new token, in whole waves over the device."""
-    wanted = tiles.waves * _device(q.device)[1] // programs if q.is_cuda else 3
+    wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
     return max(2, min(wanted, 1 + cdiv(capacity, tiles.BN)))
 
 
@@ -174,9 +164,66 @@ def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
     return part, torch.empty(B, H, S, dtype=torch.float32, device=q.device)
 
 
-def _dense_rows(x: Tensor) -> Tensor:
-    """The last dimension contiguous, as the kernels read whole rows."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+class _Settings(NamedTuple):
+    """What the two kernels of a step are started with, but for tensors and strides."""
+
+    num_splits: int
+    split_grid: tuple[int, int, int]
+    split_numbers: tuple[int | float, ...]
+    split_constants: tuple[Any, ...]
+    split_options: Mapping[str, int]
+    reduce_grid: tuple[int, int, int]
+    reduce_constants: tuple[Any, ...]
+    reduce_options: Mapping[str, bool]
+
+
+@functools.lru_cache(maxsize=4096)  # every layer asks for the same, in every step until its buffers grow
+def _settings(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: tuple[int, int, int],
+    widths: tuple[int, int],
+    sizes: tuple[int, int, int],
+    chunk: int,
+    window: int | None,
+    max_chunks: int | None,
+    lag: int,
+    num_summary: int,
+    key_pooling: str | None,
+    value_pooling: str | None,
+    group_bias: float,
+    num_focal: int,
+    weight_scale: float,
+    reads_prompt: bool,
+    scale: float,
+    latent: int,
+    has_real: bool,
+) -> _Settings:
+    """rows: B, H, K; widths: D, Dv; sizes: M, W, Q."""
+    (B, H, K), (D, Dv), (M, W, Q) = rows, widths, sizes
+    R, tiles = H // K, _tiles(device, dtype, max(D, Dv), latent)
+    BR = min(tiles.rows, max(16, power_of_2(R)))
+    row_tiles = cdiv(R, BR)
+    S = _num_splits(device, row_tiles * B * K, M + W, tiles)
+    BC = min(64, _padded(Dv))
+    return _Settings(
+        num_splits=S,
+        split_grid=(S, row_tiles, B * K),
+        split_numbers=(
+            K, R, M, W, Q, num_summary, chunk, _NEVER if window is None else window,
+            _NEVER if max_chunks is None else max_chunks, lag, weight_scale, scale * LOG2E, group_bias * LOG2E,
+        ),
+        split_constants=(
+            *_widths(D, Dv, latent), BR, tiles.BN, latent > 0, num_summary > 0, key_pooling, value_pooling, has_real,
+            num_focal, power_of_2(chunk) if num_focal > 0 else 1, reads_prompt,
+            num_focal + 1 if group_bias != 0.0 and (num_focal > 0 or reads_prompt) else 0,
+            "ieee" if dtype == torch.float32 else "tf32", tiles.early,
+        ),
+        split_options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+        reduce_grid=(B * H, cdiv(Dv, BC), 1),
+        reduce_constants=(Dv, BC, 64, has_real, tiles.early),
+        reduce_options={"launch_pdl": True} if tiles.early else {},
+    )  # fmt: skip
 
 
 def _step(
@@ -207,37 +254,36 @@ def _step(
 ) -> Tensor:
     if not torch.is_inference_mode_enabled():  # as any operation in place: a backward pass may have saved them
         torch.autograd.graph.increment_version((prefix_k, prefix_v, ring_k, ring_v, ring_q, seen))
-    q, k, v = (_dense_rows(x) for x in (q, k, v))
-    (B, H, _, D), K, Dv = q.shape, k.shape[1], latent or v.shape[3]
-    R, M, W = H // K, prefix_k.shape[2], ring_k.shape[2]
-    tiles = _tiles(q, max(D, Dv), latent)
-    BR = min(tiles.rows, max(16, power_of_2(R)))
-    row_tiles = cdiv(R, BR)
-    S = _num_splits(q, row_tiles * B * K, M + W, tiles)
-    part, lse = _scratch(q, S, Dv)
-    out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=q.device)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
+    settings = _settings(
+        device, q.dtype, (B, H, k.shape[1]), (D, Dv), (prefix_k.shape[2], ring_k.shape[2], ring_q.shape[2]), chunk,
+        window, max_chunks, lag, num_summary, key_pooling, value_pooling, group_bias, num_focal, weight_scale,
+        reads_prompt, scale, latent, real is not None,
+    )  # fmt: skip
+    part, lse = _scratch(q, settings.num_splits, Dv)
+    out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
+    counts = seen if real is None else real
+    strides = (
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *prefix_k.stride()[:3], *prefix_v.stride()[:3],
+        *ring_k.stride()[:3], *ring_v.stride()[:3], *ring_q.stride()[:3], prompt.stride(0),
+    )  # fmt: skip
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):
-        step_split_kernel[S, row_tiles, B * K](
-            q, k, v, prefix_k, prefix_v, ring_k, ring_v, ring_q, seen, prompt,
-            seen if real is None else real, part, lse,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            *prefix_k.stride()[:3], *prefix_v.stride()[:3], *ring_k.stride()[:3], *ring_v.stride()[:3],
-            *ring_q.stride()[:3], prompt.stride(0), K, R, M, W, ring_q.shape[2], num_summary, chunk,
-            _NEVER if window is None else window, _NEVER if max_chunks is None else max_chunks, lag,
-            weight_scale, scale * _LOG2E, group_bias * _LOG2E, **_widths(D, Dv, latent), BR=BR, BN=tiles.BN,
-            LATENT=latent > 0, SCORED=num_summary > 0, KEY=key_pooling, VALUE=value_pooling, HAS_REAL=real is not None,
-            FOCAL=num_focal, CHUNK=power_of_2(chunk) if num_focal > 0 else 1, PROMPT=reads_prompt,
-            PERIOD=num_focal + 1 if group_bias != 0.0 and (num_focal > 0 or reads_prompt) else 0,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", EARLY=tiles.early,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-        )  # fmt: skip
-        BC = min(64, _padded(Dv))
-        step_reduce_kernel[cdiv(Dv, BC), B * H](
-            part, lse, out, seen, seen if real is None else real, H, S,
-            DV=Dv, BC=BC, BS=64, HAS_REAL=real is not None, EARLY=tiles.early,
-            **({"launch_pdl": True} if tiles.early else {}),
-        )  # fmt: skip
+        _split(
+            settings.split_grid,
+            (q, k, v, prefix_k, prefix_v, ring_k, ring_v, ring_q, seen, prompt, counts, part, lse),
+            strides + settings.split_numbers,
+            settings.split_constants,
+            settings.split_options,
+        )
+        _reduce(
+            settings.reduce_grid,
+            (part, lse, out, seen, counts),
+            (H, settings.num_splits),
+            settings.reduce_constants,
+            settings.reduce_options,
+        )
     return out
 
 

@@ -427,7 +427,7 @@ def step_split_kernel(
     b, kvh = (head // K).to(tl.int64), (head % K).to(tl.int64)
     # a position fits into 32 bits, an address need not
     t = tl.load(seen_ptr + b).to(tl.int32)
-    live = t >= 0
+    live = t >= 0  # always: without `real`, every row has a token
     if HAS_REAL:
         live = live & (tl.load(real_ptr + b) != 0)
     q_ptr += b * s_qb + kvh * R * s_qh
@@ -493,17 +493,17 @@ def step_reduce_kernel(
     part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, H, S,
     DV: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, Dv]``, contiguous, and ``seen`` one further; grid (columns, B * H)."""
+    """out ``[B, H, 1, Dv]``, contiguous, and ``seen`` one further; grid (B * H, columns)."""
     if EARLY:
         gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BS)
     m = tl.full([BS], float("-inf"), tl.float32)
     for start in range(0, S, BS):
         m = tl.maximum(m, tl.load(lse_ptr + row * S + start + s, mask=start + s < S, other=float("-inf")))
     top = tl.max(m, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    e = tl.program_id(0) * BC + tl.arange(0, BC)
+    e = tl.program_id(1) * BC + tl.arange(0, BC)
     acc = tl.zeros([BC], tl.float32)
     total = tl.full([], 0.0, tl.float32)
     for start in range(0, S, BS):
@@ -516,7 +516,7 @@ def step_reduce_kernel(
     out = acc / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * DV + e, out.to(out_ptr.dtype.element_ty), mask=e < DV)
 
-    if (tl.program_id(0) == 0) & (row % H == 0):
+    if (tl.program_id(1) == 0) & (row % H == 0):
         live = 1
         if HAS_REAL:
             live = (tl.load(real_ptr + row // H) != 0).to(tl.int32)

@@ -1,0 +1,45 @@
+"""What the host does for all kernels: sizes of tiles and grids, layouts, what the device has.
+
+Sizes in plain Python: Triton's own functions for them wrap their arguments for use in kernels, which takes microseconds
+a call, and a layer makes dozens of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG2E = math.log2(math.e)
+
+
+def cdiv(whole: int, part: int) -> int:
+    """Parts of that size that cover the whole."""
+    return -(-whole // part)
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of two that is not less, for numbers >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """The last dimension contiguous, as the kernels read whole rows."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+class Gpu(NamedTuple):
+    """Compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Asked for in every call, looked up once."""
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu((properties.major, properties.minor), properties.multi_processor_count)

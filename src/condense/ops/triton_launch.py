@@ -1,0 +1,50 @@
+"""Launching a kernel again without asking Triton which compiled one it is.
+
+Triton's launch looks at every argument in Python to find that out, which in a decode step takes longer than the rest
+of the host's work. Here one tuple is the key of what it found the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+# so many sizes and layouts of a kernel are remembered; then all are forgotten, which costs a look at each
+_MOST_KNOWN = 4096
+
+
+class Launcher:
+    """Starts one kernel, whose parameters are tensors, then numbers, then constants, in that order."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> None:
+        """``kernel[grid](*tensors, *numbers, *constants, **options)`` on the current device, which is the tensors'.
+
+        tensors: of one device. numbers, constants: in its place each has one type, always. options: Triton's, such as
+        ``num_warps``, always the same where all else is.
+        """
+        dtypes = tuple([x.dtype for x in tensors])
+        aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors])
+        key = (tensors[0].device, dtypes, aligned, numbers, constants)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*tensors, *numbers, *constants)
+            return
+        if len(self._compiled) >= _MOST_KNOWN:
+            self._compiled.clear()
+        # an interpreted kernel is none
+        compiled = self.kernel[grid](*tensors, *numbers, *constants, **options)
+        if compiled is not None:
+            self._compiled[key] = compiled

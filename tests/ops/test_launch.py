@@ -1,0 +1,89 @@
+"""Starting a kernel again: the compiled one that Triton found for arguments of this kind, and no other."""
+
+import pytest
+import torch
+
+from condense.ops import triton_launch
+from condense.ops.triton_launch import Launcher
+
+GRID, CONSTANTS, OPTIONS = (4, 2, 1), ("weighted", True), {"num_warps": 4}
+
+
+class Kernel:
+    """Stands in for a jitted kernel: what it makes is the number of its compilation."""
+
+    def __init__(self, is_interpreted=False):
+        self.is_interpreted, self.calls, self.again = is_interpreted, [], []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
+            self.calls.append((grid, arguments, options))
+            return None if self.is_interpreted else Compiled(self, len(self.calls))
+
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel, number):
+        self.kernel, self.number = kernel, number
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel.again.append((self.number, grid, arguments))
+
+
+@pytest.fixture
+def tensors():
+    return torch.zeros(8), torch.zeros(3, dtype=torch.bfloat16)
+
+
+def test_the_same_again(tensors):
+    kernel = Kernel()
+    start = Launcher(kernel)
+    start(GRID, tensors, (7, 0.5), CONSTANTS, OPTIONS)
+    others = tuple(x.clone() for x in tensors)
+    start((9, 2, 1), others, (7, 0.5), CONSTANTS, OPTIONS)
+    (grid, arguments, options), ((number, grid_again, arguments_again),) = *kernel.calls, kernel.again
+    assert (grid, options, number, grid_again) == (GRID, OPTIONS, 1, (9, 2, 1))
+    for got, handed in ((arguments, tensors), (arguments_again, others)):
+        assert all(x is y for x, y in zip(got, handed, strict=False))
+        assert got[2:] == (7, 0.5, *CONSTANTS)
+
+
+def test_whatever_triton_tells_apart_is_asked_for(tensors):
+    kernel = Kernel()
+    start = Launcher(kernel)
+    x, y = tensors
+    meta = tuple(z.to("meta") for z in tensors)
+    kinds = [
+        (tensors, (7, 16), CONSTANTS),
+        (tensors, (1, 16), CONSTANTS),
+        (tensors, (7, 17), CONSTANTS),
+        ((x[1:], y), (7, 16), CONSTANTS),
+        ((x, y.to(torch.float16)), (7, 16), CONSTANTS),
+        (tensors, (7, 16), ("mean", True)),
+        (meta, (7, 16), CONSTANTS),
+    ]
+    for _ in range(2):
+        for kind in kinds:
+            start(GRID, *kind, OPTIONS)
+    assert len(kernel.calls) == len(kinds)
+    assert [number for number, *_ in kernel.again] == list(range(1, len(kinds) + 1))
+
+
+def test_an_interpreted_kernel_is_interpreted_every_time(tensors):
+    kernel = Kernel(is_interpreted=True)
+    start = Launcher(kernel)
+    for _ in range(3):
+        start(GRID, tensors, (7,), CONSTANTS, OPTIONS)
+    assert len(kernel.calls) == 3
+
+
+def test_what_is_remembered_has_an_end(tensors, monkeypatch):
+    monkeypatch.setattr(triton_launch, "_MOST_KNOWN", 5)
+    kernel = Kernel()
+    start = Launcher(kernel)
+    for number in range(12):
+        start(GRID, tensors, (number,), CONSTANTS, OPTIONS)
+    assert len(start._compiled) <= 5
+    start(GRID, tensors, (11,), CONSTANTS, OPTIONS)
+    assert len(kernel.again) == 1
