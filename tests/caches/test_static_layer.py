@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import tiny
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer
@@ -74,7 +75,7 @@ def test_300_steps_and_chunks_equal_the_growing_layer(method, ragged):
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
         assert static.state.seen.tolist() == spread(growing.past.seen, B).tolist()
         assert static.state.prompt[:, 0].tolist() == spread(growing.past.origin, B).tolist()
-        assert int(static.get_seq_length()) == growing.get_seq_length()
+        assert int(static.get_seq_length()) == static.count_slots() == growing.get_seq_length()
         assert addresses is None or [x.data_ptr() for x in static.state] == addresses
 
 
@@ -117,6 +118,48 @@ def test_reset_is_in_place(method):
     for L in (21, 1, 1, 5):
         assert torch.equal(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)))
     assert [x.data_ptr() for x in (*layer.state, layer.num_slots)] == addresses
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host looks at a number in a tensor, which on a GPU is to wait for it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+# a selection looks at how many tokens each row chooses, on the host
+@pytest.mark.parametrize("method", [method for method in METHODS.values() if not method.reads_prompt], ids=str)
+def test_the_host_looks_at_nothing_for_a_prompt_and_eager_steps(method):
+    layer = StaticCondensedLayer(method, LENGTH)
+    for _ in range(2):
+        with Reads() as reads:
+            for L in (33, 1, 1):
+                _read(layer, _qkv(L, L))
+            layer.reset()
+        assert reads.count == 0
+
+
+def test_the_host_does_not_trust_its_count_once_steps_are_recorded(method):
+    static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
+    torch._dynamo.reset()
+    step = torch.compile(static.step, backend="eager", fullgraph=True, dynamic=False)
+    for layer in (static, growing):
+        _read(layer, _qkv(33))
+    for i in range(3):
+        q, k, v = _qkv(1, i)
+        assert_close(step(q, k, v, scale=SCALE), _read(growing, (q, k, v)), **EXACT)
+    assert static.count_slots() == int(static.num_slots) == 36
+    assert_close(_read(static, _qkv(7)), _read(growing, _qkv(7)), **EXACT)
+    static.reset()
+    static.num_slots.add_(2)  # as a graph that is replayed does
+    assert static.count_slots() == 2
+    # whoever knows that no graph is may say so
+    static.know_slots(2)
+    static.num_slots.add_(1)
+    assert static.count_slots() == 2
 
 
 def test_the_first_tokens_may_come_one_by_one(method):

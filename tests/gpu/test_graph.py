@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu.test_step import no_waiting
 from models import tiny
 
 import condense
@@ -67,6 +68,16 @@ def test_graph_after_prompts_with_a_selection():
         parted = (got != want).any(0).nonzero()
         assert parted.numel() == 0 or int(parted[0]) > prompt.shape[1] + 20
     assert {layer.backend for layer in decoder.cache.layers} == {"triton"}
+
+
+def test_a_prompt_is_read_without_a_wait(model):
+    decoder = condense.GraphDecoder(model, batch_size=1, max_length=512)
+    ids = tiny.tokens(1, 130, seed=9).cuda()
+    decoder.generate(ids, max_new_tokens=3)
+    with no_waiting():
+        got = decoder.prefill(ids)
+    want = condense.GraphDecoder(model, batch_size=1, max_length=512).prefill(ids)
+    assert torch.equal(got, want)
 
 
 def test_graph_of_the_stock_model():

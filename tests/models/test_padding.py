@@ -74,12 +74,16 @@ def test_an_all_ones_mask_changes_nothing(model):
     assert torch.equal(tiny.logits(model, ids, attention_mask=ones.bool()), tiny.logits(model, ids))
 
 
-def test_a_mask_may_be_changed_in_place_between_calls():
-    model = condense.apply(tiny.model("llama"), tiny.CCA)
-    ids, mask = tiny.tokens(2), torch.ones(2, 1, 1, L, dtype=torch.bool)
-    whole = tiny.logits(model, ids, attention_mask=mask)
-    mask[0, ..., :20] = False
-    padded = tiny.logits(model, ids, attention_mask=mask)
+# tensors made in inference mode do not tell that they were written to
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
+def test_a_mask_may_be_changed_in_place_between_calls(layers, mode):
+    model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
+    with mode():
+        ids, mask = tiny.tokens(2), torch.ones(2, 1, 1, L, dtype=torch.bool)
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        mask[0, ..., :20] = False
+        padded = model(ids, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(padded[1], whole[1], **tiny.EXACT)
     assert (padded[0, 40:] - whole[0, 40:]).abs().max() > 1
 
@@ -104,13 +108,37 @@ def test_packed_documents_equal_the_documents_alone(name, how, layers):
     assert (packed - tiny.logits(model, ids)).abs().max() > 1
 
 
-def test_positions_may_be_changed_in_place_between_calls():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", ["positions", "marks"])
+def test_documents_may_be_marked_in_place_between_calls(how, mode):
     model = condense.apply(tiny.model("llama"), tiny.CCA)
-    ids, positions = tiny.tokens(1), torch.arange(L)[None].clone()
-    tiny.logits(model, ids, position_ids=positions)
-    positions[0, 30:] = torch.arange(31)
-    packed = tiny.logits(model, ids, position_ids=positions)
-    torch.testing.assert_close(packed[:, 30:], tiny.logits(model, ids[:, 30:]), **tiny.EXACT)
+    ids = tiny.tokens(1)
+    with mode():
+        if how == "positions":
+            marks = torch.arange(L)[None].clone()
+            kwargs, changed = {"position_ids": marks}, torch.cat([torch.arange(30), torch.arange(L - 30)])[None]
+        else:
+            marks, positions = torch.tensor([0, 10, L]), torch.cat([torch.arange(30), torch.arange(L - 30)])[None]
+            kwargs, changed = {"cu_seq_lens_q": marks, "position_ids": positions}, torch.tensor([0, 30, L])
+        model(ids, use_cache=False, **kwargs)
+        marks.copy_(changed)
+        packed = model(ids, use_cache=False, **kwargs).logits
+        alone = model(ids[:, 30:], use_cache=False).logits
+    torch.testing.assert_close(packed[:, 30:], alone, **tiny.EXACT)
+
+
+def test_a_mask_is_looked_at_once_per_forward(monkeypatch):
+    """In inference mode too: on a GPU every look is a wait."""
+    looks = []
+    monkeypatch.setattr(rows, "_look", lambda real, look=rows._look: (looks.append(real), look(real))[1])
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            ids, mask = tiny.left_padded([tiny.tokens(1, 20)[0], tiny.tokens(1, 40)[0]])
+            for forward in range(1, 4):
+                model(ids, attention_mask=mask, use_cache=False)
+                assert len(looks) <= forward
+        looks.clear()
 
 
 def test_nothing_is_remembered_of_masks_that_are_gone():

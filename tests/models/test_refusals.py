@@ -334,8 +334,10 @@ def test_too_many_candidates_for_crop(model):
 
 PACKED = {
     "cached": ({"use_cache": True}, 1, torch.tensor([0, 10, 40]), "cannot be cached: pass use_cache=False"),
-    "rows": ({}, 2, torch.tensor([0, 10, 40]), "must mark the documents of one row of 40 tokens, got 2 rows"),
-    "too-few": ({}, 1, torch.tensor([0, 10, 30]), "got 1 rows and marks for 30 tokens"),
+    "rows": ({}, 2, torch.tensor([0, 10, 40]), r"the 40 tokens of one row .* and 2 rows"),
+    "too-few": ({}, 1, torch.tensor([0, 10, 30]), r"must rise from 0 to the 40 tokens .*, got \[0, 10, 30\]"),
+    "late": ({}, 1, torch.tensor([2, 42]), r"got \[2, 42\]"),
+    "falling": ({}, 1, torch.tensor([0, 30, 20, 40]), r"got \[0, 30, 20, 40\]"),
 }
 
 

@@ -69,7 +69,7 @@ def _read(layer, qkv, counts=None, trailing=None):
     if q.shape[2] == 1 and layer.can_step(k, v):
         return layer.step(q, k, v, scale=SCALE, real=counts)
     trailing = {} if trailing is None else {"trailing": trailing}
-    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts, backend="torch", **trailing)
+    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts, **trailing)
     return attend_to(sources, q, scale=SCALE, backend="torch")[0]
 
 
@@ -317,12 +317,15 @@ def test_a_past_made_in_inference_mode_goes_on_outside():
         _agree(layers, 1, 10)
 
 
-def test_another_dtype_is_read_and_not_stepped():
-    """As without steps: whatever PyTorch makes of both."""
-    layer = CondensedLayer(METHODS["cca"])
+def test_another_dtype_is_refused():
+    layers = _pair(METHODS["cca"])
     for L in (20, 1):
-        _read(layer, _qkv(L))
-    assert not layer.can_step(*(x.double() for x in _qkv(1)[1:]))
+        _agree(layers, L, L)
+    wide = [x.double() for x in _qkv(1)]
+    assert not layers[0].can_step(*wide[1:])
+    with pytest.raises(ValueError, match=r"wanted torch.float32, .* got torch.float64; .* autocast"):
+        _read(layers[0], wide)
+    _agree(layers, 1, 2)
 
 
 def test_a_first_token_is_a_prompt(method):

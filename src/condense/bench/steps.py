@@ -64,6 +64,7 @@ def _over_layers(setting: Setting, length: int, method: Method) -> Work:
                 buffer.normal_(generator=generator)
         other.state.seen.fill_(length)
         other.num_slots.fill_(length)
+        other.know_slots(length)
         layers.append(other)
 
     def check() -> Verdict:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
 from condense.caches.steps import Steps
 from condense.functional import Past, Sources, extend, first_needed, num_entries, step_plan
 from condense.methods import Method, on_latents
@@ -66,27 +67,25 @@ class CondensedLayer(CacheLayerMixin):
         the attention function of `condense.apply`: query_states, the queries ``[B, H, L, D]``;
         scale, the softmax scale; counts, real tokens per row (int64 CPU ``[B]``) or None; trailing, slots at the
         end that were real in every row before alignment (default: the smallest count); latent_width, as in
-        `condense.methods.on_latents` (default: ordinary keys and values); backend.
-        Raises ValueError if called by anything else.
+        `condense.methods.on_latents` (default: ordinary keys and values).
+        Raises ValueError, state unchanged, if called by anything else and for another dtype than that of the past.
         """
-        if "query_states" not in kwargs:
-            raise ValueError(
-                "this cache holds condensed layers, which only a condensed model can fill: call condense.apply(model, "
-                "...) on the model, or give the stock model a new cache"
-            )
+        refuse_stock_tokens(kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        past = self.past
+        if past is not None:
+            refuse_other_dtype(past.band_k.dtype, key_states.dtype)
         counts: Tensor | None = kwargs.get("counts")
         latent_width: int | None = kwargs.get("latent_width")
         sources, past = extend(
             self.method if latent_width is None else on_latents(self.method, latent_width),
-            self.past,
+            past,
             key_states,
             value_states,
             kwargs["query_states"],
             scale=kwargs["scale"],
             counts=counts,
-            backend=kwargs.get("backend", "auto"),
         )
         L = key_states.shape[2]
         self.past = past

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from condense.caches.buffers import empty_state, entry_bias, read_past, write_past
+from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
 from condense.functional import Past, Sources, extend, most_entries, num_entries, step_plan
 from condense.methods import Method, on_latents
 from condense.ops import StepState, decode_step, resolve_step_backend
@@ -31,7 +32,9 @@ class StaticCondensedLayer(CacheLayerMixin):
     Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on. It stays
     where it is, unless after `reset` a prompt is read at once that leaves more entries than there is room for.
     A batch of another size, or more tokens than fit, raise ValueError and change nothing.
-    ``num_slots`` int64 ``[]`` on that device counts the slots seen: replays of a CUDA graph count themselves.
+    ``num_slots`` int64 ``[]`` on that device counts the slots seen: replays of a CUDA graph count themselves. The host
+    keeps count too (`count_slots`), so that it need not wait for a prompt's every layer, until a step is captured or
+    compiled; then `know_slots` says that it may go on.
     ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single one.
     """
 
@@ -46,6 +49,9 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.state: StepState | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.awaits_prompt = method.reads_prompt
+        # num_slots on the host, None where a step that is replayed may have counted
+        self._known_slots: int | None = 0
+        self._is_replayed = False
         super().__init__()
 
     def lazy_initialization(
@@ -112,7 +118,11 @@ class StaticCondensedLayer(CacheLayerMixin):
             latent=self.latent_width,
             backend=self.backend,
         )
-        self.num_slots.add_(1)
+        if _is_recorded(self.device):
+            self._known_slots, self._is_replayed = None, True
+            self.num_slots.add_(1)
+        else:
+            self._advance(1)
         return out
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Sources, None]:
@@ -122,13 +132,9 @@ class StaticCondensedLayer(CacheLayerMixin):
         unchanged, for other rows or another dtype, for more tokens than there is room for, and if called by anything
         but a condensed model.
         """
-        if "query_states" not in kwargs:
-            raise ValueError(
-                "this cache holds condensed layers, which only a condensed model can fill: call condense.apply(model, "
-                "...) on the model, or give the stock model a new cache"
-            )
+        refuse_stock_tokens(kwargs)
         counts: Tensor | None = kwargs.get("counts")
-        fresh, L = int(self.num_slots) == 0, key_states.shape[2]
+        fresh, L = self.count_slots() == 0, key_states.shape[2]
         needed = None
         if fresh and self.method.reads_prompt:
             needed = most(num_entries(self.method, max(0, self.max_cache_len - L), L if counts is None else counts))
@@ -141,13 +147,26 @@ class StaticCondensedLayer(CacheLayerMixin):
         write_past(self.method, state, past, new)
         if fresh and self.method.reads_prompt:
             self._set_bias(new.origin)
-        self.num_slots.add_(L)
+        self._advance(L)
         self.awaits_prompt = False
         return sources, None
 
     def skip_prompt(self) -> None:
         """Go on as after an empty prompt: `step` reads the next token."""
         self.awaits_prompt = False
+
+    def count_slots(self) -> int:
+        """``num_slots`` as a number; waits for the device where only that knows."""
+        return int(self.num_slots) if self._known_slots is None else self._known_slots
+
+    def know_slots(self, count: int | None) -> None:
+        """Say that ``num_slots`` is ``count``, and stays so until the next call; None: that it may change unseen."""
+        self._known_slots = count
+
+    def _advance(self, L: int) -> None:
+        self.num_slots.add_(L)
+        if self._known_slots is not None:
+            self._known_slots += L
 
     def _for(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> StepState:
         """The state, if these new tokens fit in. needed: entries that a prompt read at once wants room for."""
@@ -161,14 +180,9 @@ class StaticCondensedLayer(CacheLayerMixin):
                 f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache for "
                 "another batch"
             )
-        elif k.dtype != self.dtype:
-            raise ValueError(
-                f"static cache: wanted {self.dtype}, for which it was made, got {k.dtype}; make a new cache, and use "
-                "autocast in all calls or in none"
-            )
-        elif not (torch.compiler.is_compiling() or _is_capturing(self.device)):
-            num_slots = int(self.num_slots)
-            if num_slots + L > self.max_cache_len:
+        else:
+            refuse_other_dtype(self.dtype, k.dtype)
+            if not _is_recorded(self.device) and (num_slots := self.count_slots()) + L > self.max_cache_len:
                 self._refuse_length(num_slots, L)
         assert self.state is not None
         if needed is not None and needed > self.state.prefix_k.shape[2]:
@@ -241,6 +255,8 @@ class StaticCondensedLayer(CacheLayerMixin):
             if self.method.reads_prompt:
                 self._set_bias(0)
         self.awaits_prompt = self.method.reads_prompt
+        # a graph of somebody else's could be replayed before the next prompt
+        self._known_slots = None if self._is_replayed else 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
@@ -271,5 +287,6 @@ def _refuse(what: str) -> NoReturn:
     raise ValueError(f"a static condensed cache {what}: use a cache that grows (cache_implementation unset)")
 
 
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _is_recorded(device: torch.device) -> bool:
+    """True while this is being compiled, or captured as a graph: what it does is done again without the host."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -30,7 +30,7 @@ def room_for(needed: int) -> int:
 
 
 def _blocks(slots: int) -> int:
-    return -(-slots // _BLOCK) * _BLOCK
+    return (slots + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
 class Steps:

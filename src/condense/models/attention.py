@@ -22,7 +22,7 @@ from condense.methods import Method
 from condense.models.dense import DenseState
 from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
 from condense.models.latent import condensed_latents, step_on_latents
-from condense.models.layers import ensure_layers, read_tokens
+from condense.models.layers import ensure_layers, num_seen, read_tokens
 from condense.models.rows import ALL_REAL, Padding, documents_of, is_real, padding_of, refuse_cached_documents
 from condense.models.sharding import head_group
 from condense.ops.autocast import outside_autocast
@@ -120,7 +120,7 @@ class Captured:
         # an offloading cache brings its layers back when it is updated
         if self.cache.offloading or not layer.can_step(k, v, latent_width):
             return None
-        real = None if all_real else _real_rows(layer, mask, q.shape[0])
+        real = None if all_real else _real_rows(layer, mask, q.shape[0], self.layer_idx)
         if latent_width is not None:
             if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
                 return None
@@ -149,10 +149,11 @@ class Captured:
             tensors += (self.latents.to(q.dtype),)
         kind = _condensed if self.latents is None else condensed_latents
         condensed = partial(kind, module, scale=scale, dropout=dropout)
-        seen = 0 if self.cache is None else int(self.cache.get_seq_length(self.layer_idx))
+        seen = 0 if self.cache is None else num_seen(self.cache, self.layer_idx)
         all_real = ALL_REAL in kwargs
-        padding = None if all_real else padding_of(mask, seen, B, L)
-        documents = documents_of(kwargs, B, L, plain=self.cache is None and padding is None and not all_real)
+        padding = None if all_real else padding_of(mask, seen, B, L, self.layer_idx)
+        plain = self.cache is None and padding is None and not all_real
+        documents = documents_of(kwargs, B, L, self.layer_idx, plain=plain)
         if documents is not None:
             refuse_cached_documents(module, self.cache, seen)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
@@ -162,11 +163,13 @@ class Captured:
         return padding.restore(condensed(self.cache, self.layer_idx, padding, *map(padding.align, tensors)))
 
 
-def _real_rows(layer: CondensedLayer | StaticCondensedLayer, mask: Tensor | None, B: int) -> Tensor | None:
+def _real_rows(
+    layer: CondensedLayer | StaticCondensedLayer, mask: Tensor | None, B: int, layer_idx: int
+) -> Tensor | None:
     """Which rows' one new token is real, None for all; a growing layer's host knows, a static one's never looks."""
     if isinstance(layer, StaticCondensedLayer):
         return is_real(mask, layer.num_slots, layer.max_cache_len, B)
-    padding = padding_of(mask, layer.get_seq_length(), B, 1)
+    padding = padding_of(mask, layer.get_seq_length(), B, 1, layer_idx)
     return None if padding is None else padding.counts
 
 

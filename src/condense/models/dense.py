@@ -25,6 +25,7 @@ class DenseState:
     def __init__(self, window: int | None, cache: Cache | None, layer_idx: int) -> None:
         self.rule = UniformRule(chunk=1, window=window, max_chunks=0)
         self.cache = cache
+        self.layer_idx = layer_idx
         self.is_static = isinstance(cache, StaticCache)
         # counted before the stock forward adds the new tokens; a static layer's counter goes on by itself
         seen = 0 if cache is None else cache.get_seq_length(layer_idx)
@@ -87,9 +88,9 @@ class DenseState:
         S = k.shape[2]
         # a sliding layer's mask covers the keys at hand only: both are counted from its end
         num_columns = 0 if mask is None else mask.shape[-1]
-        keys = padding_of(mask, num_columns - S, B, S)
-        queries = padding_of(mask, num_columns - L, B, L)
-        documents = documents_of(kwargs, B, L, plain=self.cache is None and keys is None)
+        keys = padding_of(mask, num_columns - S, B, S, self.layer_idx)
+        queries = padding_of(mask, num_columns - L, B, L, self.layer_idx)
+        documents = documents_of(kwargs, B, L, self.layer_idx, plain=self.cache is None and keys is None)
         if documents is not None:
             refuse_cached_documents(module, self.cache, int(self.seen))
             parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)

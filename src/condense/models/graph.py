@@ -78,6 +78,8 @@ class GraphDecoder:
         if not self._is_prepared:
             self._prepare()
         self._reset()
+        # nothing is replayed before the prompt is read, and nobody needs to ask the device how far it is
+        self._know_slots(0)
         device = self._ids.device
         input_ids = input_ids.to(device)
         mask = None if attention_mask is None else attention_mask.to(device, torch.bool)
@@ -99,6 +101,7 @@ class GraphDecoder:
                 use_cache=True,
                 **keep,
             )
+        self._know_slots(None)
         self._positions.copy_(positions[:, -1:] + 1)
         self._length = L
         return out.logits[:, -1]
@@ -195,9 +198,16 @@ class GraphDecoder:
     def _rewind(self) -> None:
         """Forget what was before and decode the next token, as after an empty prompt."""
         self._reset()
-        for layer in self.cache.layers:
-            if isinstance(layer, StaticCondensedLayer):
-                layer.skip_prompt()
+        for layer in self._condensed:
+            layer.skip_prompt()
+
+    def _know_slots(self, count: int | None) -> None:
+        for layer in self._condensed:
+            layer.know_slots(count)
+
+    @property
+    def _condensed(self) -> list[StaticCondensedLayer]:
+        return [layer for layer in self.cache.layers if isinstance(layer, StaticCondensedLayer)]
 
     def _reset(self) -> None:
         self.cache.reset()

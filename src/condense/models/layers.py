@@ -40,6 +40,13 @@ def read_tokens(
     )[0]
 
 
+def num_seen(cache: Cache, layer_idx: int) -> int:
+    """Tokens that a layer of the cache has seen, padding included; no wait where the host keeps count."""
+    layers = getattr(cache, "layers", ())  # an encoder-decoder cache has none, and is refused later
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    return layer.count_slots() if isinstance(layer, StaticCondensedLayer) else int(cache.get_seq_length(layer_idx))
+
+
 def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     """Make ``cache.layers[i]`` a condensed layer of ``methods[i]``, where it is not one already.
 

@@ -44,15 +44,15 @@ class Padding(NamedTuple):
         return out.masked_fill(self.pad[:, None, :, None], 0)
 
 
-def padding_of(mask: Tensor | None, start: int, B: int, L: int) -> Padding | None:
+def padding_of(mask: Tensor | None, start: int, B: int, L: int, layer_idx: int) -> Padding | None:
     """Padding in columns ``[start, start + L)`` of a key mask bool ``[B, 1, 1, n]``; None if all are real.
 
-    Raises ValueError for a mask of another shape.
+    layer_idx: which layer asks. Raises ValueError for a mask of another shape.
     """
     if mask is None:
         return None
     _check_mask(mask, B, max(0, -start, start + L - mask.shape[-1]))
-    return _once(mask, ("padding", start, L), lambda: _look(mask[:, 0, 0, start : start + L]))
+    return _once(mask, ("padding", start, L), layer_idx, lambda: _look(mask[:, 0, 0, start : start + L]))
 
 
 def is_real(mask: Tensor | None, slot: Tensor, num_slots: int, B: int) -> Tensor | None:
@@ -72,29 +72,30 @@ def is_real(mask: Tensor | None, slot: Tensor, num_slots: int, B: int) -> Tensor
     return mask[:, 0, 0].index_select(1, slot.to(mask.device).clamp(max=num_slots - 1)[None])[:, 0]
 
 
-def documents_of(kwargs: dict[str, Any], B: int, L: int, *, plain: bool) -> list[int] | None:
+def documents_of(kwargs: dict[str, Any], B: int, L: int, layer_idx: int, *, plain: bool) -> list[int] | None:
     """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
 
-    kwargs: of the attention call. Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L) or, in a call with
-    neither cache nor padding (``plain``), ``position_ids`` (int ``[B, L]``) that start again.
+    kwargs: of the attention call, layer_idx: which layer makes it. Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0
+    to L) or, in a call with neither cache nor padding (``plain``), ``position_ids`` (int ``[B, L]``) that start again.
     Raises ValueError if several rows are packed, and for marks that do not fit.
     """
     marks: Tensor | None = kwargs.get("cu_seq_lens_q")
     if marks is not None:
-        lengths = _once(marks, ("marks",), lambda: marks.diff().tolist())
-        if B != 1 or sum(lengths) != L:
+        ends = _once(marks, ("marks",), layer_idx, marks.tolist)
+        lengths = [stop - start for start, stop in itertools.pairwise(ends)]
+        if B != 1 or not lengths or ends[0] != 0 or ends[-1] != L or min(lengths) < 0:
             raise ValueError(
-                f"cu_seq_lens_q must mark the documents of one row of {L} tokens, got {B} rows and marks for "
-                f"{sum(lengths)} tokens"
+                f"cu_seq_lens_q must rise from 0 to the {L} tokens of one row of packed documents, got {ends} and {B} "
+                "rows"
             )
         return [n for n in lengths if n]
     positions: Tensor | None = kwargs.get("position_ids")
     if not plain or positions is None or L < 2:
         return None
-    lengths = _once(positions, ("positions",), lambda: _runs(positions))
-    if lengths is not None and B != 1:
+    runs: list[int] | None = _once(positions, ("positions",), layer_idx, lambda: _runs(positions))
+    if runs is not None and B != 1:
         raise ValueError(f"packed documents (position_ids that start again) must be one row, got {B} rows")
-    return lengths
+    return runs
 
 
 def _check_mask(mask: Tensor, B: int, num_missing: int = 0) -> None:
@@ -143,10 +144,19 @@ def _runs(positions: Tensor) -> list[int] | None:
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def _once(tensor: Tensor, key: tuple[Any, ...], look: Callable[[], Any]) -> Any:
-    """``look()``, remembered for as long as the tensor lives and is not written to."""
-    key = (*key, None if tensor.is_inference() else tensor._version)
+def _once(tensor: Tensor, key: tuple[Any, ...], layer_idx: int, look: Callable[[], Any]) -> Any:
+    """``look()``, remembered for as long as the tensor lives and is not written to.
+
+    What is made in inference mode does not tell that it was: there, a layer that asks again is in another forward.
+    """
     known = _known.setdefault(tensor, {})
-    if key not in known:
-        known[key] = look()
-    return known[key]
+    if not tensor.is_inference():
+        key = (*key, tensor._version)
+        if key not in known:
+            known[key] = look()
+        return known[key]
+    answer, asked = known.get(key, (None, {layer_idx}))
+    if layer_idx in asked:
+        answer, asked = known[key] = look(), set()
+    asked.add(layer_idx)
+    return answer
