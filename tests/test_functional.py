@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import condense
+from condense.functional import extend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = oracle.PLANS | oracle.PROMPTS
@@ -272,3 +273,17 @@ def test_attention_on_the_meta_device():
     assert out.device.type == "meta"
     assert out.shape == (2, 4, 700, 6)
     assert lse.shape == (2, 4, 700)
+
+
+@pytest.mark.parametrize("length", [1, 5, 21])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_past_is_its_own(name, length):
+    """Whatever becomes of the tensors that were read: buffers are used again."""
+    method = METHODS[name]
+    q, k, v = (x.clone() for x in oracle.random_qkv(1, 2, 2, length, 8, 8))
+    with torch.no_grad():
+        _, past = extend(method, None, k, v, q, scale=0.3)
+        before = [x.clone() for x in past.tensors]
+        for x in (q, k, v):
+            x.fill_(torch.nan)
+    assert all(torch.equal(x, y) for x, y in zip(past.tensors, before, strict=True))

@@ -84,6 +84,13 @@ def check_number(name: str, value: object, minimum: float, maximum: float) -> No
         raise ValueError(f"{name} must be a finite number from {minimum} to {maximum}, got {value!r}")
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a finite number (not a bool) above 0."""
+    usable = isinstance(value, int | float) and not isinstance(value, bool)
+    if not usable or not value > 0 or not math.isfinite(value):  # type: ignore[operator,arg-type]
+        raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:

@@ -142,8 +142,7 @@ def extend(
     if not keep:
         return sources, None
     num_band = min(band_k.shape[2], most(seen - first_needed(method, seen - SLACK)))
-    # without a past to append to, these may still be the caller's own tensors
-    keep_only = copied if past.band_k.shape[2] == 0 else own
+    keep_only = _keeper(past.band_k)
     return sources, Past(
         keep_only(prefix_k),
         keep_only(prefix_v),
@@ -171,7 +170,12 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow, bac
         new = new.masked_fill(pad.to(new.device)[:, None, :, None], 0)
     else:
         tail = newest(tail, count - n)
-    return own(newest(append_band(tail, new, pads), count))
+    return _keeper(tail)(newest(append_band(tail, new, pads), count))
+
+
+def _keeper(before: Tensor) -> Callable[[Tensor], Tensor]:
+    """How to keep what was appended to columns ``before``: where there were none it may still be the caller's own."""
+    return copied if before.shape[2] == 0 else own
 
 
 def first_needed(method: Method, seen: PerRow) -> PerRow:
@@ -230,8 +234,9 @@ def attention(
 
     q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, Dv]``, rotated already; Hkv divides H; float64,
     float32, bfloat16 or float16. scale: softmax scale, default ``D ** -0.5``.
-    backend: "reference" (the definition), "torch", or "auto". cu_seqlens: packed documents, int ``[n + 1]``
-    from 0 to L, B = 1; groups and windows restart at each. padding: left pads per row, int ``[B]``.
+    backend: "reference" (the definition), "torch", "triton" (where it can run) or "auto". cu_seqlens: packed
+    documents, int ``[n + 1]`` from 0 to L, B = 1; groups and windows restart at each. padding: left pads per row, int
+    ``[B]``.
     Returns out ``[B, H, L, Dv]`` and, with return_lse, the log-sum-exp ``[B, H, L]`` in float32 or wider;
     padded queries give 0 and -inf. Differentiable in q, k and v.
     Raises ValueError for arguments that do not fit together.

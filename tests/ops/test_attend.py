@@ -141,6 +141,26 @@ def test_attend_dropout(backend):
     assert torch.equal(draws[0][1], lse)
 
 
+def test_a_bias_for_all_may_be_any_number(backend):
+    q, *rest = sources(1, 4, 2, 6, 5, 7)
+    bounds = ArrayBounds(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
+    wants = [
+        attend(q, *rest, bounds, scale=0.6, prefix_bias=x, backend=backend)[0]
+        for x in (2.0, torch.full((1, 1, 5), 2.0))
+    ]
+    torch.testing.assert_close(wants[0], wants[1], **EXACT)
+    assert torch.equal(attend(q, *rest, bounds, scale=0.6, prefix_bias=2, backend=backend)[0], wants[0])
+
+
+def test_attend_refuses_what_backends_would_not_agree_on(backend):
+    q, *rest = sources(1, 4, 2, 6, 5, 7)
+    bounds = ArrayBounds(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
+    with pytest.raises(ValueError, match=r"heads that divide those of q, 3, got 2"):
+        attend(q[:, :3], *rest, bounds, scale=0.6, backend=backend)
+    with pytest.raises(ValueError, match=r"prefix_bias must not require a gradient: .* prefix_bias.detach\(\)"):
+        attend(q, *rest, bounds, scale=0.6, prefix_bias=torch.zeros(1, 1, 5, requires_grad=True), backend=backend)
+
+
 def test_attend_unknown_backend():
     q, *rest = sources(1, 2, 1, 4, 3, 5)
     bounds = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
@@ -190,3 +210,7 @@ def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
     assert not calls
     attend(q, none, none, k, v, windowed, scale=0.5)
     assert len(calls) == 1
+    # PyTorch would ask for a mask
+    later = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([5]), start)
+    attend(q[:, :, 5:], none, none, k, v, later, scale=0.5)
+    assert len(calls) == 2

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -311,9 +312,16 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
         ({"batch_size": 3, "gradient_accumulation_steps": 2}, "batch_size: wanted a multiple of"),
         ({"mix": "both"}, "mix"),
         ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
-        ({"task_share": 1.5}, "task_share: wanted a number from 0 to 1, got 1.5"),
-        ({"keys": (4, 2)}, "keys: wanted 1 <= fewest <= most"),
-        ({"learning_rate": 0.0}, "learning_rate: wanted a positive number"),
+        ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
+        ({"task_share": True}, "task_share must be a finite number from 0 to 1, got True"),
+        ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
+        ({"keys": (1, 2, 3)}, "keys: wanted the fewest and the most, got"),
+        ({"keys": (0, 2)}, "keys must be an integer >= 1, got 0"),
+        ({"keys": (1, 2.5)}, "keys must be an integer >= 1, got 2.5"),
+        ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
+        ({"learning_rate": math.nan}, "learning_rate must be a finite number > 0, got nan"),
+        ({"weight_decay": -1}, "weight_decay must be a finite number"),
+        ({"answer_weight": -1.0}, "answer_weight must be a finite number"),
     ],
 )
 def test_bad_phases(changes: dict[str, Any], message: str) -> None:

@@ -1,5 +1,7 @@
 """The Triton kernels against the oracle: interpreted in float32 on a CPU, compiled for what they take on a GPU."""
 
+import sys
+
 import oracle
 import pytest
 import torch
@@ -80,6 +82,18 @@ def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
         assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
 
 
+@pytest.mark.parametrize("window", [2**31 - 60, 2**31 - 1, 2**31, sys.maxsize])
+def test_a_window_longer_than_any_text(window):
+    """Positions are 32 bits wide there; a window that never ends must not wrap them."""
+    low = [x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 40, WIDTH, WIDTH, dtype=DTYPES[0])]
+    results = []
+    for method in (condense.CCA(group_size=8, window=window), condense.Dense()):
+        inputs = [x.clone().requires_grad_() for x in low]
+        out = run(method, *inputs, [3], backend="triton")
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def test_gradient_of_the_log_sum_exp():
     dtype = DTYPES[0]
     low = oracle.random_qkv(1, 4, 2, 45, WIDTH, WIDTH, dtype=dtype)
@@ -115,21 +129,27 @@ def test_general_bounds_per_row_and_head():
     band_k, band_v = oracle.random_qkv(B, K, K, N, D, D, dtype=dtype, seed=2)[:2]
     tensors = (q, prefix_k, prefix_v, band_k, band_v)
     bias = torch.randn(B, K, M, generator=generator, dtype=torch.float64)
-    want, want_lse = oracle.prefix_band(
-        *(x.double() for x in tensors), (rep_end, raw_start, raw_end), scale=0.125, bias=bias
-    )
-    out, lse = attend(
-        *(x.to(DEVICE) for x in tensors), ArrayBounds(*(x.to(DEVICE) for x in (rep_end, raw_start, raw_end))),
-        scale=0.125, prefix_bias=bias.to(DEVICE), backend="triton", return_lse=True,
-    )  # fmt: skip
+    exact = [x.double().requires_grad_() for x in tensors]
+    want, want_lse = oracle.prefix_band(*exact, (rep_end, raw_start, raw_end), scale=0.125, bias=bias)
+    bounds = ArrayBounds(*(x.to(DEVICE) for x in (rep_end, raw_start, raw_end)))
+    plain, got = ([x.to(DEVICE).requires_grad_() for x in tensors] for _ in range(2))
+    yardstick, _ = attend(*plain, bounds, scale=0.125, prefix_bias=bias.to(DEVICE), backend="torch")
+    out, lse = attend(*got, bounds, scale=0.125, prefix_bias=bias.to(DEVICE), backend="triton", return_lse=True)
     assert bool((out[:, :, :9] == 0).all())
     assert bool((lse[:, :, :9] == -torch.inf).all())
-    eps = torch.finfo(dtype).eps
-    # weights and values are rounded once each, the result once more
-    largest = torch.cat([prefix_v, band_v], 2).abs().amax().double()
-    assert bool(((out.cpu().double() - want).abs() <= 4 * eps * largest).all())
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
     seen = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse).cpu(), seen)
+    keys = torch.cat([prefix_k, band_k], 2).double()
+    largest = 0.125 * q.double().norm(dim=-1).amax() * keys.norm(dim=-1).amax() + bias.abs().amax()
+    assert bool(((lse.cpu() - want_lse)[seen].abs() <= torch.finfo(dtype).eps * largest).all())
+    weight = torch.randn(B, H, L, D, generator=generator, dtype=torch.float64).to(dtype)
+    grads = [
+        torch.autograd.grad(result, inputs, weight.to(result))
+        for result, inputs in ((want, exact), (yardstick, plain), (out, got))
+    ]
+    for z, y, x in zip(*grads, strict=True):
+        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
 
 
 def test_inputs_of_any_layout_and_poisoned_padding():

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from condense.config import check_bool, check_choice, check_int, check_number
+from condense.config import check_bool, check_choice, check_int, check_number, check_positive
 from condense.methods.base import ChunkPooling, Method, Prompt
 from condense.methods.dga_prompt import exact_prompt, focal_prompt, highest, take
 from condense.ops import UniformRule, group_scores, importance, pool
@@ -70,7 +70,7 @@ class DGA(Method):
         check_choice("focal", self.focal, ("top", "random"))
         check_bool("complementary", self.complementary)
         if self.weight_scale is not None:
-            check_number("weight_scale", self.weight_scale, math.ulp(0.0), math.inf)
+            check_positive("weight_scale", self.weight_scale)
         check_int("num_recent", self.num_recent, 1)
         check_int("num_random", self.num_random, 0)
         check_int("seed", self.seed, 0)

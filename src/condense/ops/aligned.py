@@ -24,7 +24,7 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
 
 def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
     """A prefix bias number by number, ``[B|1, K|1, M]``, if it is one for all."""
-    if not isinstance(bias, float):
+    if bias is None or isinstance(bias, Tensor):
         return bias
     return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
 

@@ -41,18 +41,24 @@ def attend(
 
     q ``[B, H, L, D]``; prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``; band_k ``[B, K, N, D]``,
     band_v ``[B, K, N, Dv]``; K divides H; float64, float32, bfloat16 or float16, one dtype and device.
-    ``prefix_bias`` is added to the scaled scores of prefix entries: a number for all, or float ``[B|1, K|1, M]``.
-    ``dropout_p`` is attention dropout.
+    ``prefix_bias`` is added to the scaled scores of prefix entries: a number for all, or float ``[B|1, K|1, M]``, which
+    gets no gradient. ``dropout_p`` is attention dropout.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
     bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf,
     whatever is in it; keys and values must be finite, seen or not.
-    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    Raises ValueError for an unknown backend, for an explicit one that cannot run here, for heads that K does not divide
+    and for a bias that wants a gradient.
     """
+    if q.shape[1] % band_k.shape[1]:
+        raise ValueError(f"band_k must have heads that divide those of q, {q.shape[1]}, got {band_k.shape[1]}")
+    if isinstance(prefix_bias, Tensor) and prefix_bias.requires_grad:
+        raise ValueError("prefix_bias must not require a gradient: it gets none, pass prefix_bias.detach()")
     widths = (q.shape[3], band_v.shape[3])
     chosen = resolve_backend(backend, q.device, q.dtype, widths, num_queries=q.shape[2], dropout_p=dropout_p)
-    if backend == "auto" and chosen == "triton" and not return_lse and bounds.is_causal(q.shape[2], band_k.shape[2]):
-        chosen = "torch"  # nothing is condensed: PyTorch's own causal kernel is the fastest
+    L, N = q.shape[2], band_k.shape[2]
+    if backend == "auto" and chosen == "triton" and L == N and not return_lse and bounds.is_causal(L, N):
+        chosen = "torch"  # nothing is condensed and nothing came before: PyTorch's own causal kernel is the fastest
     match chosen:
         case "triton":
             from condense.ops import triton_attend

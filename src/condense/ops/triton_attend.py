@@ -6,8 +6,6 @@ D and Dv widths.
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any
 
 import torch
@@ -16,11 +14,11 @@ from torch import Tensor
 from condense.ops.bounds import Bounds, UniformBounds
 from condense.ops.triton_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton_forward import attend_fwd_kernel
+from condense.ops.triton_host import LOG2E, cdiv, gpu_of, power_of_2
 from condense.ops.triton_parts import descriptors, split_width
-from condense.ops.triton_sizes import cdiv, power_of_2
 
-_LOG2E = math.log2(math.e)
-_UNLIMITED = 1 << 30
+# tokens that no row has: positions fit into 32 bits, and so must sums of a chunk, a window and padding
+_UNLIMITED = 1 << 29
 _HOPPER_ROWS = 128
 # of keys and values
 _HOPPER_WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
@@ -68,7 +66,7 @@ class _Plan:
         self.K, self.R, self.L = K, q.shape[1] // K, q.shape[2]
         self.scale, self.level = scale, level
         self.biased = bias is not None
-        self.bias = q.new_empty(1, dtype=torch.float32) if bias is None else (bias.float() * _LOG2E).contiguous()
+        self.bias = q.new_empty(1, dtype=torch.float32) if bias is None else (bias.float() * LOG2E).contiguous()
         self.s_bias = (0, 0) if bias is None else _row_strides(self.bias)
         # three products of the matrix units in place of one exact: within the error of PyTorch's float32 attention
         self.precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
@@ -83,7 +81,7 @@ class _Plan:
         return {
             "bias_ptr": self.bias, "bounds": self.bounds, "s_bias": self.s_bias, "K": self.K, "R": self.R, "L": self.L,
             **dict(zip(names, (*self.rule, *self.start), strict=True)),
-            "scale": self.scale * _LOG2E, "level": self.level * _LOG2E,
+            "scale": self.scale * LOG2E, "level": self.level * LOG2E,
             "RULE": self.kind, "BIASED": self.biased, "PRECISION": self.precision,
         }  # fmt: skip
 
@@ -120,7 +118,7 @@ def _whole_rows(x: Tensor) -> Tensor:
     ready = x.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in x.stride()[:-1]) and x.data_ptr() % 16 == 0
     if ready:
         return x
-    padded = x.new_zeros(*x.shape[:-1], -(-x.shape[-1] // step) * step)[..., : x.shape[-1]]
+    padded = x.new_zeros(*x.shape[:-1], cdiv(x.shape[-1], step) * step)[..., : x.shape[-1]]
     return padded.copy_(x)
 
 
@@ -145,7 +143,7 @@ def _attend(
         shared = {name: value for name, value in plan.shared().items() if name not in ("L", "PRECISION")}
         with torch.cuda.device_of(q):
             launch_fwd_hopper(
-                q, _filled(sources), out, lse, programs=_device(q.device)[1], s_bounds=plan.s_bounds,
+                q, _filled(sources), out, lse, programs=gpu_of(q.device).multiprocessors, s_bounds=plan.s_bounds,
                 M=prefix_k.shape[2], **shared,
             )  # fmt: skip
         return out, lse
@@ -160,24 +158,17 @@ def _attend(
     return out, lse
 
 
-@functools.cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and number of multiprocessors, asked for in every call."""
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
 def _is_for_hopper(q: Tensor, Dv: int, R: int) -> bool:
     """True on a GPU of compute capability 9.0 for 16-bit types, its widths and at most 128 heads per KV head."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     fits = half and (q.shape[3], Dv) in _HOPPER_WIDTHS and R <= _HOPPER_ROWS
-    return fits and q.is_cuda and _device(q.device)[0] == (9, 0)
+    return fits and q.is_cuda and gpu_of(q.device).capability == (9, 0)
 
 
 def _fills(q: Tensor, K: int) -> bool:
     """True if tiles of 128 rows give every multiprocessor something to do: with fewer, smaller tiles are faster."""
     tiles = cdiv(q.shape[2], _HOPPER_ROWS // (q.shape[1] // K))
-    return tiles * q.shape[0] * K >= _device(q.device)[1]
+    return tiles * q.shape[0] * K >= gpu_of(q.device).multiprocessors
 
 
 def _results(q: Tensor, band_v: Tensor) -> tuple[Tensor, Tensor]:
@@ -263,8 +254,9 @@ def _describe(bounds: Bounds, L: int, device: torch.device) -> tuple[list[Tensor
         arrays = torch.broadcast_tensors(*bounds.arrays(0, L, device))
         return [x.to(torch.int32).contiguous() for x in arrays], [1, 1, 1, 1], [0, 0, 0, 0]
     rule = bounds.rule
-    window, max_chunks = (_UNLIMITED if x is None else x for x in (rule.window, rule.max_chunks))
-    numbers = [rule.chunk, window, rule.entries, max_chunks]
+    limits = (_UNLIMITED if x is None else min(x, _UNLIMITED) for x in (rule.window, rule.max_chunks))
+    window, max_chunks = limits
+    numbers = [min(rule.chunk, _UNLIMITED), window, rule.entries, max_chunks]
     start = bounds.same_in_all_rows()
     if start is not None:
         return [], numbers, list(start)

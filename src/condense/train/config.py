@@ -1,12 +1,13 @@
 """What a training run is: frozen dataclasses that recipes fill in."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from condense.config import check_choice, check_int
+from condense.config import check_choice, check_int, check_number, check_positive
 from condense.methods import Method
 
 Mix = Literal["dense", "condensed", "alternate"]
@@ -36,6 +37,9 @@ class PhaseConfig:
         gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
         checkpoint_steps: steps between checkpoints to resume from.
         logging_steps: steps between entries of the loss history.
+
+    Raises:
+        ValueError: for a number out of its range, and for a mix without the method that it needs.
     """
 
     name: str
@@ -68,12 +72,14 @@ class PhaseConfig:
         check_choice("mix", self.mix, _MIXES)
         if self.mix != "dense" and self.method is None:
             raise ValueError(f"method: wanted a method for mix {self.mix!r}, got None")
-        if not 0 <= self.task_share <= 1:
-            raise ValueError(f"task_share: wanted a number from 0 to 1, got {self.task_share}")
-        if not 1 <= self.keys[0] <= self.keys[1]:
-            raise ValueError(f"keys: wanted 1 <= fewest <= most, got {self.keys}")
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate: wanted a positive number, got {self.learning_rate}")
+        check_number("task_share", self.task_share, 0, 1)
+        for count in self.keys:
+            check_int("keys", count, 1)
+        if len(self.keys) != 2 or self.keys[0] > self.keys[1]:
+            raise ValueError(f"keys: wanted the fewest and the most, got {self.keys}")
+        check_positive("learning_rate", self.learning_rate)
+        for field in ("answer_weight", "weight_decay"):
+            check_number(field, getattr(self, field), 0, math.inf)
 
 
 @dataclass(frozen=True)
