@@ -48,6 +48,18 @@ def test_attention(method, return_lse):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+def test_attention_by_the_default_compiler(method):
+    """On a CPU, where it makes other code than for a GPU."""
+
+    def attention(q, k, v):
+        return condense.attention(q, k, v, method=method)
+
+    inputs = qkv(61)
+    got, want = (out_and_gradients(f, inputs) for f in (torch.compile(attention, fullgraph=True), attention))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
 def test_training_forward_of_a_model(method):
     model = condense.apply(tiny.model("llama"), method)
     ids = tiny.tokens()

@@ -70,7 +70,10 @@ def test_graph_after_prompts_with_a_selection():
     assert {layer.backend for layer in decoder.cache.layers} == {"triton"}
 
 
-def test_a_prompt_is_read_without_a_wait(model):
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_prompt_is_read_without_a_wait(method):
+    """Where all layers are condensed; a stock one asks the device how far its cache is."""
+    model = condense.apply(tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda"), method)
     decoder = condense.GraphDecoder(model, batch_size=1, max_length=512)
     ids = tiny.tokens(1, 130, seed=9).cuda()
     decoder.generate(ids, max_new_tokens=3)

@@ -142,6 +142,11 @@ MODELS = {
         {"max_length": 129},
         "must fit the model's 128 learned positions, got 129",
     ),
+    "rope": (
+        lambda: tiny.model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        {},
+        r"change with the length \(dynamic\) .* use model.generate",
+    ),
     "batch": (lambda: tiny.model("llama"), {"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
     "length": (lambda: tiny.model("llama"), {"max_length": 1}, "max_length must be an integer >= 2, got 1"),
 }

@@ -101,3 +101,20 @@ def test_prompt_tuning_works():
     cached = wrapped.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **settings)
     steps = wrapped(input_ids=cached[:, :-1], attention_mask=torch.ones_like(cached[:, :-1]), use_cache=False)
     assert torch.equal(steps.logits[:, 5:].argmax(-1)[:, 39:], cached[:, 40:])
+
+
+def test_an_adapter_per_row():
+    """Rows of MLA share one projection of their latents; ordinary keys need none."""
+    ids = IDS[:, :20]
+    for name in ("llama", "deepseek_v3"):
+        model = _with_adapter(name, "after")
+        model.add_adapter("other", _lora(name))
+        model = model.to(torch.float64).eval()
+        if name == "deepseek_v3":
+            with pytest.raises(ValueError, match=r"adapter_names .* call the model once per adapter"):
+                tiny.logits(model, ids, adapter_names=["default", "other"])
+            continue
+        mixed = tiny.logits(model, ids, adapter_names=["default", "other"])
+        for row, adapter in enumerate(("default", "other")):
+            model.set_adapter(adapter)
+            torch.testing.assert_close(mixed[row : row + 1], tiny.logits(model, ids[row : row + 1]), **tiny.EXACT)

@@ -248,6 +248,27 @@ def test_models(make, message, call):
     assert not hasattr(getattr(model, "config", None), "condense")
 
 
+@pytest.mark.parametrize("enter", [condense.apply, lambda model, method: _enter(model, method)], ids=["apply", "use"])
+def test_one_configuration_of_two_models(enter):
+    config = tiny.config("llama")
+    one, other = LlamaForCausalLM(config).double(), LlamaForCausalLM(config).double()
+    condense.apply(one, tiny.CCA)
+    want = tiny.logits(one, IDS)
+    with pytest.raises(ValueError, match=r"build one of them from copy.deepcopy\(config\)"):
+        enter(other, tiny.STREAMING)
+    with pytest.raises(ValueError, match=r"give it a copy: copy.deepcopy\(config\)"):
+        tiny.logits(other, IDS)
+    assert torch.equal(tiny.logits(one, IDS), want)
+    tiny.logits(condense.restore(one), IDS)
+    tiny.logits(other, IDS)
+
+
+def test_attention_weights_in_the_configuration():
+    model = tiny.model("llama", attn_implementation="eager", output_attentions=True)
+    with pytest.raises(ValueError, match=r"config.output_attentions must be False, got True"):
+        condense.apply(model, tiny.CCA)
+
+
 def _enter(model, method):
     with condense.use(model, method):
         pass

@@ -197,6 +197,19 @@ def test_a_filled_cache_can_be_pickled(models):
     _assert_equal(rest, tiny.logits(models["llama"], IDS)[:, 40:])
 
 
+def test_loaded_with_fewer_layers(models, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", num_hidden_layers=2)
+    assert condensed_layers(model) == {i: m for i, m in condensed_layers(models["llama"]).items() if i < 2}
+
+
+@pytest.mark.parametrize("settings", ['"cca"', '{"method": "cca"}', '{"methods": [{"method": {"method": "cca"}}]}'])
+def test_settings_of_another_form_are_refused(folder, tmp_path, settings):
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"condense": json.loads(settings)}))
+    with pytest.raises(ValueError, match=r"config.condense must be .* as condense.apply writes it, got"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
 def test_settings_that_are_unknown_are_refused_by_name(folder, tmp_path):
     (tmp_path / "config.json").write_text(
         (folder / "qwen3" / "config.json").read_text().replace('"method": "cca"', '"method": "mystery"')

@@ -29,10 +29,11 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
     layers change and the others keep what they have. Layers with a sliding window stay stock and are logged.
     The choice is written to ``config.condense`` and survives save_pretrained. Apply before accelerate, FSDP and
     torch.compile wrap the model.
-    Raises ValueError for an unsupported model, a layer that cannot be condensed, or anything but a method.
+    Raises ValueError for an unsupported model, one that is to return attention weights or shares its configuration with
+    another condensed model, a layer that cannot be condensed, or anything but a method.
     """
     base, attentions = _attentions(model)
-    _assign(base, attentions, _plan(base, attentions, method, layers))
+    _assign(attentions, _plan(base, attentions, method, layers))
     sliding = [i for i, module in sorted(attentions.items()) if sliding_window(module) is not None]
     if sliding and layers is None:
         logger.warning("layers %s have a sliding window and stay as they are", sliding)
@@ -48,6 +49,17 @@ def _plan(
     chosen = full if layers is None else checked_layers(layers, attentions, full)
     if not chosen:
         raise ValueError(f"{type(base).__name__} has sliding windows in all layers: nothing is left to condense")
+    config = _config(attentions)
+    if getattr(config, "output_attentions", False):
+        raise ValueError(
+            "config.output_attentions must be False, got True: condensed attention has no weights to return"
+        )
+    is_condensed = any(isinstance(module, CondensedAttention) for module in attentions.values())
+    if config._attn_implementation == IMPLEMENTATION and not is_condensed:
+        raise ValueError(
+            "config must be the model's own, got that of a condensed model: build one of them from "
+            "copy.deepcopy(config)"
+        )
     plan = dict.fromkeys(chosen, method)
     check_latents(plan, attentions)
     return {**_methods(attentions), **plan}
@@ -55,8 +67,7 @@ def _plan(
 
 def restore(model: ModelT) -> ModelT:
     """The stock model again, bit for bit, in place. A model that is not condensed is returned as it is."""
-    base, attentions = _attentions(model)
-    _assign(base, attentions, {})
+    _assign(_attentions(model)[1], {})
     return model
 
 
@@ -64,15 +75,13 @@ def restore(model: ModelT) -> ModelT:
 def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
     """`apply` for the length of a ``with`` block; afterwards the model is what it was before."""
     base, attentions = _attentions(model)
-    config: Any = base.config
-    before, implementation = _methods(attentions), config._attn_implementation
-    _assign(base, attentions, _plan(base, attentions, method, layers))
+    before, implementation = _methods(attentions), _config(attentions)._attn_implementation
+    _assign(attentions, _plan(base, attentions, method, layers))
     try:
         yield model
     finally:
-        _assign(base, attentions, before)
-        if config._attn_implementation != implementation:
-            base.set_attn_implementation(implementation)
+        _assign(attentions, before)
+        _config(attentions)._attn_implementation_internal = implementation
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
@@ -99,16 +108,31 @@ def condense_from_config(model: PreTrainedModel) -> None:
     attentions = _by_layer(m for m in model.modules() if is_supported(m))
     if not attentions:
         return  # an inner model or a head without attention of its own; the outer post_init comes by later
-    assignment = {i: Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}
+    # a model that is loaded with fewer layers than were saved has no use for the others' methods
+    assignment = {i: method for i, method in _saved_methods(settings).items() if i in attentions}
     check_latents(assignment, attentions)
     _set_methods(attentions, assignment, config._attn_implementation)
-    # straight into the field: the public setter walks a model that is not complete yet
     config._attn_implementation_internal = IMPLEMENTATION
 
 
-def _assign(base: PreTrainedModel, attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
-    """Make ``assignment`` (empty: stock) the state of the model and of its configuration."""
-    config: Any = next(iter(attentions.values())).config
+def _saved_methods(settings: object) -> dict[int, Method]:
+    """Layer to method from ``config.condense``. Raises ValueError for anything but what `_settings` makes."""
+    try:
+        return {int(i): Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}  # type: ignore[index]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            'config.condense must be {"methods": [{"method": {...}, "layers": [...]}, ...]}, as condense.apply writes '
+            f"it, got {settings!r}"
+        ) from error
+
+
+def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
+    """Make ``assignment`` (empty: stock) the state of the model and of its configuration.
+
+    The implementation goes straight into the field: the public setter gives it to all parts of a model, vision towers
+    too.
+    """
+    config = _config(attentions)
     if not assignment:
         condensed = [module for module in attentions.values() if isinstance(module, CondensedAttention)]
         if not condensed:
@@ -120,13 +144,16 @@ def _assign(base: PreTrainedModel, attentions: dict[int, nn.Module], assignment:
             _rebind_hooks(module)
         delattr(config, _CONFIG_KEY)
         if config._attn_implementation == IMPLEMENTATION:
-            base.set_attn_implementation(previous)
+            config._attn_implementation_internal = previous
         return
-    implementation = config._attn_implementation
-    _set_methods(attentions, assignment, implementation)
+    _set_methods(attentions, assignment, config._attn_implementation)
     config.condense = _settings(assignment)
-    if implementation != IMPLEMENTATION:
-        base.set_attn_implementation(IMPLEMENTATION)
+    config._attn_implementation_internal = IMPLEMENTATION
+
+
+def _config(attentions: dict[int, nn.Module]) -> Any:
+    """The configuration of a model's attention, which is a part of a larger one where there is more than text."""
+    return next(iter(attentions.values())).config
 
 
 def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method], implementation: str) -> None:

@@ -49,7 +49,8 @@ def condense_attention(
     """
     if condense_state is None:
         raise ValueError(
-            "attn_implementation='condense' works through condense.apply(model, method): call that instead"
+            "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
+            "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
     if kwargs.get("softcap") is not None:
         raise ValueError("condensed attention has no logit soft-capping: call condense.restore(model)")

@@ -79,3 +79,10 @@ def sliding_window(module: nn.Module) -> int | None:
 def max_learned_positions(config: Any) -> int | None:
     """Positions a model with learned position embeddings has, None where positions are computed."""
     return config.max_position_embeddings if config.model_type in _LEARNED_POSITIONS else None
+
+
+def rope_that_changes(config: Any) -> str | None:
+    """The kind of rotary embedding whose frequencies depend on how long a text has become, None for any other."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    kinds = [settings, *(part for part in settings.values() if isinstance(part, dict))]  # one, or one per kind of layer
+    return next((kind for part in kinds if (kind := part.get("rope_type")) in ("dynamic", "longrope")), None)

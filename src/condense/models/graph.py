@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, StaticCache
 from condense.caches import StaticCondensedLayer
 from condense.config import check_int
 from condense.models.apply import condensed_layers
-from condense.models.families import max_learned_positions
+from condense.models.families import max_learned_positions, rope_that_changes
 from condense.models.layers import ensure_layers
 from condense.models.rows import ALL_REAL
 
@@ -42,6 +42,12 @@ class GraphDecoder:
         positions = max_learned_positions(config)
         if positions is not None and max_length > positions:
             raise ValueError(f"max_length must fit the model's {positions} learned positions, got {max_length}")
+        rope = rope_that_changes(config)
+        if rope is not None:
+            raise ValueError(
+                f"rotary frequencies that change with the length ({rope}) cannot be decoded by a graph: use "
+                "model.generate"
+            )
         self.methods = condensed_layers(self.model)
         self.cache = StaticCache(config=config, max_cache_len=max_length)
         if any(self.cache.is_sliding):

@@ -108,5 +108,10 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
     is_plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and is_float
     if is_plain and weight.shape == (rows, columns) and weight.device == like.device:
         return weight
+    if any("adapter_names" in getattr(hook, "keywords", {}) for hook in projection._forward_pre_hooks.values()):
+        raise ValueError(
+            "adapter_names (a LoRA adapter per row) cannot be condensed in MLA models, whose rows share their latents' "
+            "projection: call the model once per adapter, after set_adapter"
+        )
     units = torch.eye(columns, device=like.device, dtype=weight.dtype if is_float else like.dtype)
     return projection(units).mT

@@ -96,11 +96,12 @@ class UniformRule:
         """Chunks no longer visible token by token once ``seen`` tokens (int, or int64 of any shape) have been read."""
         if self.window is None:
             return seen * 0
-        return at_least(seen - self.window, 0) // self.chunk
+        # in this order: what torch 2.13's inductor makes of a quotient of a clamped number does not compile on a CPU
+        return at_least((seen - self.window) // self.chunk, 0)
 
     def ready(self, seen: IntT, lag: int) -> IntT:
         """Chunks whose entries are made once ``seen`` tokens have been read, each ``lag`` tokens after its last."""
-        ready = at_least(seen - lag, 0) // self.chunk
+        ready = at_least((seen - lag) // self.chunk, 0)
         return ready if self.max_chunks is None else at_most(ready, self.max_chunks)
 
     def visible_entries(self, closed: IntT) -> IntT:
