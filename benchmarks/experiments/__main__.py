@@ -4,7 +4,8 @@
     python benchmarks/experiments bundled --test TEST... --cache CACHE --output RESULTS2.json
     python benchmarks/experiments collect --work WORK --output RESULTS.json
     condense bench model --shape deepseek-v2-lite --lengths 128K --runners condensed_graph --method lca:group_size=4 ...
-    python benchmarks/experiments report  --results RESULTS.json --times BENCH.json --output docs/experiments.md
+    condense bench kernel --lengths 32K,128K --ops layer,decode --method dga --method dga:group_size=4 ...
+    python benchmarks/experiments report  --results RESULTS.json --times BENCH.json --kernels BENCH2.json --output X.md
 
 `run` goes on where an interrupted one stopped. `--only WORD` takes the runs whose names begin with it, and their bases.
 """
@@ -70,6 +71,7 @@ def main() -> None:
     command = commands.add_parser("report")
     command.add_argument("--results", type=Path, nargs="+", required=True)
     command.add_argument("--times", type=Path, required=True, help="result of condense bench model: LCA's settings")
+    command.add_argument("--kernels", type=Path, nargs="+", required=True, help="of condense bench kernel: DGA's")
     command.add_argument("--output", type=Path, required=True, help="Markdown; pictures go beside it")
 
     options = parser.parse_args()
@@ -96,7 +98,7 @@ def main() -> None:
         content = {"measured": origin, "runs": runs, "failed": errors, "unfinished": unfinished}
         write_results(options.output, content)
     else:
-        write_report(options.results, options.times, options.output)
+        write_report(options.results, options.times, options.kernels, options.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What LCA's settings cost: loss of a small model beside time and cache of a large one."""
+"""What settings cost: loss of a small model beside time and cache of a large one, and of a layer of its size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from figures import Runs, named, of_seeds
 from studies import WINDOW
 
-from condense import LCA, Method
+from condense import DGA, LCA, Method
 from condense.plots import plot_lines
 
 
@@ -87,3 +87,36 @@ def plot_costs(costs: Sequence[Cost], path: Path) -> None:
         for title, x in of.items()
     }
     plot_lines(panels, path, x_label="DeepSeek-V2-Lite shape, 128K tokens", y_label="text loss, small model")
+
+
+# label, beginning of the runs' names, changed settings
+_DGA: Sequence[tuple[str, str, Mapping[str, Any]]] = (
+    *((f"m {m}", f"llama-dga-m={m}" if m != 16 else "llama-dga", {"group_size": m}) for m in (4, 8, 16, 32, 64)),
+    *((f"gamma {gamma}", f"llama-dga-gamma={gamma}", {"gamma": gamma}) for gamma in (0.3, 0.5, 0.7, 0.9)),
+    ("focal tokens at random", "llama-dga-random", {"focal": "random"}),
+    ("whole prompts", "llama-prompt", {"selection": "prompt", "min_focal": 0}),
+    (
+        "whole prompts, without complementary tokens", "llama-prompt-not-complementary",
+        {"selection": "prompt", "min_focal": 0, "complementary": False, "allow_future": True},
+    ),
+)  # fmt: skip
+_DGA_COLUMNS = (("layer", 4096), ("layer", 32768), ("layer", 131072), ("decode", 32768), ("decode", 131072))
+
+
+def dga_costs_table(runs: Runs, rows: Sequence[Mapping[str, Any]]) -> str:
+    """In Markdown: DGA's settings by text loss, and by what `condense bench kernel` measured of each."""
+    heads = " | ".join(f"{'step' if op == 'decode' else op}, {length // 1024}K" for op, length in _DGA_COLUMNS)
+    lines = [f"| | text loss, small model | {heads} |", "|---" * (2 + len(_DGA_COLUMNS)) + "|"]
+    for label, prefix, changes in _DGA:
+        method = DGA(**changes).to_dict()
+        cells = []
+        for op, length in _DGA_COLUMNS:
+            row = next((r for r in rows if (r["op"], r["length"], r["method"]) == (op, length, method)), None)
+            cells.append("" if row is None else _short(row["times"]["median_ms"]))
+        losses = [text["loss"] for run in of_seeds(runs, prefix) if (text := named(run["text"], "own"))]
+        lines.append(f"| {label} | {statistics.fmean(losses):.3f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms" if milliseconds >= 0.2 else f"{1000 * milliseconds:.3g} us"

@@ -50,7 +50,7 @@ def figures_of(runs: Runs, prefix: str, method: str) -> Figures:
             found["retrieval"].append(numbers["exact"]["share"])
         entries.append(num_seen(Method.parse(text["method"]), run["run"]["phase"]["sequence_length"]))
         if method == "own":
-            learned.append(_learned_at(run["history"]))
+            learned.append(learned_at(run["history"]))
     return Figures(
         len(entries), "; ".join(learned),
         spread(found["retrieval"], 3), spread(found["loss"], 3), spread(found["accuracy"], 4),
@@ -58,7 +58,7 @@ def figures_of(runs: Runs, prefix: str, method: str) -> Figures:
     )  # fmt: skip
 
 
-def _learned_at(history: Sequence[Mapping[str, Any]]) -> str:
+def learned_at(history: Sequence[Mapping[str, Any]]) -> str:
     """The first logged step of a phase of one kind in which so many answers were right, or "never"."""
     shares = {
         entry["step"]: value for entry in history for name, value in entry.items() if name.endswith("_answer_accuracy")

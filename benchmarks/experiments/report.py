@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from costs import costs_table, plot_costs, setting_costs
-from figures import Runs, figures_of, named, num_seen, spread
+from costs import costs_table, dga_costs_table, plot_costs, setting_costs
+from figures import Runs, figures_of, learned_at, named, num_seen, spread
 from studies import SEEDS
 from tables import TABLES
 
@@ -19,10 +19,11 @@ from condense.ops import POOLINGS
 from condense.plots import plot_lines, require_matplotlib
 
 
-def write_report(results: Sequence[Path], times: Path, output: Path) -> None:
+def write_report(results: Sequence[Path], times: Path, kernels: Sequence[Path], output: Path) -> None:
     """Markdown to ``output`` and pictures beside it, from files that `collect` wrote; later files win.
 
-    times: what `condense bench model` wrote about LCA with other group sizes and windows.
+    times: what `condense bench model` wrote about LCA with other group sizes and windows; kernels: what
+    `condense bench kernel` wrote about DGA with other settings.
     """
     picture, cost_picture = (output.with_name(f"{output.stem}-{name}.png") for name in ("from-scratch", "cost"))
     require_matplotlib(picture)
@@ -39,6 +40,11 @@ def write_report(results: Sequence[Path], times: Path, output: Path) -> None:
     document = read_result(times)
     costs = setting_costs(runs, document["results"]["rows"])
     origins.append((times.name, document["provenance"]))
+    layers: list[Mapping[str, Any]] = []
+    for path in kernels:
+        document = read_result(path)
+        layers += document["results"]["rows"]
+        origins.append((path.name, document["provenance"]))
     _plot_curves(runs, picture)
     plot_costs(costs, cost_picture)
     origin = "\n".join(
@@ -56,6 +62,7 @@ def write_report(results: Sequence[Path], times: Path, output: Path) -> None:
         "CURVES": _curves(runs),
         "NOISE": _noise(runs),
         "COSTS": costs_table(costs),
+        "DGA_COSTS": dga_costs_table(runs, layers),
         "COST_PICTURE": cost_picture.name,
     }
     for name, text in parts.items():
@@ -92,7 +99,7 @@ def _grid(runs: Runs) -> str:
             text, numbers = named(run["text"], "own"), named(run["retrieval"], "own")
             assert text is not None
             assert numbers is not None
-            cells.append(f"{numbers['exact']['share']:.3f}, {text['loss']:.3f}")
+            cells.append(f"{numbers['exact']['share']:.3f}, {text['loss']:.3f}, {learned_at(run['history'])}")
         lines.append(f"| {key} | " + " | ".join(cells) + " |")
     return "\n".join(lines) if any(name.startswith("mla-pooling=") for name in runs) else "Not run yet."
 

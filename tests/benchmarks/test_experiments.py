@@ -86,3 +86,24 @@ def test_costs_stand_beside_the_losses_of_the_same_setting():
     assert [(cost.sweep, cost.value, cost.loss, cost.first_s) for cost in found] == [
         ("g", 4, 4.25, 2.0), ("g", 16, 3.25, 1.0), ("w", 128, 3.25, 4.0), ("w", 512, 5.25, 3.0), ("w", 1024, None, 1.0)
     ]  # fmt: skip
+
+
+def test_times_of_dga_stand_beside_the_losses_of_the_same_setting():
+    labels = [label for label, *_ in costs._DGA]
+    losses = dict(zip(labels, range(1, 1 + len(labels)), strict=True))
+    runs = {f"{prefix}-s0": {"text": [{"name": "own", "loss": losses[label]}]} for label, prefix, _ in costs._DGA}
+    sparse = condense.DGA(group_size=64).to_dict()
+    rows = [
+        {"op": "layer", "length": 32768, "method": sparse, "times": {"median_ms": 2.5}},
+        {"op": "decode", "length": 32768, "method": sparse, "times": {"median_ms": 0.0139}},
+        {"op": "layer", "length": 32768, "method": None, "times": {"median_ms": 9.0}},
+    ]
+    lines = costs.dga_costs_table(runs, rows).splitlines()[2:]
+    assert lines[labels.index("m 64")] == f"| m 64 | {losses['m 64']:.3f} |  | 2.5 ms |  | 13.9 us |  |"
+    assert lines[0] == "| m 4 | 1.000 |  |  |  |  |  |"
+    # what was timed is what was trained, but for the window
+    for _, prefix, changes in costs._DGA:
+        trained = RUNS[f"{prefix}-s0"].methods["own"]
+        assert condense.DGA(**changes) == trained.replace(
+            window=condense.DGA().window, allow_future=changes.get("allow_future", False)
+        )
