@@ -31,20 +31,19 @@ def _greedy(model, ids, mask, steps=STEPS):
     return model.generate(ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=1)
 
 
-def _agree(got, want, start, model, mask):
+def agree(got, want, model, mask):
     """Equal tokens; where they part, the growing cache must have seen a near tie there."""
     parted = (got != want).any(0).nonzero()
     if parted.numel() == 0:
         return
     at = int(parted[0])
-    assert at > start + 20, f"parted at {at - start}"
     with torch.no_grad():
         whole = torch.cat([mask, mask.new_ones(mask.shape[0], at - mask.shape[1])], dim=1)
         positions = (whole.cumsum(1) - 1).clamp(min=0)
         logits = model(want[:, :at], attention_mask=whole, position_ids=positions, use_cache=False).logits[:, -1]
     rows = got[:, at] != want[:, at]
     gap = logits.gather(1, want[:, at, None]) - logits.gather(1, got[:, at, None])
-    assert float(gap[rows].abs().max()) < 1e-3 * float(logits.abs().max()), f"parted at {at - start}"
+    assert float(gap[rows].abs().max()) < 1e-3 * float(logits.abs().max()), f"parted at {at - mask.shape[1]}"
 
 
 def test_graph_of_a_padded_batch_and_of_a_second_prompt(model):
@@ -53,7 +52,7 @@ def test_graph_of_a_padded_batch_and_of_a_second_prompt(model):
     for chunk, prompt, real in ((None, ids, mask), (64, tiny.tokens(2, 130, seed=9).cuda(), None)):
         got = decoder.generate(prompt, real, max_new_tokens=STEPS, chunk=chunk)
         real = torch.ones_like(prompt) if real is None else real
-        _agree(got, _greedy(model, prompt, real), prompt.shape[1], model, real)
+        agree(got, _greedy(model, prompt, real), model, real)
     assert decoder._graph is not None
 
 
@@ -65,8 +64,9 @@ def test_graph_after_prompts_with_a_selection():
     for prompt, real in ((ids, mask), (ids[:, -1:], mask[:, -1:]), (ids, mask)):
         got = decoder.generate(prompt, real, max_new_tokens=STEPS)
         want = _greedy(model, prompt, real)
-        parted = (got != want).any(0).nonzero()
-        assert parted.numel() == 0 or int(parted[0]) > prompt.shape[1] + 20
+        parted = (got != want).any(0)
+        # what follows is read in steps, not as another prompt: a near tie cannot be looked up; the first 20 must agree
+        assert not bool(parted[: prompt.shape[1] + 20].any())
     assert {layer.backend for layer in decoder.cache.layers} == {"triton"}
 
 
@@ -87,7 +87,7 @@ def test_graph_of_the_stock_model():
     model = tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
     ids = tiny.tokens(2, 130, seed=9).cuda()
     got = condense.GraphDecoder(model, batch_size=2, max_length=512).generate(ids, max_new_tokens=100)
-    _agree(got, _greedy(model, ids, torch.ones_like(ids), 100), 130, model, torch.ones_like(ids))
+    agree(got, _greedy(model, ids, torch.ones_like(ids), 100), model, torch.ones_like(ids))
 
 
 # inductor has advice to give, on TensorFloat32 for one
@@ -114,7 +114,7 @@ def test_generate_with_a_static_cache_compiled_by_transformers(model):
     out = model.generate(ids, cache_implementation="static", return_dict_in_generate=True, **settings)
     assert out.past_key_values.is_compileable
     assert hasattr(model, "_compiled_call")
-    _agree(out.sequences, _greedy(model, ids, mask, 60), 90, model, mask)
+    agree(out.sequences, _greedy(model, ids, mask, 60), model, mask)
 
 
 def test_a_graph_leaves_the_state_where_the_prompt_left_it():

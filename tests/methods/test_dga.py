@@ -179,7 +179,7 @@ def test_gamma_means_what_is_written():
     assert DGA(gamma=1).rule.chunk == 32
     lengths = torch.tensor([0, 1, 7, 100, 101, 1000])
     method = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt")
-    assert method.num_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
+    assert method.num_focal_of_prompt(lengths).tolist() == [0, 1, 3, 8, 9, 72]
     assert method.prompt_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
 
 

@@ -70,5 +70,5 @@ def test_a_prompts_choice_is_the_definitions():
     q, k, v = oracle.random_qkv(1, 2, 2, 61, WIDTH, WIDTH, dtype=DTYPES[0])
     want = extend(method, None, k.double(), v.double(), q.double(), scale=0.2, backend="reference")[1]
     got = extend(method, None, *(x.to(DEVICE) for x in (k, v, q)), scale=0.2, backend="triton")[1]
-    num_focal = int(method.num_focal(torch.tensor([61])))
+    num_focal = int(method.num_focal_of_prompt(torch.tensor([61])))
     assert torch.equal(got.prefix_k[:, :, :num_focal].cpu(), want.prefix_k[:, :, :num_focal].to(DTYPES[0]))

@@ -210,7 +210,9 @@ def after_prompts(method, q, k, v, lengths, tokens):
     made = [method.prompt_entries(n) for n in lengths]
     for b, n in enumerate(made):
         state.prefix_k[b, :, :n], state.prefix_v[b, :, :n] = past.prefix_k[b, :, :n], past.prefix_v[b, :, :n]
-    state.prompt.copy_(torch.tensor([[n, m, method.num_focal(n)] for n, m in zip(lengths, made, strict=True)]))
+    state.prompt.copy_(
+        torch.tensor([[n, m, method.num_focal_of_prompt(n)] for n, m in zip(lengths, made, strict=True)])
+    )
     return past, state
 
 

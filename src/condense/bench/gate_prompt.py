@@ -46,7 +46,7 @@ def check_prompt(method: Method, inputs: Inputs, sources: Sources, backend: str)
     scores = ranked(method, inputs, backend)
     verdict = check_ranking(method, inputs, scores) if method.focal == "top" else Verdict(0.0)
     focal = chosen(sources)
-    if not _is_highest(focal, scores, int(method.num_focal(focal.shape[2]))):
+    if not _is_highest(focal, scores, int(method.num_focal_of_prompt(focal.shape[2]))):
         return Verdict(math.inf)
     shares, mean = [verdict.share], mean_queries(inputs)
     for head in range(inputs.k.shape[1]):  # one at a time: float64 of long prompts is large

@@ -108,7 +108,7 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Sources:
 
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
     """True if prompts of so many tokens are read at once and not all of their tokens stay exact."""
-    return isinstance(method, DGA) and method.reads_prompt and bool(method.num_focal(length) < length)
+    return isinstance(method, DGA) and method.reads_prompt and bool(method.num_focal_of_prompt(length) < length)
 
 
 def sampled(method: DGA, length: int, device: torch.device) -> Tensor:
@@ -148,7 +148,7 @@ def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
     """
     B, H, L, D = inputs.q.shape
     if reads_at_once(method, L):
-        focal = int(method.num_focal(L))
+        focal = int(method.num_focal_of_prompt(L))
         written = int(method.prompt_entries(L)) + L - focal
         queries = (L - focal) // method.group_size + (method.num_recent + method.num_random) * (method.focal == "top")
         widths = shape.num_kv * (shape.width + shape.value_width)

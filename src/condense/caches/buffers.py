@@ -55,7 +55,7 @@ def write_past(method: Method, state: StepState, before: Past | None, past: Past
 
 def write_prompt(method: Method, state: StepState, origin: PerRow) -> None:
     """Remember prompts of ``origin`` tokens that were read at once."""
-    numbers = (origin, method.prompt_entries(origin), method.num_focal(origin))
+    numbers = (origin, method.prompt_entries(origin), method.num_focal_of_prompt(origin))
     rows = state.prompt.shape[0]
     state.prompt.copy_(torch.stack([spread(x, rows) for x in numbers], dim=1), non_blocking=True)
 

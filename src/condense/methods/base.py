@@ -154,7 +154,7 @@ class Method(MethodConfig):
         """Entries that `read_prompt` keeps of prompts of so many tokens, both an int or int64 CPU ``[B]``."""
         return tokens * 0
 
-    def num_focal(self, tokens: PerRow) -> PerRow:
+    def num_focal_of_prompt(self, tokens: PerRow) -> PerRow:
         """Those of `prompt_entries` that are tokens of their own; they come first. Arguments as there."""
         return tokens * 0
 

@@ -151,7 +151,9 @@ class DGA(Method):
         entry, period = torch.arange(num_entries, device=device)[None], self.rule.entries
         is_group = entry % period == period - 1
         if isinstance(origin, Tensor) or origin > 0:
-            num_focal, ahead = (upright(x, 2, device) for x in (self.num_focal(origin), self.prompt_entries(origin)))
+            num_focal, ahead = (
+                upright(x, 2, device) for x in (self.num_focal_of_prompt(origin), self.prompt_entries(origin))
+            )
             is_group = torch.where(entry < ahead, entry >= num_focal, (entry - ahead) % period == period - 1)
         return (is_group.double() * math.log(self.group_size))[:, None]
 
@@ -161,7 +163,7 @@ class DGA(Method):
         """The paper's prefill (Algorithm 1); see `Method.read_prompt` for shapes."""
         L = k.shape[2]
         tokens = torch.full((k.shape[0],), L) if counts is None else counts
-        num_focal = self.num_focal(tokens)
+        num_focal = self.num_focal_of_prompt(tokens)
         assert isinstance(num_focal, Tensor)
         if torch.equal(num_focal, tokens):
             return exact_prompt(k, v, tokens)
@@ -192,7 +194,7 @@ class DGA(Method):
         self, focal: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, backend: str
     ) -> Prompt:
         """Whole prompts whose focal tokens are chosen, bool ``[B, K, L]``: the others in groups. Else as `ranking`."""
-        num_focal = self.num_focal(tokens)
+        num_focal = self.num_focal_of_prompt(tokens)
         assert isinstance(num_focal, Tensor)
         return focal_prompt(
             q,
@@ -208,8 +210,10 @@ class DGA(Method):
             backend=backend,
         )
 
-    def num_focal(self, tokens: PerRow) -> PerRow:
-        """Focal tokens of prompts of so many tokens, as `prompt_entries`: with them the rest fills its groups."""
+    def num_focal_of_prompt(self, tokens: PerRow) -> PerRow:
+        """Focal tokens of prompts of so many tokens: with them the rest fills its groups; none as `prompt_entries`."""
+        if self.selection == "streaming":
+            return super().num_focal_of_prompt(tokens)
         focal = each(lambda n: min(n, max(self._share(n), self.min_focal)), tokens)
         return focal + (tokens - focal) % self.group_size
 
@@ -217,7 +221,7 @@ class DGA(Method):
         """Focal tokens and groups; none with ``selection="streaming"``."""
         if self.selection == "streaming":
             return super().prompt_entries(tokens)
-        focal = self.num_focal(tokens)
+        focal = self.num_focal_of_prompt(tokens)
         return focal + (tokens - focal) // self.group_size
 
     @cached_property

@@ -88,7 +88,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 
 
 def _remark(method: Method, length: int) -> str | None:
-    if _selects(method) and int(method.num_focal(torch.tensor([length]))) == length:
+    if _selects(method) and int(method.num_focal_of_prompt(torch.tensor([length]))) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
     obstacle = step_obstacle(step_plan(method))
@@ -170,7 +170,7 @@ class _Heads:
 
     def _selected(self, method: DGA, tokens: torch.Tensor) -> torch.Tensor:
         """FLOPs for prompts of so many tokens, int64 as ``tokens``, if focal tokens spread evenly over them."""
-        focal, g = method.num_focal(tokens), method.group_size
+        focal, g = method.num_focal_of_prompt(tokens), method.group_size
         groups = (tokens - focal) // g
         # half of the entries on average, and of the members of the group in progress
         visible = ((tokens + 1) * (focal + groups) + tokens * (g - 1) * (groups > 0)) // 2

@@ -14,7 +14,7 @@ from torch import Tensor
 from condense.ops.bounds import Bounds, UniformBounds
 from condense.ops.triton_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton_forward import attend_fwd_kernel
-from condense.ops.triton_host import LOG2E, cdiv, gpu_of, power_of_2
+from condense.ops.triton_host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton_parts import descriptors, split_width
 
 # tokens that no row has: positions fit into 32 bits, and so must sums of a chunk, a window and padding
@@ -63,6 +63,7 @@ class _Plan:
         scale: float,
         level: float,
     ) -> None:
+        check_programs(q.shape[0] * K)
         self.K, self.R, self.L = K, q.shape[1] // K, q.shape[2]
         self.scale, self.level = scale, level
         self.biased = bias is not None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 LOG2E = math.log2(math.e)
+_MOST_PROGRAMS = 65_535
 
 
 def cdiv(whole: int, part: int) -> int:
@@ -29,6 +30,15 @@ def power_of_2(number: int) -> int:
 def dense_rows(x: Tensor) -> Tensor:
     """The last dimension contiguous, as the kernels read whole rows."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def check_programs(count: int) -> None:
+    """Raise ValueError for more programs than a grid can have on any axis but its first."""
+    if count > _MOST_PROGRAMS:
+        raise ValueError(
+            f"rows times KV heads must be at most {_MOST_PROGRAMS:,} for a Triton kernel, got {count:,}; split the "
+            "batch or use backend='torch'"
+        )
 
 
 class Gpu(NamedTuple):

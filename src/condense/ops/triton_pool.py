@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from condense.ops.bounds import Windows
 from condense.ops.rows import PerRow, agreed, least, most
-from condense.ops.triton_host import LOG2E, cdiv, dense_rows, power_of_2
+from condense.ops.triton_host import LOG2E, cdiv, check_programs, dense_rows, power_of_2
 from condense.ops.triton_pool_kernels import (
     pool_bwd_kernel,
     pool_fwd_kernel,
@@ -68,6 +68,7 @@ class _Summarize(torch.autograd.Function):
         K, Q, G, R = tail.shape[1], tail.shape[2], windows.num, H // tail.shape[1]
         place = _place(windows, B, q.device)
         out = q.new_empty(B, K, G, D, dtype=torch.float32)
+        check_programs(B * K)
         tile = _tile(q, D)
         heads = min(tile.vectors, power_of_2(R))
         tokens = min(tile.vectors // heads, power_of_2(windows.size))
@@ -107,6 +108,7 @@ class _Pool(torch.autograd.Function):
         k, v = dense_rows(k), dense_rows(v)
         summary = None if summary is None else dense_rows(summary.float())
         (B, K, N, D), Dv, G = k.shape, v.shape[3], settings.num_groups
+        check_programs(B * K)
         key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)
         tile = _tile(k, D, Dv)
         pool_fwd_kernel[cdiv(G, tile.groups), B * K](

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.checks import MAX_FOCAL_CHUNK, MAX_STEP_LATENT, MAX_STEP_WIDTH
-from condense.ops.triton_host import LOG2E, cdiv, dense_rows, gpu_of, power_of_2
+from condense.ops.triton_host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
 from condense.ops.triton_launch import Launcher
 from condense.ops.triton_parts import split_width
 from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
@@ -201,6 +201,7 @@ def _settings(
 ) -> _Settings:
     """rows: B, H, K; widths: D, Dv; sizes: M, W, Q."""
     (B, H, K), (D, Dv), (M, W, Q) = rows, widths, sizes
+    check_programs(B * K)
     R, tiles = H // K, _tiles(device, dtype, max(D, Dv), latent)
     BR = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, BR)
