@@ -185,6 +185,45 @@ def test_another_run_is_not_resumed(config: TrainConfig) -> None:
     run_training(config, resume=True)
 
 
+def test_a_run_on_other_data_of_the_same_name_is_not_resumed(config: TrainConfig, text: str, tmp_path: Path) -> None:
+    run_training(config, until="dense")
+    (data,) = config.data
+    other, same = tmp_path / "other" / data.name, tmp_path / "same" / data.name
+    for path, content in ((other, text.replace("27 boats", "28 boats")), (same, text)):
+        path.parent.mkdir()
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="got another data"):
+        run_training(dataclasses.replace(config, data=(other,)), resume=True)
+    run_training(dataclasses.replace(config, data=(same,)), resume=True)
+
+
+def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tokenizer = condense.demo_model()
+    small = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    for place in ("one", "other"):
+        LlamaForCausalLM(small).save_pretrained(tmp_path / place / "base")
+        tokenizer.save_pretrained(tmp_path / place / "base")
+
+    def adapted(place: str) -> TrainConfig:
+        options = {"steps": 2, "sequence_length": 128, "batch_size": 2, "dtype": "float32", "workers": 0}
+        method = condense.CCA(group_size=8, window=16)
+        base = tmp_path / place / "base"
+        return RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=base, method=method, **options)
+
+    with monkeypatch.context() as patch:
+        _interrupt_after(patch, 1)
+        with pytest.raises(InterruptError):
+            run_training(adapted("one"))
+    with pytest.raises(ValueError, match="got another pretrained"):
+        run_training(adapted("other"), resume=True)
+    (tmp_path / "one").rename(tmp_path / "moved")
+    run_training(adapted("moved"), resume=True)
+
+
 def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) -> None:
     _, tokenizer = condense.demo_model()
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -134,6 +134,14 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     return corpus
 
 
+def sha256(path: Path) -> str:
+    """The hash of a file's contents, in hexadecimal. Raises ValueError if there is no such file."""
+    if not path.is_file():
+        raise ValueError(f"paths: wanted an existing text file, got {path}")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def newline_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of all tokens whose text ends in a newline."""
     texts = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
@@ -191,8 +199,5 @@ def _fingerprint(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase
     """A short hash of the files' contents and of the tokenizer."""
     digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     for path in map(Path, paths):
-        if not path.is_file():
-            raise ValueError(f"paths: wanted an existing text file, got {path}")
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256(path)))
     return digest.hexdigest()[:16]

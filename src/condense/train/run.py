@@ -22,15 +22,15 @@ from transformers import (
 
 from condense.models import attention_layers, condensed_layers, restore, use
 from condense.models.families import max_learned_positions
-from condense.results import plain, refuse_existing, write_results
+from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences
 from condense.train.phase import newest_checkpoint, train_phase
+from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
 
 REPORT = "training.json"
-_RUN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     _check_model(config)
     begun = config.work.exists()
     try:
-        _check_same_run(config)
+        check_same_run(config)
         prepared = prepare(config)
         for phase in config.phases:
             _builder(prepared, phase)
@@ -189,29 +189,6 @@ def _check_model(config: TrainConfig) -> None:
             )
 
 
-def _check_same_run(config: TrainConfig) -> None:
-    """Note in the work folder what run it is of. Raises ValueError if it is of another one."""
-    note = config.work / _RUN
-    content = plain({**_summary(config), "seed": config.seed, "phases": config.phases})
-    if not note.exists():
-        write_results(note, content, seed=config.seed)
-        return
-    before = json.loads(note.read_text(encoding="utf-8"))["results"]
-    changed = sorted(name for name in content if before.get(name) != content[name])
-    if changed:
-        raise ValueError(f"resume: wanted the run that lies in {config.work}, got another {', '.join(changed)}")
-
-
-def _summary(config: TrainConfig) -> dict[str, Any]:
-    return {
-        "recipe": config.recipe,
-        "data": [path.name for path in config.data],
-        "architecture": config.architecture,
-        "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
-        "dtype": config.dtype,
-    }
-
-
 def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     if config.pretrained is not None:
         return _load(config.pretrained, config.dtype)
@@ -247,7 +224,7 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
     def write(folder: Path) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         phases = [json.loads(report.read_text())["results"] for report in reports]
-        content = {**_summary(config), "phases": phases}
+        content = {**summary(config), "phases": phases}
         write_results(folder / REPORT, content, seed=config.seed)
 
     _write_folder(config.output, write)
