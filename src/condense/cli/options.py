@@ -53,21 +53,25 @@ def _value(text: str) -> Any:
 
 
 def parse_layers(text: str) -> list[int]:
-    """Layer indices from ``0,4-7``. Raises ValueError for anything else."""
+    """Layer indices from ``0,4-7``. Raises ValueError for anything else, a range that runs backwards too."""
     layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
             raise ValueError(f"layers must look like 2-31 or 0,4-7, got {text!r}")
-        layers += range(int(first), int(last if dash else first) + 1)
+        indices = range(int(first), int(last if dash else first) + 1)
+        if not indices:
+            raise ValueError(f"layers: a range must go from its lower to its higher end, got {part.strip()!r}")
+        layers += indices
     return layers
 
 
 def choose(method: Method, layers: str | None) -> MethodChoice:
     """The method, or the layers it is for. Dense is the stock model whatever the layers."""
-    if layers is None or isinstance(method, Dense):
+    if layers is None:
         return method
-    return dict.fromkeys(parse_layers(layers), method)
+    chosen = dict.fromkeys(parse_layers(layers), method)
+    return method if isinstance(method, Dense) else chosen
 
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
