@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import tiny
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -23,7 +24,7 @@ import condense
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 from condense.tasks import SequenceBuilder, load_words
-from condense.train import RECIPES, PhaseConfig, TrainConfig, run_training
+from condense.train import RECIPES, PhaseConfig, TrainConfig, run, run_training
 from condense.train.data import TrainingSequences
 from condense.train.optimizer import MasterAdamW
 from condense.train.phase import newest_checkpoint
@@ -178,8 +179,10 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
 
 def test_another_run_is_not_resumed(config: TrainConfig) -> None:
     run_training(config, until="dense")
-    with pytest.raises(ValueError, match="got another phases"):
+    with pytest.raises(ValueError, match="got another phases; resume with the same settings, delete that folder or"):
         run_training(config.with_steps(5), resume=True)
+    with pytest.raises(ValueError, match="to start another run, delete that folder or choose another output"):
+        run_training(config.with_steps(5))
     with pytest.raises(ValueError, match="got another seed"):
         run_training(dataclasses.replace(config, seed=1), resume=True)
     run_training(config, resume=True)
@@ -244,6 +247,30 @@ def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match=messages[name]):
             run_training(RECIPES["adapt"]([text_file], tmp_path / "adapted", **options))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(models)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        ("llama", condense.CCA(summary="prompt"), "lets tokens depend on later ones"),
+        ("deepseek_v3", condense.DGA(selection="prompt", allow_future=True), "which latents .MLA. do not keep apart"),
+        ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
+    ],
+)
+def test_a_method_that_cannot_be_trained_is_refused_before_any_work(
+    name: str,
+    method: condense.Method,
+    message: str,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "prepare", lambda *_: pytest.fail("began to work"))
+    tiny.config(name).save_pretrained(tmp_path / "base")
+    adapted = RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=tmp_path / "base", method=method)
+    with pytest.raises(ValueError, match=message):
+        run_training(adapted)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_alternate_steps_are_condensed_and_the_others_stock(

@@ -21,7 +21,10 @@ def check_same_run(config: TrainConfig) -> None:
     before = json.loads(note.read_text(encoding="utf-8"))["results"]
     changed = sorted(name for name in content if before.get(name) != content[name])
     if changed:
-        raise ValueError(f"resume: wanted the run that lies in {config.work}, got another {', '.join(changed)}")
+        raise ValueError(
+            f"resume: wanted the run that lies in {config.work}, got another {', '.join(changed)}; resume with the "
+            "same settings, delete that folder or choose another output"
+        )
 
 
 def summary(config: TrainConfig) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from transformers import (
     set_seed,
 )
 
-from condense.models import attention_layers, condensed_layers, restore, use
+from condense.methods.base import check_trainable
+from condense.models import condensed_layers, restore, use
 from condense.models.families import max_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
@@ -92,11 +93,15 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
 
     Raises:
         ValueError: the output exists; unfinished work does and ``resume`` is false, or it is of another run; bad
-            data; no such phase; a model that the method cannot condense or that is too short for a phase.
+            data; no such phase; a model that the method cannot condense or that is too short for a phase, or a method
+            that cannot be trained.
     """
     refuse_existing(config.output, "output")
     if config.work.exists() and not resume:
-        raise ValueError(f"resume: wanted True, since an unfinished run lies in {config.work}, got False")
+        raise ValueError(
+            f"resume: wanted True, since an unfinished run lies in {config.work}, got False; to start another run, "
+            "delete that folder or choose another output"
+        )
     names = [phase.name for phase in config.phases]
     if until is not None and until not in names:
         raise ValueError(f"until: wanted one of {', '.join(names)}, got {until!r}")
@@ -180,7 +185,10 @@ def _check_model(config: TrainConfig) -> None:
         skeleton = AutoModelForCausalLM.from_config(settings)
     for phase in config.phases:
         if phase.method is not None:
-            attention_layers(skeleton)
+            with use(restore(skeleton), phase.method):
+                pass
+            if phase.mix != "dense":
+                check_trainable(phase.method)
         positions = max_learned_positions(settings.get_text_config(decoder=True))
         if positions is not None and phase.sequence_length > positions:
             raise ValueError(
