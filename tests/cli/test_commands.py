@@ -190,6 +190,37 @@ def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (("a/notes.txt", "b/story.txt"), ["notes", "story"]),
+        (("a/notes.txt", "a/notes.md"), ["notes.txt", "notes.md"]),
+        (("essays/chapter-one.txt", "b/chapter-one.txt"), ["essays/chapter-one.txt", "b/chapter-one.txt"]),
+        (("b/notes.txt", "b/../b/notes.txt"), ["b/notes.txt", "../b/notes.txt"]),
+    ],
+    ids=["stems", "endings", "folders", "spellings"],
+)
+def test_analyze_deviation_tells_all_texts_apart(
+    files: tuple[str, ...],
+    names: list[str],
+    saved: Path,
+    story: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in files:
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text(story.read_text(), encoding="utf-8")
+    done = run_here(
+        "analyze", "deviation", "--model", str(saved), *(f"--text={file}" for file in files), "--length", "64",
+        "--sequences", "1", "--method", "lca:group_size=4,window=8", "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [r["text"] for r in json.loads(Path("out.json").read_text())["results"]["deviations"]] == names
+    assert "…" not in done.stdout
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("analyze", "deviation", "--method", "dense"), "method must pool groups of tokens"),

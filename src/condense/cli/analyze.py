@@ -50,7 +50,8 @@ def deviation_command(
     if plot is not None:
         require_matplotlib(plot)
     chosen = parse_method(method or (DEMO_METHOD if model is None else "lca"))
-    contents = {Path(source).stem if source != "-" else "text": read_text(source) for source in text or ()}
+    sources = list(dict.fromkeys(text or ()))
+    contents = {name: read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
     loaded, tokenizer = load_model(model, dtype, device)
     restore(loaded)
     ids = {name: encode(tokenizer, x, loaded)[0] for name, x in (contents or {"bundled": demo_text().text}).items()}
@@ -71,9 +72,19 @@ def deviation_command(
         plot_deviation(results, plot)
 
 
+def _names(sources: list[str]) -> list[str]:
+    """Stems of the files, or as much of their paths as tells them apart; ``text`` for standard input."""
+    paths = [Path("text" if source == "-" else source) for source in sources]
+    longest = max((len(path.parts) for path in paths), default=0)
+    tails = ([str(Path(*path.parts[-n:])) for path in paths] for n in range(1, longest + 1))
+    ways = ([path.stem for path in paths], *tails)
+    return next((names for names in ways if len(set(names)) == len(names)), sources)
+
+
 def _print(results: list[Deviation], title: str) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("text", "tokens", "n", "|k|", "δk", "δk/|k|", "max δk", "|v|", "δv", "δv/|v|", "max δv"):
+    table.add_column("text", justify="right", overflow="fold")
+    for heading in ("tokens", "n", "|k|", "δk", "δk/|k|", "max δk", "|v|", "δv", "δv/|v|", "max δv"):
         table.add_column(heading, justify="right", no_wrap=True)
     for r in results:
         figures = [
