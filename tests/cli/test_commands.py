@@ -189,6 +189,33 @@ def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_analyze_deviation_reads_as_the_model_was_saved(saved: Path, story: Path, tmp_path: Path) -> None:
+    model, results = LlamaForCausalLM.from_pretrained(saved), tmp_path / "out.json"
+
+    def analyze(path: Path) -> subprocess.CompletedProcess[str]:
+        options = ("--text", str(story), "--length", "64", "--json", str(results), "--overwrite")
+        return run_here("analyze", "deviation", "--model", str(path), *options)
+
+    done = analyze(saved)
+    assert done.returncode == 0, done.stderr
+    assert "LCA(group_size=4, window=8) in layers 1:" in " ".join(done.stdout.split())
+    found = json.loads(results.read_text())["results"]
+    assert found["method"] == {"1": condense.LCA(group_size=4, window=8).to_dict()}
+    assert [layer["layer"] for layer in found["deviations"][0]["layers"]] == [1]
+    whole = shutil.copytree(saved, tmp_path / "whole")
+    condense.apply(model, condense.CCA(group_size=4, window=4)).save_pretrained(whole)
+    assert analyze(whole).returncode == 0
+    assert json.loads(results.read_text())["results"]["method"] == condense.CCA(group_size=4, window=4).to_dict()
+    condense.apply(model, condense.StreamingLLM(), layers=[0])
+    for kind in ("several", "one"):
+        model.save_pretrained(whole)
+        done = analyze(whole)
+        assert done.returncode == 2, kind
+        assert "the model was saved with StreamingLLM() in layers 0" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        condense.apply(condense.restore(model), condense.StreamingLLM(), layers=[0])
+
+
 @pytest.mark.parametrize(
     ("files", "names"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +13,12 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import method_names
-from condense.demo import demo_model
+from condense.demo import demo_config, demo_model
 from condense.methods import Dense, Method
-from condense.models import MethodChoice, attention_layers, condensed_layers
+from condense.models import MethodChoice, attention_layers, condensed_layers, methods_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 METHOD_HELP = f"One of {', '.join(method_names())}, with settings: 'cca:group_size=16,window=1024'."
@@ -83,6 +83,14 @@ def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
     return methods.pop() if len(methods) == 1 and len(saved) == len(attention_layers(model)) else saved
 
 
+def described(choice: MethodChoice) -> str:
+    """A method, or the methods of a choice with their layers, in words."""
+    if not isinstance(choice, Mapping):
+        return str(choice)
+    layers = {method: [str(i) for i in choice if choice[i] == method] for method in methods_of(choice)}
+    return "; ".join(f"{method} in layers {', '.join(indices)}" for method, indices in layers.items())
+
+
 def load_model(
     model: str | None, dtype: str | None, device: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -113,6 +121,13 @@ def read_saved(model: str, read: Callable[[str], T]) -> T:
     except Exception as error:
         reason = textwrap.shorten(str(error), width=240, placeholder=" ...") or type(error).__name__
         raise ValueError(f"model: cannot read {model}: {reason}") from error
+
+
+def read_skeleton(model: str | None) -> PreTrainedModel:
+    """The bundled model, or the one in a folder or on the hub, without weights. Raises ValueError as `read_saved`."""
+    config: Any = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
+    with torch.device("meta"):
+        return read_saved(model or "bundled", lambda _: AutoModelForCausalLM.from_config(config))
 
 
 def parse_device(name: str | None) -> torch.device:

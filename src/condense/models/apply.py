@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -82,6 +82,23 @@ def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> I
     finally:
         _assign(attentions, before)
         _config(attentions)._attn_implementation_internal = implementation
+
+
+@contextmanager
+def use_choice(model: ModelT, choice: MethodChoice) -> Iterator[ModelT]:
+    """`use` with one method, or with each method of a choice in its layers."""
+    with ExitStack() as stack:
+        if isinstance(choice, Mapping):
+            for method in methods_of(choice):
+                stack.enter_context(use(model, method, [i for i in choice if choice[i] == method]))
+        else:
+            stack.enter_context(use(model, choice))
+        yield model
+
+
+def methods_of(choice: MethodChoice) -> list[Method]:
+    """The methods of a choice, each once."""
+    return list(dict.fromkeys(choice.values())) if isinstance(choice, Mapping) else [choice]
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
