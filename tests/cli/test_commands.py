@@ -319,12 +319,15 @@ def test_files_of_others_are_refused_in_one_line(saved: Path, tmp_path: Path) ->
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=32, **sizes)).save_pretrained(tmp_path / "neox")
     tokenizer.save_pretrained(tmp_path / "neox")
+    (tmp_path / "sliding").mkdir()
+    (tmp_path / "sliding" / "config.json").write_text('{"model_type": "mistral"}')
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     for arguments, message in (
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
         (("compare", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
         (("inspect", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
+        (("inspect", "--model", str(tmp_path / "sliding")), "has sliding windows in all layers"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
     ):
         done = run_here(*arguments)
