@@ -2,12 +2,12 @@
 
 import dataclasses
 import datetime
+import io
 import json
 import math
 import os
 import platform
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from condense.files import whole_file
 from condense.version import __version__
 
 
@@ -75,17 +76,10 @@ def write_results(
     """
     target = Path(path)
     refuse_existing(target, "path", overwrite=overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
     document = {"provenance": provenance(seed, device), "results": plain(content)}
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=2, allow_nan=False)
-            file.write("\n")
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(target) as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
+        json.dump(document, file, indent=2, allow_nan=False)
+        file.write("\n")
     return target
 
 

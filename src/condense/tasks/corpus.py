@@ -4,8 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -16,6 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
+
+from condense.files import whole_file
 
 _PIECE_CHARACTERS = 20_000
 _PIECES_PER_BATCH = 512
@@ -109,28 +109,20 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     Raises:
         ValueError: as ``read_documents`` and ``encode_corpus``.
     """
-    folder = Path(cache)
-    file = folder / f"tokens-{_fingerprint(paths, tokenizer)}.npz"
+    file = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}.npz"
     if file.is_file():
         with np.load(file) as arrays:
             return Corpus(arrays["tokens"], arrays["line_starts"], arrays["document_starts"])
     console = Console(stderr=True)
     documents = track(list(read_documents(paths)), description="Encoding", transient=True, console=console)
     corpus = encode_corpus(documents, tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{file.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.savez(
-                stream,
-                tokens=corpus.tokens,
-                line_starts=corpus.line_starts,
-                document_starts=corpus.document_starts,
-            )
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(file) as stream:
+        np.savez(
+            stream,
+            tokens=corpus.tokens,
+            line_starts=corpus.line_starts,
+            document_starts=corpus.document_starts,
+        )
     return corpus
 
 
