@@ -217,6 +217,26 @@ def test_analyze_deviation_reads_as_the_model_was_saved(saved: Path, story: Path
 
 
 @pytest.mark.parametrize(
+    ("command", "said", "unsaid"),
+    [
+        (
+            ("analyze", "deviation"),
+            ("One of cca, lca, with settings", "Default: the shortest text"),
+            ("dga", "streaming_llm", "longest"),
+        ),
+        (("train",), ("summary=prompt and selection=prompt need allow_future=true",), ()),
+    ],
+)
+def test_help_offers_what_works(
+    command: tuple[str, ...], said: tuple[str, ...], unsaid: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = run_here(*command, "--help").stdout
+    assert all(part in shown for part in said), shown
+    assert not any(part in shown for part in unsaid), shown
+
+
+@pytest.mark.parametrize(
     ("files", "names"),
     [
         (("a/notes.txt", "b/story.txt"), ["notes", "story"]),

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from condense.analysis import Deviation, measure_deviation
 from condense.cli.options import (
-    METHOD_HELP,
+    POOLING_HELP,
     described,
     load_model,
     parse_method,
@@ -47,9 +47,14 @@ def deviation_command(
         list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help=METHOD_HELP + " cca or lca. Default: what the model was saved with, or lca.")
+        str | None, typer.Option(help=POOLING_HELP + " Default: what the model was saved with, or lca.")
     ] = None,
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: the longest text.")] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens; repeatable. Default: the shortest text; of the bundled model and text, 512 to 3584."
+        ),
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Stretches cut from each text, where it is long enough.")] = 8,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,

@@ -15,13 +15,18 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.config import method_names
+from condense.config import method_class, method_names
 from condense.demo import demo_config, demo_model
 from condense.methods import Dense, Method
+from condense.methods.grouped import GroupPooling
 from condense.models import MethodChoice, attention_layers, condensed_layers, methods_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-METHOD_HELP = f"One of {', '.join(method_names())}, with settings: 'cca:group_size=16,window=1024'."
+_METHOD_HELP = "One of {}, with settings: 'cca:group_size=16,window=1024'."
+METHOD_HELP = _METHOD_HELP.format(", ".join(method_names()))
+POOLING_HELP = _METHOD_HELP.format(
+    ", ".join(name for name in method_names() if issubclass(method_class(name), GroupPooling))
+)
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
 
