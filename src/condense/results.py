@@ -5,9 +5,9 @@ import datetime
 import io
 import json
 import math
-import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,11 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> No
     if path.is_dir():
         raise ValueError(f"{argument}: wanted a file, got the folder {path}")
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{argument}: wanted a path that can be written, got {path}")
+    try:
+        # permissions do not say all: of some file systems only an attempt does
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise ValueError(f"{argument}: wanted a path that can be written, got {path}") from error
 
 
 def plain(value: Any) -> Any:

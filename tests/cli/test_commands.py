@@ -296,6 +296,9 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("inspect", "--layers", "5-2"), "layers: a range must go"),
         (("generate", "a", "--layers", "1"), "layers belong to a method"),
         (("compare", "--json", "."), "json"),
+        # root may write there by its permissions, and still cannot
+        (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
+        (("compare", "--plot", "/proc/new/out.png"), "plot: wanted a path that can be written"),
         (("compare", "--max-new-tokens", "many"), "'--max-new-tokens'"),
         (
             (
