@@ -1,4 +1,6 @@
 import json
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +45,16 @@ def test_an_existing_file_is_kept_unless_told(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["results"] == {"a": 1}
     write_results(path, {"a": 2}, overwrite=True)
     assert json.loads(path.read_text())["results"] == {"a": 2}
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_the_umask_says_who_may_read_a_file(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        path = write_results(tmp_path / "r.json", {"a": 1})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

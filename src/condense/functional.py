@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.methods.base import ChunkPooling, Method
+from condense.methods.base import ChunkPooling, Method, check_trainable
 from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
 from condense.ops.aligned import append_band, append_prefix, copied, newest, own
 from condense.ops.autocast import outside_autocast
@@ -88,12 +88,8 @@ def extend(
     Sources carry gradients of k, v and q; the past is detached.
     Raises ValueError if gradients would flow through a method that looks ahead without consent.
     """
-    needs_consent = method.looks_ahead and not method.permits_future and torch.is_grad_enabled()
-    if needs_consent and any(x.requires_grad for x in (k, v, q)):
-        raise ValueError(
-            f"{method} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
-            f"{method.causal_setting} or pass allow_future=True"
-        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
+        check_trainable(method)
     L = k.shape[2]
     fresh = past is None
     past = empty_past(k, v) if past is None else past

@@ -2,9 +2,9 @@
 
 import dataclasses
 import datetime
+import io
 import json
 import math
-import os
 import platform
 import subprocess
 import tempfile
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 
+from condense.files import whole_file
 from condense.version import __version__
 
 
@@ -75,17 +76,10 @@ def write_results(
     """
     target = Path(path)
     refuse_existing(target, "path", overwrite=overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
     document = {"provenance": provenance(seed, device), "results": plain(content)}
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=2, allow_nan=False)
-            file.write("\n")
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(target) as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
+        json.dump(document, file, indent=2, allow_nan=False)
+        file.write("\n")
     return target
 
 
@@ -96,8 +90,11 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> No
     if path.is_dir():
         raise ValueError(f"{argument}: wanted a file, got the folder {path}")
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{argument}: wanted a path that can be written, got {path}")
+    try:
+        # permissions do not say all: of some file systems only an attempt does
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise ValueError(f"{argument}: wanted a path that can be written, got {path}") from error
 
 
 def plain(value: Any) -> Any:

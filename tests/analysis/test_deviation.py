@@ -99,6 +99,14 @@ def test_every_text_and_length_in_order():
     assert len({r.keys.deviation for r in results}) == 4
 
 
+def test_chosen_layers_alone():
+    model = tiny.model("llama")
+    (result,) = measure_deviation(model, METHODS["lca"], {"a": IDS}, [30], layers=[0, 2])
+    assert [layer.layer for layer in result.layers] == [0, 2]
+    with pytest.raises(ValueError, match="layers must be indices from 0 to 2"):
+        measure_deviation(model, METHODS["lca"], {"a": IDS}, [30], layers=[3])
+
+
 def test_stretches_spread_and_do_not_overlap():
     ids = torch.arange(100)
     parts = stretches(ids, 30, 8)

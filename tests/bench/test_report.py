@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from condense.bench import MODEL_SHAPES, render
-from condense.bench.published import PUBLISHED
+from condense.bench.published import PUBLISHED, fastest
 
 PROVENANCE = {"device": "x", "torch": "2", "transformers": "5", "condense": "0", "commit": None, "date": "today"}
 
@@ -55,6 +55,13 @@ def test_the_papers_figures_stand_beside_ours():
     ]
     assert "NVIDIA H200" in section
     assert "baseline is not named" in section
+
+
+def test_a_model_condensed_in_some_layers_is_neither_dense_nor_the_papers():
+    dense = model_row("dense", 131072, 6480.0)
+    some = model_row("condensed lca in layers 1", 131072, 5.0, method="lca") | {"method": {"1": {"method": "lca"}}}
+    assert fastest([some, dense], 131072, None) == dense
+    assert fastest([some, dense], 131072, "lca") is None
 
 
 @pytest.mark.parametrize("changes", [{"model": "llama-3.1-8b"}, {"layers": 2}, {"model": "my-model"}])

@@ -26,8 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("model") / "tiny"
-    # saved condensed: the benchmark decides itself what is condensed
-    condense.apply(LlamaForCausalLM(config), condense.CCA(group_size=4, window=8)).save_pretrained(path)
+    condense.apply(LlamaForCausalLM(config), condense.CCA(group_size=4, window=8), layers=[1]).save_pretrained(path)
     return path
 
 
@@ -111,6 +110,33 @@ def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
     assert "### feed-forward modules" in page.read_text()
 
 
+def test_model_runs_a_saved_model_as_it_was_saved(saved: Path, tmp_path: Path) -> None:
+    command = (
+        "bench", "model", "--device", "cpu", "--lengths", "48", "--steps", "2", "--runners", "dense,condensed",
+    )  # fmt: skip
+    done = run_here(*command, "--model", str(saved), "--results", str(tmp_path / "layer"))
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / "layer").iterdir()
+    dense, condensed = rows_of(path)
+    method = condense.CCA(group_size=4, window=8)
+    assert condensed["runner"] == "condensed CCA(group_size=4, window=8) in layers 1"
+    assert condensed["method"] == {"1": method.to_dict()}
+    assert condensed["gate"]["passed"]  # type: ignore[index]
+    # one of two layers is condensed
+    assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]  # type: ignore[operator]
+    page = tmp_path / "performance.md"
+    assert run_here("bench", "report", str(path), "--output", str(page)).returncode == 0
+    assert "float32: CCA(group_size=4, window=8) in layers 1" in page.read_text()
+    model = condense.apply(LlamaForCausalLM.from_pretrained(saved), condense.LCA(group_size=4, window=8))
+    for name, expected in (("whole", "LCA(group_size=4, window=8)"), ("stock", "cca")):
+        model.save_pretrained(tmp_path / name)
+        done = run_here(*command, "--model", str(tmp_path / name), "--results", str(tmp_path / "results" / name))
+        assert done.returncode == 0, done.stderr
+        (path,) = (tmp_path / "results" / name).iterdir()
+        assert [row["runner"] for row in rows_of(path)] == ["dense", f"condensed {expected}"]
+        condense.restore(model)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -140,7 +166,8 @@ def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
         (("model", "--layers", "2", "--model", "x"), "layers belongs to a shape"),
         (("model", "--model", "./missing"), "model: no such folder"),
         (("report", "file"), "no result file of condense bench"),
-        (("report", "missing.json"), "missing.json"),
+        (("report", "missing.json"), "results: no such file: missing.json"),
+        (("report", "."), "results: no such file: ."),
         (("report",), "Missing argument"),
         (("nonsense",), "No such command"),
     ],

@@ -189,6 +189,84 @@ def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_analyze_deviation_reads_as_the_model_was_saved(saved: Path, story: Path, tmp_path: Path) -> None:
+    model, results = LlamaForCausalLM.from_pretrained(saved), tmp_path / "out.json"
+
+    def analyze(path: Path) -> subprocess.CompletedProcess[str]:
+        options = ("--text", str(story), "--length", "64", "--json", str(results), "--overwrite")
+        return run_here("analyze", "deviation", "--model", str(path), *options)
+
+    done = analyze(saved)
+    assert done.returncode == 0, done.stderr
+    assert "LCA(group_size=4, window=8) in layers 1:" in " ".join(done.stdout.split())
+    found = json.loads(results.read_text())["results"]
+    assert found["method"] == {"1": condense.LCA(group_size=4, window=8).to_dict()}
+    assert [layer["layer"] for layer in found["deviations"][0]["layers"]] == [1]
+    whole = shutil.copytree(saved, tmp_path / "whole")
+    condense.apply(model, condense.CCA(group_size=4, window=4)).save_pretrained(whole)
+    assert analyze(whole).returncode == 0
+    assert json.loads(results.read_text())["results"]["method"] == condense.CCA(group_size=4, window=4).to_dict()
+    condense.apply(model, condense.StreamingLLM(), layers=[0])
+    for kind in ("several", "one"):
+        model.save_pretrained(whole)
+        done = analyze(whole)
+        assert done.returncode == 2, kind
+        assert "the model was saved with StreamingLLM() in layers 0" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        condense.apply(condense.restore(model), condense.StreamingLLM(), layers=[0])
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "unsaid"),
+    [
+        (
+            ("analyze", "deviation"),
+            ("One of cca, lca, with settings", "Default: the shortest text"),
+            ("dga", "streaming_llm", "longest"),
+        ),
+        (("train",), ("summary=prompt and selection=prompt need allow_future=true",), ()),
+    ],
+)
+def test_help_offers_what_works(
+    command: tuple[str, ...], said: tuple[str, ...], unsaid: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = run_here(*command, "--help").stdout
+    assert all(part in shown for part in said), shown
+    assert not any(part in shown for part in unsaid), shown
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (("a/notes.txt", "b/story.txt"), ["notes", "story"]),
+        (("a/notes.txt", "a/notes.md"), ["notes.txt", "notes.md"]),
+        (("essays/chapter-one.txt", "b/chapter-one.txt"), ["essays/chapter-one.txt", "b/chapter-one.txt"]),
+        (("b/notes.txt", "b/../b/notes.txt"), ["b/notes.txt", "../b/notes.txt"]),
+    ],
+    ids=["stems", "endings", "folders", "spellings"],
+)
+def test_analyze_deviation_tells_all_texts_apart(
+    files: tuple[str, ...],
+    names: list[str],
+    saved: Path,
+    story: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in files:
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text(story.read_text(), encoding="utf-8")
+    done = run_here(
+        "analyze", "deviation", "--model", str(saved), *(f"--text={file}" for file in files), "--length", "64",
+        "--sequences", "1", "--method", "lca:group_size=4,window=8", "--json", "out.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [r["text"] for r in json.loads(Path("out.json").read_text())["results"]["deviations"]] == names
+    assert "…" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -212,8 +290,15 @@ def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path
         (("compare", "--text", "."), "text: no such file"),
         (("compare", "--layers", "first"), "layers must look like"),
         (("compare", "--layers", "8"), "layers must be indices from 0 to 7"),
+        (("compare", "--layers", "5-2"), "layers: a range must go from its lower to its higher end, got '5-2'"),
+        (("compare", "--method", "dense", "--layers", "0,5-2"), "layers: a range must go"),
+        (("generate", "a", "--method", "cca", "--layers", "5-2"), "layers: a range must go"),
+        (("inspect", "--layers", "5-2"), "layers: a range must go"),
         (("generate", "a", "--layers", "1"), "layers belong to a method"),
         (("compare", "--json", "."), "json"),
+        # root may write there by its permissions, and still cannot
+        (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
+        (("compare", "--plot", "/proc/new/out.png"), "plot: wanted a path that can be written"),
         (("compare", "--max-new-tokens", "many"), "'--max-new-tokens'"),
         (
             (
@@ -257,12 +342,15 @@ def test_files_of_others_are_refused_in_one_line(saved: Path, tmp_path: Path) ->
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=32, **sizes)).save_pretrained(tmp_path / "neox")
     tokenizer.save_pretrained(tmp_path / "neox")
+    (tmp_path / "sliding").mkdir()
+    (tmp_path / "sliding" / "config.json").write_text('{"model_type": "mistral"}')
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     for arguments, message in (
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
         (("compare", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
         (("inspect", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
+        (("inspect", "--model", str(tmp_path / "sliding")), "has sliding windows in all layers"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
     ):
         done = run_here(*arguments)

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 import condense
 from condense.caches import CondensedLayer
 from condense.models import condensed_layers
+from condense.models.inspect import inspect
 
 IDS = tiny.tokens(2, 40)
 PROMPT = tiny.CCA.replace(summary="prompt")
@@ -267,6 +268,8 @@ def test_attention_weights_in_the_configuration():
     model = tiny.model("llama", attn_implementation="eager", output_attentions=True)
     with pytest.raises(ValueError, match=r"config.output_attentions must be False, got True"):
         condense.apply(model, tiny.CCA)
+    with pytest.raises(ValueError, match=r"config.output_attentions must be False, got True"):
+        inspect(model, tiny.CCA, 100)
 
 
 def _enter(model, method):

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import condense
 from condense.caches import CondensedLayer
 from condense.models import condensed_layers
+from condense.models.inspect import inspect
 
 METHODS = {"cca": tiny.CCA, "streaming-6": tiny.STREAMING_6, "streaming-llm": tiny.METHODS["streaming-llm"]}
 
@@ -92,6 +93,10 @@ def test_nothing_left_to_condense():
         condense.apply(model, tiny.CCA)
     with pytest.raises(ValueError, match="layer 1 has a sliding window and cannot be condensed"):
         condense.apply(model, tiny.CCA, layers=[1])
+    with pytest.raises(ValueError, match="MistralForCausalLM has sliding windows in all layers"):
+        inspect(model, tiny.CCA, 100)
+    with pytest.raises(ValueError, match="layer 1 has a sliding window and cannot be condensed"):
+        inspect(model, {1: tiny.CCA}, 100)
     assert torch.equal(tiny.logits(model, ids), stock)
     assert not hasattr(model.config, "condense")
 

@@ -1,6 +1,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,11 +68,26 @@ def test_encoding_is_kept_on_disk(
     text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load_corpus([text_file], tokenizer, tmp_path)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".npz"]
+    (file,) = tmp_path.iterdir()
+    assert file.suffix == ".npz"
+    assert file.stat().st_mode == text_file.stat().st_mode  # that of an ordinary file
     monkeypatch.setattr(corpus_module, "encode_corpus", lambda *_: pytest.fail("encoded twice"))
     again = load_corpus([text_file], tokenizer, tmp_path)
     for name in ("tokens", "line_starts", "document_starts"):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
+
+
+def test_a_failure_leaves_nothing_on_disk(
+    text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(stream: Any, **arrays: np.ndarray) -> None:
+        stream.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", fail)
+    with pytest.raises(KeyboardInterrupt):
+        load_corpus([text_file], tokenizer, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_huge_window_is_read(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import tiny
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -23,7 +24,7 @@ import condense
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 from condense.tasks import SequenceBuilder, load_words
-from condense.train import RECIPES, PhaseConfig, TrainConfig, run_training
+from condense.train import RECIPES, PhaseConfig, TrainConfig, run, run_training
 from condense.train.data import TrainingSequences
 from condense.train.optimizer import MasterAdamW
 from condense.train.phase import newest_checkpoint
@@ -178,11 +179,52 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
 
 def test_another_run_is_not_resumed(config: TrainConfig) -> None:
     run_training(config, until="dense")
-    with pytest.raises(ValueError, match="got another phases"):
+    with pytest.raises(ValueError, match="got another phases; resume with the same settings, delete that folder or"):
         run_training(config.with_steps(5), resume=True)
+    with pytest.raises(ValueError, match="to start another run, delete that folder or choose another output"):
+        run_training(config.with_steps(5))
     with pytest.raises(ValueError, match="got another seed"):
         run_training(dataclasses.replace(config, seed=1), resume=True)
     run_training(config, resume=True)
+
+
+def test_a_run_on_other_data_of_the_same_name_is_not_resumed(config: TrainConfig, text: str, tmp_path: Path) -> None:
+    run_training(config, until="dense")
+    (data,) = config.data
+    other, same = tmp_path / "other" / data.name, tmp_path / "same" / data.name
+    for path, content in ((other, text.replace("27 boats", "28 boats")), (same, text)):
+        path.parent.mkdir()
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="got another data"):
+        run_training(dataclasses.replace(config, data=(other,)), resume=True)
+    run_training(dataclasses.replace(config, data=(same,)), resume=True)
+
+
+def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tokenizer = condense.demo_model()
+    small = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    for place in ("one", "other"):
+        LlamaForCausalLM(small).save_pretrained(tmp_path / place / "base")
+        tokenizer.save_pretrained(tmp_path / place / "base")
+
+    def adapted(place: str) -> TrainConfig:
+        options = {"steps": 2, "sequence_length": 128, "batch_size": 2, "dtype": "float32", "workers": 0}
+        method = condense.CCA(group_size=8, window=16)
+        base = tmp_path / place / "base"
+        return RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=base, method=method, **options)
+
+    with monkeypatch.context() as patch:
+        _interrupt_after(patch, 1)
+        with pytest.raises(InterruptError):
+            run_training(adapted("one"))
+    with pytest.raises(ValueError, match="got another pretrained"):
+        run_training(adapted("other"), resume=True)
+    (tmp_path / "one").rename(tmp_path / "moved")
+    run_training(adapted("moved"), resume=True)
 
 
 def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) -> None:
@@ -205,6 +247,30 @@ def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match=messages[name]):
             run_training(RECIPES["adapt"]([text_file], tmp_path / "adapted", **options))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(models)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        ("llama", condense.CCA(summary="prompt"), "lets tokens depend on later ones"),
+        ("deepseek_v3", condense.DGA(selection="prompt", allow_future=True), "which latents .MLA. do not keep apart"),
+        ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
+    ],
+)
+def test_a_method_that_cannot_be_trained_is_refused_before_any_work(
+    name: str,
+    method: condense.Method,
+    message: str,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "prepare", lambda *_: pytest.fail("began to work"))
+    tiny.config(name).save_pretrained(tmp_path / "base")
+    adapted = RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=tmp_path / "base", method=method)
+    with pytest.raises(ValueError, match=message):
+        run_training(adapted)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_alternate_steps_are_condensed_and_the_others_stock(

@@ -8,7 +8,7 @@ Shapes: B rows, K KV heads (with latent attention: all heads), L tokens, M repre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ def measure_deviation(
     texts: Mapping[str, Tensor],
     lengths: Sequence[int],
     *,
+    layers: Iterable[int] | None = None,
     sequences: int = 8,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[Deviation]:
@@ -82,10 +83,11 @@ def measure_deviation(
     The model reads with the method, so keys and values are what its condensed layers really get; with latent
     attention, representatives and tokens are compared after the up-projection of every head.
     model: a causal LM with stock attention, left as it was. method: `condense.CCA` or `condense.LCA`.
+    layers: indices to condense; None means all that can be.
     texts: name to token ids ``[n]``, from which up to ``sequences`` stretches of each length are cut, evenly spread
     and without overlap. on_step is called after every stretch.
-    Raises ValueError for a model that cannot be condensed or is, another kind of method, a length that condenses
-    nothing, exceeds a text or the model's learned positions, and counts below 1.
+    Raises ValueError for a model or a layer that cannot be condensed or a model that is, another kind of method, a
+    length that condenses nothing, exceeds a text or the model's learned positions, and counts below 1.
     """
     check_int("sequences", sequences, 1)
     if not isinstance(Method.parse(method), GroupPooling):
@@ -93,8 +95,9 @@ def measure_deviation(
     if condensed_layers(model):
         raise ValueError("model must have stock attention: call condense.restore(model) first")
     _check_lengths(model, method, texts, lengths)
+    chosen = None if layers is None else list(layers)
     return [
-        _measure(model, method, name, stretches(ids, length, sequences), on_step)
+        _measure(model, method, chosen, name, stretches(ids, length, sequences), on_step)
         for name, ids in texts.items()
         for length in lengths
     ]
@@ -121,9 +124,14 @@ def _check_lengths(model: Any, method: Method, texts: Mapping[str, Tensor], leng
 
 
 def _measure(
-    model: PreTrainedModel, method: Method, name: str, parts: list[Tensor], on_step: Callable[[], None]
+    model: PreTrainedModel,
+    method: Method,
+    chosen: list[int] | None,
+    name: str,
+    parts: list[Tensor],
+    on_step: Callable[[], None],
 ) -> Deviation:
-    with use(model, method):
+    with use(model, method, chosen):
         attentions = attention_layers(model)
         condensed = condensed_layers(model)
         layers = [_Observer(method, module) if i in condensed else None for i, module in sorted(attentions.items())]

@@ -37,7 +37,9 @@ def last_result(folder: Path, kind: str, what: str, device: torch.device) -> tup
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The content of a benchmark's result file. Raises ValueError if it is none."""
+    """The content of a benchmark's result file. Raises ValueError if it is none, or there is none."""
+    if not path.is_file():
+        raise ValueError(f"results: no such file: {path}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["results"]["kind"] in ("kernel", "model") and document["provenance"] is not None:

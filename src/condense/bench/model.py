@@ -18,8 +18,7 @@ from condense.bench.model_gate import ModelGate, random_tokens
 from condense.bench.rows import Row, condensed_runners, crossover, first_line, medians
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS, Reading
 from condense.bench.timing import Times
-from condense.methods import Method
-from condense.models import use
+from condense.models import MethodChoice, use_choice
 from condense.results import plain
 
 # prompts that take longer are read twice, and those beyond the second figure once
@@ -28,22 +27,23 @@ _LONG_S, _VERY_LONG_S = 3.0, 20.0
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is to be measured. ``methods``: label to method; ``steps``: tokens after the first, timed one by one.
+    """What is to be measured. ``methods``: label to method, or to a choice of methods by layer; ``steps``: tokens after
+    the first, timed one by one.
 
     compile_feed_forward: `torch.compile` these modules first, for all runners.
     """
 
     lengths: Sequence[int]
-    methods: Mapping[str, Method]
+    methods: Mapping[str, MethodChoice]
     runners: Sequence[str] = DEFAULT_RUNNERS
     steps: int = 32
     prefill_chunk: int | None = None
     compile_feed_forward: bool = False
     seed: int = 0
 
-    def cases(self) -> list[tuple[str, str, Method | None]]:
+    def cases(self) -> list[tuple[str, str, MethodChoice | None]]:
         """Name of the row, runner and method."""
-        cases: list[tuple[str, str, Method | None]] = []
+        cases: list[tuple[str, str, MethodChoice | None]] = []
         for runner in self.runners:
             if runner.startswith("dense"):
                 cases.append((runner, runner, None))
@@ -76,7 +76,7 @@ def bench_model(
     rows, feed_forward = [], []
     for length in plan.lengths:
         ids = random_tokens(model, length, plan.seed)
-        ran: list[Method | None] = []
+        ran: list[MethodChoice | None] = []
         for name, runner, method in plan.cases():
             row = _row(model, ids, name, runner, method, verdicts[name], plan)
             on_row(row)
@@ -84,7 +84,9 @@ def bench_model(
             ran += [method] if "first" in row else []
         if feed_forward_modules(model) and ran:
             # condensed if it can be: as much feed-forward, sooner read
-            feed_forward.append(_feed_forward(model, ids, next(filter(None, ran), None), plan))
+            feed_forward.append(
+                _feed_forward(model, ids, next((method for method in ran if method is not None), None), plan)
+            )
     rows = _with_ratios(rows)
     config = model.config.get_text_config(decoder=True)
     return {
@@ -117,7 +119,7 @@ def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
     return result
 
 
-def _verdict(model: PreTrainedModel, runner: str, method: Method | None, plan: ModelPlan) -> Verdict | str | None:
+def _verdict(model: PreTrainedModel, runner: str, method: MethodChoice | None, plan: ModelPlan) -> Verdict | str | None:
     """The gate's verdict, or the error in one line; None where there is nothing to check."""
     compile = RUNNERS[runner].compile
     try:
@@ -137,7 +139,7 @@ def _row(
     ids: Tensor,
     name: str,
     runner: str,
-    method: Method | None,
+    method: MethodChoice | None,
     verdict: Verdict | str | None,
     plan: ModelPlan,
 ) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _row(
     try:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(ids.device)
-        with use(model, method) if method is not None else contextlib.nullcontext():
+        with use_choice(model, method) if method is not None else contextlib.nullcontext():
             readings = _readings(model, ids, runner, plan)
         last = readings[-1]
         row |= {
@@ -169,12 +171,12 @@ def _row(
     return plain(row)
 
 
-def _feed_forward(model: PreTrainedModel, ids: Tensor, method: Method | None, plan: ModelPlan) -> dict[str, Any]:
+def _feed_forward(model: PreTrainedModel, ids: Tensor, method: MethodChoice | None, plan: ModelPlan) -> dict[str, Any]:
     """Milliseconds of the feed-forward modules alone, of a prompt and of a step."""
     figures: dict[str, Any] = {"length": ids.shape[1]}
     try:
         figures["step_ms"] = step_ms(model)
-        with use(model, method) if method is not None else contextlib.nullcontext():
+        with use_choice(model, method) if method is not None else contextlib.nullcontext():
             figures["first_ms"] = first_ms(model, ids, plan.prefill_chunk)
     except Exception as error:
         figures["error"] = first_line(error)

@@ -12,19 +12,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from condense.bench.gate import Verdict
-from condense.methods import Method
-from condense.models import GraphDecoder, use
+from condense.models import GraphDecoder, MethodChoice, methods_of, use_choice
 
 
 class ModelGate:
     """Verdicts on one model, on one short text of random tokens per method."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, method: MethodChoice, seed: int) -> None:
         self.model, self.method = model, method
-        rule = method.rule
+        rules = [each.rule for each in methods_of(method)]
+        chunk = max(rule.chunk for rule in rules)
         # past the window, and over the ends of groups in every kind of call
-        self.steps = rule.chunk + 3
-        length = (rule.window or 0) + 4 * rule.chunk + self.steps
+        self.steps = chunk + 3
+        length = max(rule.window or 0 for rule in rules) + 4 * chunk + self.steps
         self.ids = random_tokens(model, length, seed)
 
     def check(self, compile: bool | None) -> Verdict | None:
@@ -32,10 +32,10 @@ class ModelGate:
 
         None if the method's prompts are meant to differ from its steps.
         """
-        if self.method.looks_ahead:
+        if any(method.looks_ahead for method in methods_of(self.method)):
             return None
         dense = _rms(self._at_once() - self._in_pieces())
-        with use(self.model, self.method):
+        with use_choice(self.model, self.method):
             want = self._at_once()
             moved = _rms(want - self._at_once(nudged=True))
             got = self._in_pieces() if compile is None else self._by_graph(compile)

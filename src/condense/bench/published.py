@@ -50,6 +50,9 @@ def fastest(rows: Sequence[Row], length: int, method: str | None) -> Row | None:
     timed = [
         row
         for row in rows
-        if row["length"] == length and row.get("first") and (row["method"] or {}).get("method") == method
+        if row["length"] == length
+        and row.get("first")
+        and row["condensed"] == (method is not None)
+        and (row["method"] or {}).get("method") == method
     ]
     return min(timed, key=lambda row: row["first"]["median_ms"], default=None)

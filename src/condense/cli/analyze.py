@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +12,21 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.analysis import Deviation, measure_deviation
-from condense.cli.options import METHOD_HELP, load_model, parse_method, progress, read_text, warn_of_length
+from condense.cli.options import (
+    POOLING_HELP,
+    described,
+    load_model,
+    parse_method,
+    progress,
+    read_text,
+    saved_choice,
+    warn_of_length,
+)
 from condense.demo import demo_text
 from condense.evaluate.compare import encode
-from condense.models import restore
+from condense.methods import LCA, Method
+from condense.methods.grouped import GroupPooling
+from condense.models import MethodChoice, methods_of, restore
 from condense.plots import plot_deviation, require_matplotlib
 from condense.results import refuse_existing, write_results
 
@@ -34,8 +46,15 @@ def deviation_command(
     text: Annotated[
         list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help=METHOD_HELP + " cca or lca. Default: lca.")] = None,
-    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: the longest text.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help=POOLING_HELP + " Default: what the model was saved with, or lca.")
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Tokens; repeatable. Default: the shortest text; of the bundled model and text, 512 to 3584."
+        ),
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Stretches cut from each text, where it is long enough.")] = 8,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
@@ -49,9 +68,12 @@ def deviation_command(
             refuse_existing(path, name, overwrite=overwrite)
     if plot is not None:
         require_matplotlib(plot)
-    chosen = parse_method(method or (DEMO_METHOD if model is None else "lca"))
-    contents = {Path(source).stem if source != "-" else "text": read_text(source) for source in text or ()}
+    given = parse_method(method or DEMO_METHOD) if method is not None or model is None else None
+    sources = list(dict.fromkeys(text or ()))
+    contents = {name: read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
     loaded, tokenizer = load_model(model, dtype, device)
+    choice = given or saved_choice(loaded) or LCA()
+    chosen = given or _saved_pooling(choice)
     restore(loaded)
     ids = {name: encode(tokenizer, x, loaded)[0] for name, x in (contents or {"bundled": demo_text().text}).items()}
     shortest = min(map(len, ids.values()))
@@ -60,20 +82,49 @@ def deviation_command(
     with progress() as bar:
         task = bar.add_task("reading", total=steps)
         results = measure_deviation(
-            loaded, chosen, ids, lengths, sequences=sequences, on_step=lambda: bar.advance(task)
+            loaded,
+            chosen,
+            ids,
+            lengths,
+            layers=choice if isinstance(choice, Mapping) else None,
+            sequences=sequences,
+            on_step=lambda: bar.advance(task),
         )
     warn_of_length(loaded, max(lengths))
-    _print(results, f"{chosen}: distance of tokens from their representatives, mean over layers, heads and tokens")
+    _print(
+        results,
+        f"{described(choice)}: distance of tokens from their representatives, mean over layers, heads and tokens",
+    )
     if json is not None:
-        content = {"model": model or "bundled", "method": chosen, "deviations": results}
+        content = {"model": model or "bundled", "method": choice, "deviations": results}
         write_results(json, content, device=loaded.device, overwrite=overwrite)
     if plot is not None:
         plot_deviation(results, plot)
 
 
+def _saved_pooling(choice: MethodChoice) -> Method:
+    """The method that a model was saved with. Raises ValueError for several, and for one that pools no groups."""
+    method, *others = methods_of(choice)
+    if others or not isinstance(method, GroupPooling):
+        raise ValueError(
+            f"method: wanted one that pools groups, the model was saved with {described(choice)}: add --method"
+        )
+    return method
+
+
+def _names(sources: list[str]) -> list[str]:
+    """Stems of the files, or as much of their paths as tells them apart; ``text`` for standard input."""
+    paths = [Path("text" if source == "-" else source) for source in sources]
+    longest = max((len(path.parts) for path in paths), default=0)
+    tails = ([str(Path(*path.parts[-n:])) for path in paths] for n in range(1, longest + 1))
+    ways = ([path.stem for path in paths], *tails)
+    return next((names for names in ways if len(set(names)) == len(names)), sources)
+
+
 def _print(results: list[Deviation], title: str) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("text", "tokens", "n", "|k|", "δk", "δk/|k|", "max δk", "|v|", "δv", "δv/|v|", "max δv"):
+    table.add_column("text", justify="right", overflow="fold")
+    for heading in ("tokens", "n", "|k|", "δk", "δk/|k|", "max δk", "|v|", "δv", "δv/|v|", "max δv"):
         table.add_column(heading, justify="right", no_wrap=True)
     for r in results:
         figures = [

@@ -11,11 +11,21 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from condense import bench
 from condense.cli.bench_tables import print_kernel, print_model
-from condense.cli.options import DTYPES, METHOD_HELP, parse_device, parse_method, progress, read_saved
+from condense.cli.options import (
+    DTYPES,
+    METHOD_HELP,
+    described,
+    parse_device,
+    parse_method,
+    progress,
+    read_saved,
+    read_skeleton,
+    saved_choice,
+)
 from condense.config import check_int
 from condense.methods import Method
 from condense.models import restore
@@ -34,7 +44,6 @@ LOG_WIDTH = 160  # in a file or a pipe
 bench_app = typer.Typer(name="bench", help="Measure kernels and whole models against named baselines.")
 
 LengthsOption = Annotated[str | None, typer.Option(help="Tokens, such as 4096,32K,1M. Default: 4K to 128K.")]
-MethodOption = Annotated[list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable.")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less time per figure.")]
@@ -45,7 +54,9 @@ ResultsOption = Annotated[Path, typer.Option(help="Folder of result files: the l
 def kernel_command(
     shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
     lengths: LengthsOption = None,
-    method: MethodOption = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help=f"{METHOD_HELP} Repeatable. Default: {' and '.join(METHODS)}.")
+    ] = None,
     ops: Annotated[str, typer.Option(help=f"Of {', '.join(bench.OPS)}.")] = ",".join(bench.OPS),
     baselines: Annotated[
         str | None, typer.Option(help=f"Of {', '.join(bench.BASELINES)}; or none. Default: all for the GPU.")
@@ -99,7 +110,10 @@ def model_command(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM instead.")] = None,
     layers: Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")] = None,
     lengths: LengthsOption = None,
-    method: MethodOption = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{METHOD_HELP} Repeatable. Default: what the model was saved with, or {METHODS[0]}."),
+    ] = None,
     runners: Annotated[str, typer.Option(help=f"Of {', '.join(bench.RUNNERS)}.")] = ",".join(bench.DEFAULT_RUNNERS),
     steps: Annotated[int | None, typer.Option(help="Further tokens that are timed. Default: 32.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Read prompts in pieces of so many tokens.")] = None,
@@ -124,17 +138,17 @@ def model_command(
     chosen_runners = bench.check_runners(_names(runners))
     where = parse_device(device)
     torch_dtype = _dtype(dtype, where)
+    prompts, methods = _lengths(lengths, where, quick), _methods(method, METHODS[:1])
+    saved = None if model is None else saved_choice(read_skeleton(model))
     plan = bench.ModelPlan(
-        _lengths(lengths, where, quick),
-        _methods(method, METHODS[:1]),
+        prompts,
+        methods if saved is None or method else {described(saved): saved},
         chosen_runners,
         steps or (8 if quick else 32),
         prefill_chunk,
         compile_feed_forward,
         seed,
     )
-    if model is not None:
-        read_saved(model, AutoConfig.from_pretrained)
     name = chosen if model is None else Path(model).name
     what = "-".join(
         [

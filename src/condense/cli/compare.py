@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from condense.cli.options import (
     LAYERS_HELP,
     METHOD_HELP,
     choose,
+    described,
     load_model,
     parse_method,
     progress,
@@ -114,14 +115,7 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> Non
         )
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):
-        console.print(f"{label}: {_described(outcome.method)}", highlight=False, markup=False)
-
-
-def _described(choice: MethodChoice) -> str:
-    if not isinstance(choice, Mapping):
-        return str(choice)
-    parts = {method: [str(i) for i in choice if choice[i] == method] for method in choice.values()}
-    return "; ".join(f"{method} in layers {', '.join(layers)}" for method, layers in parts.items())
+        console.print(f"{label}: {described(outcome.method)}", highlight=False, markup=False)
 
 
 def _first_line(answer: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from condense.cli.options import (
     DTYPES,
@@ -19,10 +18,9 @@ from condense.cli.options import (
     METHOD_HELP,
     choose,
     parse_method,
-    read_saved,
+    read_skeleton,
     saved_choice,
 )
-from condense.demo import demo_config
 from condense.methods import CCA
 from condense.models import restore
 from condense.models.inspect import LayerReport, inspect
@@ -50,9 +48,7 @@ def inspect_command(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
     given = None if method is None and layers is None else choose(parse_method(method or "cca"), layers)
-    config: Any = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
-    with torch.device("meta"):
-        skeleton = read_saved(model or "bundled", lambda _: AutoModelForCausalLM.from_config(config))
+    skeleton = read_skeleton(model)
     chosen = given or saved_choice(skeleton) or CCA()
     reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)
     backend = resolve_backend("auto", torch.device(device), DTYPES[dtype], (reports[0].width, reports[0].value_width))

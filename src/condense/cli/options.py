@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,15 +13,20 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.config import method_names
-from condense.demo import demo_model
+from condense.config import method_class, method_names
+from condense.demo import demo_config, demo_model
 from condense.methods import Dense, Method
-from condense.models import MethodChoice, attention_layers, condensed_layers
+from condense.methods.grouped import GroupPooling
+from condense.models import MethodChoice, attention_layers, condensed_layers, methods_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-METHOD_HELP = f"One of {', '.join(method_names())}, with settings: 'cca:group_size=16,window=1024'."
+_METHOD_HELP = "One of {}, with settings: 'cca:group_size=16,window=1024'."
+METHOD_HELP = _METHOD_HELP.format(", ".join(method_names()))
+POOLING_HELP = _METHOD_HELP.format(
+    ", ".join(name for name in method_names() if issubclass(method_class(name), GroupPooling))
+)
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
 
@@ -53,21 +58,25 @@ def _value(text: str) -> Any:
 
 
 def parse_layers(text: str) -> list[int]:
-    """Layer indices from ``0,4-7``. Raises ValueError for anything else."""
+    """Layer indices from ``0,4-7``. Raises ValueError for anything else, a range that runs backwards too."""
     layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
             raise ValueError(f"layers must look like 2-31 or 0,4-7, got {text!r}")
-        layers += range(int(first), int(last if dash else first) + 1)
+        indices = range(int(first), int(last if dash else first) + 1)
+        if not indices:
+            raise ValueError(f"layers: a range must go from its lower to its higher end, got {part.strip()!r}")
+        layers += indices
     return layers
 
 
 def choose(method: Method, layers: str | None) -> MethodChoice:
     """The method, or the layers it is for. Dense is the stock model whatever the layers."""
-    if layers is None or isinstance(method, Dense):
+    if layers is None:
         return method
-    return dict.fromkeys(parse_layers(layers), method)
+    chosen = dict.fromkeys(parse_layers(layers), method)
+    return method if isinstance(method, Dense) else chosen
 
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
@@ -77,6 +86,14 @@ def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
         return None
     methods = set(saved.values())
     return methods.pop() if len(methods) == 1 and len(saved) == len(attention_layers(model)) else saved
+
+
+def described(choice: MethodChoice) -> str:
+    """A method, or the methods of a choice with their layers, in words."""
+    if not isinstance(choice, Mapping):
+        return str(choice)
+    layers = {method: [str(i) for i in choice if choice[i] == method] for method in methods_of(choice)}
+    return "; ".join(f"{method} in layers {', '.join(indices)}" for method, indices in layers.items())
 
 
 def load_model(
@@ -109,6 +126,13 @@ def read_saved(model: str, read: Callable[[str], T]) -> T:
     except Exception as error:
         reason = textwrap.shorten(str(error), width=240, placeholder=" ...") or type(error).__name__
         raise ValueError(f"model: cannot read {model}: {reason}") from error
+
+
+def read_skeleton(model: str | None) -> PreTrainedModel:
+    """The bundled model, or the one in a folder or on the hub, without weights. Raises ValueError as `read_saved`."""
+    config: Any = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
+    with torch.device("meta"):
+        return read_saved(model or "bundled", lambda _: AutoModelForCausalLM.from_config(config))
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -22,7 +22,10 @@ def train_command(
     pretrained: Annotated[
         str | None, typer.Option(help="adapt: folder or hub name of the model to start from.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="adapt: " + METHOD_HELP)] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"adapt: {METHOD_HELP} summary=prompt and selection=prompt need allow_future=true."),
+    ] = None,
     mix: Annotated[
         str | None, typer.Option(help="adapt: alternate (dense and condensed steps) or condensed. Default: alternate.")
     ] = None,

@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from transformers import (
 
 from condense.caches import cache_nbytes
 from condense.config import check_int
-from condense.methods import Dense, Method
-from condense.models import MethodChoice, attention_layers, condensed_layers, use
+from condense.methods import Dense
+from condense.models import MethodChoice, attention_layers, condensed_layers, use_choice
 from condense.models.families import max_learned_positions
 
 
@@ -112,15 +112,9 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 @contextmanager
 def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]:
     """The choice for the length of the block; Dense leaves the model stock."""
-    parts: dict[Method, list[int] | None] = {}
     if isinstance(choice, Mapping):
-        parts |= {method: [i for i in choice if choice[i] == method] for method in choice.values()}
-    else:
-        parts[choice] = None
-    with ExitStack() as stack:
-        for method, layers in parts.items():
-            if not isinstance(method, Dense):
-                stack.enter_context(use(model, method, layers))
+        choice = {i: method for i, method in choice.items() if not isinstance(method, Dense)}
+    with nullcontext() if not choice or isinstance(choice, Dense) else use_choice(model, choice):
         yield
 
 

@@ -184,3 +184,12 @@ class InPlace(Method):
             scale=scale,
             backend=backend,
         )
+
+
+def check_trainable(method: Method) -> None:
+    """Raise ValueError if gradients may not flow through ``method``: it looks ahead, and nobody consented."""
+    if method.looks_ahead and not method.permits_future:
+        raise ValueError(
+            f"{method} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
+            f"{method.causal_setting} or pass allow_future=True"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -44,23 +44,8 @@ def _plan(
     base: PreTrainedModel, attentions: dict[int, nn.Module], method: Method, layers: Iterable[int] | None
 ) -> dict[int, Method]:
     """What each layer gets, checked before anything changes."""
-    method = Method.parse(method)
-    full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
-    chosen = full if layers is None else checked_layers(layers, attentions, full)
-    if not chosen:
-        raise ValueError(f"{type(base).__name__} has sliding windows in all layers: nothing is left to condense")
-    config = _config(attentions)
-    if getattr(config, "output_attentions", False):
-        raise ValueError(
-            "config.output_attentions must be False, got True: condensed attention has no weights to return"
-        )
-    is_condensed = any(isinstance(module, CondensedAttention) for module in attentions.values())
-    if config._attn_implementation == IMPLEMENTATION and not is_condensed:
-        raise ValueError(
-            "config must be the model's own, got that of a condensed model: build one of them from "
-            "copy.deepcopy(config)"
-        )
-    plan = dict.fromkeys(chosen, method)
+    plan = dict.fromkeys(chosen_layers(base, attentions, layers), Method.parse(method))
+    check_config(attentions)
     check_latents(plan, attentions)
     return {**_methods(attentions), **plan}
 
@@ -82,6 +67,23 @@ def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> I
     finally:
         _assign(attentions, before)
         _config(attentions)._attn_implementation_internal = implementation
+
+
+@contextmanager
+def use_choice(model: ModelT, choice: MethodChoice) -> Iterator[ModelT]:
+    """`use` with one method, or with each method of a choice in its layers."""
+    with ExitStack() as stack:
+        if isinstance(choice, Mapping):
+            for method in methods_of(choice):
+                stack.enter_context(use(model, method, [i for i in choice if choice[i] == method]))
+        else:
+            stack.enter_context(use(model, choice))
+        yield model
+
+
+def methods_of(choice: MethodChoice) -> list[Method]:
+    """The methods of a choice, each once."""
+    return list(dict.fromkeys(choice.values())) if isinstance(choice, Mapping) else [choice]
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
@@ -208,8 +210,13 @@ def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
     return {int(module.layer_idx): module for module in modules}  # type: ignore[arg-type]
 
 
-def checked_layers(layers: Iterable[int], attentions: dict[int, nn.Module], full: list[int]) -> list[int]:
-    """The layers as a list. Raises ValueError for anything but indices in ``full``, and for none."""
+def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: Iterable[int] | None) -> list[int]:
+    """The layers as a list, None: all that can be condensed. Raises ValueError for any other index, and for none."""
+    full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
+    if layers is None:
+        if not full:
+            raise ValueError(f"{type(model).__name__} has sliding windows in all layers: nothing is left to condense")
+        return full
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers must be a list of layer indices, got {layers!r}")
     chosen = list(layers)
@@ -221,6 +228,21 @@ def checked_layers(layers: Iterable[int], attentions: dict[int, nn.Module], full
     if not chosen:
         raise ValueError("layers must name at least one layer, got none; leave it out to condense all")
     return chosen
+
+
+def check_config(attentions: dict[int, nn.Module]) -> None:
+    """Raise ValueError if a model is to return attention weights, or has the configuration of a condensed one."""
+    config = _config(attentions)
+    if getattr(config, "output_attentions", False):
+        raise ValueError(
+            "config.output_attentions must be False, got True: condensed attention has no weights to return"
+        )
+    is_condensed = any(isinstance(module, CondensedAttention) for module in attentions.values())
+    if config._attn_implementation == IMPLEMENTATION and not is_condensed:
+        raise ValueError(
+            "config must be the model's own, got that of a condensed model: build one of them from "
+            "copy.deepcopy(config)"
+        )
 
 
 def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module]) -> None:

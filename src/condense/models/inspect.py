@@ -12,7 +12,7 @@ from torch import nn
 from condense.config import check_int
 from condense.functional import SLACK, first_needed, num_entries, step_plan
 from condense.methods import DGA, Dense, Method
-from condense.models.apply import MethodChoice, attention_layers, check_latents, checked_layers
+from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
 from condense.models.families import is_latent, sliding_window
 from condense.ops.checks import step_obstacle
 
@@ -52,11 +52,11 @@ def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int =
     """
     check_int("length", length, 1)
     attentions = attention_layers(model)
-    full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
     if isinstance(method, Mapping):
-        chosen = {i: Method.parse(method[i]) for i in checked_layers(method, attentions, full)}
+        chosen = {i: Method.parse(method[i]) for i in chosen_layers(model, attentions, method)}
     else:
-        chosen = dict.fromkeys(full, Method.parse(method))
+        chosen = dict.fromkeys(chosen_layers(model, attentions, None), Method.parse(method))
+    check_config(attentions)
     check_latents(chosen, attentions)
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
 

@@ -4,8 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -16,6 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
+
+from condense.files import whole_file
 
 _PIECE_CHARACTERS = 20_000
 _PIECES_PER_BATCH = 512
@@ -109,29 +109,29 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     Raises:
         ValueError: as ``read_documents`` and ``encode_corpus``.
     """
-    folder = Path(cache)
-    file = folder / f"tokens-{_fingerprint(paths, tokenizer)}.npz"
+    file = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}.npz"
     if file.is_file():
         with np.load(file) as arrays:
             return Corpus(arrays["tokens"], arrays["line_starts"], arrays["document_starts"])
     console = Console(stderr=True)
     documents = track(list(read_documents(paths)), description="Encoding", transient=True, console=console)
     corpus = encode_corpus(documents, tokenizer)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{file.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            np.savez(
-                stream,
-                tokens=corpus.tokens,
-                line_starts=corpus.line_starts,
-                document_starts=corpus.document_starts,
-            )
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with whole_file(file) as stream:
+        np.savez(
+            stream,
+            tokens=corpus.tokens,
+            line_starts=corpus.line_starts,
+            document_starts=corpus.document_starts,
+        )
     return corpus
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file's contents, in hexadecimal. Raises ValueError if there is no such file."""
+    if not path.is_file():
+        raise ValueError(f"paths: wanted an existing text file, got {path}")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def newline_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -191,8 +191,5 @@ def _fingerprint(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase
     """A short hash of the files' contents and of the tokenizer."""
     digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     for path in map(Path, paths):
-        if not path.is_file():
-            raise ValueError(f"paths: wanted an existing text file, got {path}")
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256(path)))
     return digest.hexdigest()[:16]

@@ -20,17 +20,18 @@ from transformers import (
     set_seed,
 )
 
-from condense.models import attention_layers, condensed_layers, restore, use
+from condense.methods.base import check_trainable
+from condense.models import condensed_layers, restore, use
 from condense.models.families import max_learned_positions
-from condense.results import plain, refuse_existing, write_results
+from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences
 from condense.train.phase import newest_checkpoint, train_phase
+from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
 
 REPORT = "training.json"
-_RUN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -92,18 +93,22 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
 
     Raises:
         ValueError: the output exists; unfinished work does and ``resume`` is false, or it is of another run; bad
-            data; no such phase; a model that the method cannot condense or that is too short for a phase.
+            data; no such phase; a model that the method cannot condense or that is too short for a phase, or a method
+            that cannot be trained.
     """
     refuse_existing(config.output, "output")
     if config.work.exists() and not resume:
-        raise ValueError(f"resume: wanted True, since an unfinished run lies in {config.work}, got False")
+        raise ValueError(
+            f"resume: wanted True, since an unfinished run lies in {config.work}, got False; to start another run, "
+            "delete that folder or choose another output"
+        )
     names = [phase.name for phase in config.phases]
     if until is not None and until not in names:
         raise ValueError(f"until: wanted one of {', '.join(names)}, got {until!r}")
     _check_model(config)
     begun = config.work.exists()
     try:
-        _check_same_run(config)
+        check_same_run(config)
         prepared = prepare(config)
         for phase in config.phases:
             _builder(prepared, phase)
@@ -180,36 +185,16 @@ def _check_model(config: TrainConfig) -> None:
         skeleton = AutoModelForCausalLM.from_config(settings)
     for phase in config.phases:
         if phase.method is not None:
-            attention_layers(skeleton)
+            with use(restore(skeleton), phase.method):
+                pass
+            if phase.mix != "dense":
+                check_trainable(phase.method)
         positions = max_learned_positions(settings.get_text_config(decoder=True))
         if positions is not None and phase.sequence_length > positions:
             raise ValueError(
                 f"sequence_length: wanted at most the model's {positions} learned positions, got "
                 f"{phase.sequence_length}"
             )
-
-
-def _check_same_run(config: TrainConfig) -> None:
-    """Note in the work folder what run it is of. Raises ValueError if it is of another one."""
-    note = config.work / _RUN
-    content = plain({**_summary(config), "seed": config.seed, "phases": config.phases})
-    if not note.exists():
-        write_results(note, content, seed=config.seed)
-        return
-    before = json.loads(note.read_text(encoding="utf-8"))["results"]
-    changed = sorted(name for name in content if before.get(name) != content[name])
-    if changed:
-        raise ValueError(f"resume: wanted the run that lies in {config.work}, got another {', '.join(changed)}")
-
-
-def _summary(config: TrainConfig) -> dict[str, Any]:
-    return {
-        "recipe": config.recipe,
-        "data": [path.name for path in config.data],
-        "architecture": config.architecture,
-        "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
-        "dtype": config.dtype,
-    }
 
 
 def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -247,7 +232,7 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
     def write(folder: Path) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         phases = [json.loads(report.read_text())["results"] for report in reports]
-        content = {**_summary(config), "phases": phases}
+        content = {**summary(config), "phases": phases}
         write_results(folder / REPORT, content, seed=config.seed)
 
     _write_folder(config.output, write)
