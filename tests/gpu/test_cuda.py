@@ -4,6 +4,7 @@ import oracle
 import pytest
 import torch
 from budget import DTYPES, METHODS, SHAPES, band, errors, inputs_for
+from models import tiny
 
 import condense
 from condense.functional import attend_to, extend
