@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import condense
 from condense.functional import attend_to, extend, num_entries, step_plan
-from condense.ops import StepState, decode_step, resolve_step_backend
+from condense.ops import StepState, checks, decode_step, step_backend
+from condense.ops.checks import step_obstacle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
@@ -224,24 +225,30 @@ def test_plan_of_focal_chunks():
 def test_which_chunks_the_kernels_rank(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     args = (torch.device("cpu"), torch.bfloat16, (128, 128))
-    assert resolve_step_backend("triton", *args, step_plan(condense.DGA(group_size=64, gamma=1))) == "triton"
+    assert step_obstacle(*args, step_plan(condense.DGA(group_size=64, gamma=1))) is None
     for method, message in (
-        (condense.DGA(group_size=65, gamma=1), "up to 128 tokens, got 130; use backend='torch'"),
-        (condense.DGA(focal="random"), "makes its entries itself; use backend='torch'"),
+        (condense.DGA(group_size=65, gamma=1), "up to 128 tokens, got 65 of 130"),
+        (condense.DGA(focal="random"), "makes its entries itself"),
     ):
-        with pytest.raises(ValueError, match=message):
-            resolve_step_backend("triton", *args, step_plan(method))
-        assert resolve_step_backend("auto", *args, step_plan(method)) == "torch"
+        assert message in step_obstacle(*args, step_plan(method))
 
 
-def test_backends_of_a_step():
-    plan = step_plan(condense.CCA())
-    cpu = torch.device("cpu")
-    assert resolve_step_backend("auto", cpu, torch.bfloat16, (128, 128), plan) == "torch"
-    assert resolve_step_backend("torch", cpu, torch.float64, (3, 5), plan) == "torch"
-    with pytest.raises(ValueError, match=r"'reference' has no decode step .* use backend='torch'"):
-        resolve_step_backend("reference", cpu, torch.float64, (3, 5), plan)
-    with pytest.raises(ValueError, match=r"^backend must be"):
-        resolve_step_backend("numpy", cpu, torch.float64, (3, 5), plan)
-    with pytest.raises(ValueError, match=r"^backend 'triton' .*; use backend='torch'"):
-        resolve_step_backend("triton", cpu, torch.bfloat16, (128, 128), plan)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "widths", "method", "latent", "backend"),
+    [
+        (CPU, torch.bfloat16, (128, 128), condense.CCA(), 0, "torch"),
+        (CUDA, torch.bfloat16, (128, 128), condense.CCA(), 0, "triton"),
+        (CUDA, torch.float64, (128, 128), condense.CCA(), 0, "torch"),
+        (CUDA, torch.bfloat16, (128, 257), condense.CCA(), 0, "torch"),
+        (CUDA, torch.bfloat16, (128, 128), condense.DGA(focal="random"), 0, "torch"),
+        (CUDA, torch.bfloat16, (576, 0), condense.LCA(), 512, "triton"),
+        (CUDA, torch.bfloat16, (577, 0), condense.LCA(), 513, "torch"),
+    ],
+    ids=str,
+)
+def test_backends_of_a_step(monkeypatch, device, dtype, widths, method, latent, backend):
+    monkeypatch.setattr(checks, "_HAS_TRITON", True)
+    assert step_backend(device, dtype, widths, step_plan(method), latent=latent) == backend

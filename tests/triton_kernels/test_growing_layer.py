@@ -48,7 +48,7 @@ def method(request):
 def stepping(monkeypatch):
     """As on a GPU: "auto" takes the kernels."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(dynamic, "resolve_step_backend", lambda *args, **kwargs: "triton")
+        monkeypatch.setattr(dynamic, "step_backend", lambda *args, **kwargs: "triton")
 
 
 class Reading(CondensedLayer):

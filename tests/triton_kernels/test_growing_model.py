@@ -47,7 +47,7 @@ def model(request):
 @pytest.fixture(autouse=True)
 def stepping(monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(dynamic, "resolve_step_backend", lambda *args, **kwargs: "triton")
+        monkeypatch.setattr(dynamic, "step_backend", lambda *args, **kwargs: "triton")
 
 
 def _generate(model, ids, **kwargs):

@@ -500,15 +500,15 @@ def test_refuses_what_it_has_no_kernel_for():
     unknown = dataclasses.replace(plan, key_pooling=None)
     columns = state._replace(prefix_k=state.prefix_k.mT.contiguous().mT)
     for match, args in {
-        "bfloat16, float16 or float32": (q.double(), k.double(), v.double(), wide, plan),
+        "takes torch.bfloat16, .*, got torch.float64": (q.double(), k.double(), v.double(), wide, plan),
         "num_focal . 1 = 1 entries per chunk, got 2": (q, k, v, state, two),
-        "num_focal tokens of up to 128": (q, k, v, state, large),
+        "chunks of up to 128 tokens, got 1 of 129": (q, k, v, state, large),
         "ring_v must be": (q, k, v, short, plan),
         "ring_q must be": (q, k, v, few, plan),
         "v must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
         "prompt must be": (q, k, v, state._replace(prompt=state.prompt[:, :2]), plan),
-        "got None": (q, k, v, state, unknown),
+        "makes its entries itself": (q, k, v, state, unknown),
         "contiguous": (q, k, v, columns, plan),
         "values of width 0": (q, k, v, state, plan, 8),
         "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),

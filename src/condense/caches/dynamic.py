@@ -19,7 +19,7 @@ from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
 from condense.caches.steps import Steps
 from condense.functional import Past, Sources, extend, first_needed, num_entries, step_plan
 from condense.methods import Method, on_latents
-from condense.ops import StepPlan, resolve_step_backend
+from condense.ops import StepPlan, step_backend
 from condense.ops.rows import PerRow, agreed, least, most
 
 
@@ -100,7 +100,7 @@ class CondensedLayer(CacheLayerMixin):
         if self._past is None or self._past.band_k.dtype != k.dtype:
             return False
         widths, latent = (k.shape[3], v.shape[3]), latent_width or 0
-        return resolve_step_backend("auto", k.device, k.dtype, widths, self._plan, latent=latent) == "triton"
+        return step_backend(k.device, k.dtype, widths, self._plan, latent=latent) == "triton"
 
     def step(
         self,

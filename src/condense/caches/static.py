@@ -22,7 +22,7 @@ from condense.caches.buffers import empty_state, entry_bias, read_past, write_pa
 from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
 from condense.functional import Past, Sources, extend, most_entries, num_entries, step_plan
 from condense.methods import Method, on_latents
-from condense.ops import StepState, decode_step, resolve_step_backend
+from condense.ops import StepState, decode_step, step_backend
 from condense.ops.rows import PerRow, agreed, most
 
 
@@ -75,7 +75,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.latent_width = latent_width or 0
         self.view = on_latents(self.method, latent_width) if latent_width else self.method
-        self.backend = resolve_step_backend("auto", device, self.dtype, widths, self.plan, latent=self.latent_width)
+        self.backend = step_backend(device, self.dtype, widths, self.plan, latent=self.latent_width)
         self.prefix_bias = entry_bias(self.method, B, M, device)
         if not torch.compiler.is_compiling():
             for tensor in (*self.state, self.num_slots):

@@ -12,7 +12,7 @@ from condense.ops.api import (
     summarize,
 )
 from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule, Windows
-from condense.ops.checks import resolve_backend, resolve_pooling, resolve_step_backend
+from condense.ops.checks import resolve_backend, resolve_pooling, step_backend
 from condense.ops.step import StepPlan, StepState
 
 __all__ = [
@@ -33,6 +33,6 @@ __all__ = [
     "pool_groups",
     "resolve_backend",
     "resolve_pooling",
-    "resolve_step_backend",
+    "step_backend",
     "summarize",
 ]

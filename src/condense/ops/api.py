@@ -171,7 +171,7 @@ def decode_step(
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
     ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias
     ``[B|1, 1, M]``: instead of what the plan says of the entries' bias. latent: values are
-    the first so many columns of the keys, Dv is 0 (absorbed MLA). ``backend``: what `resolve_step_backend` said.
+    the first so many columns of the keys, Dv is 0 (absorbed MLA). ``backend``: what `step_backend` said.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":

@@ -133,42 +133,50 @@ def resolve_backend(
     return backend
 
 
-def resolve_step_backend(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    widths: tuple[int, ...],
-    plan: StepPlan,
-    *,
-    latent: int = 0,
+def step_backend(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepPlan, *, latent: int = 0
 ) -> str:
-    """The backend of decode steps; "auto" decides, "triton" is taken where it can run, on CUDA.
+    """The backend of decode steps: "triton" on CUDA where it can run, else "torch". Arguments as `step_obstacle`."""
+    if device.type != "cuda":
+        return "torch"
+    return "torch" if step_obstacle(device, dtype, widths, plan, latent=latent) else "triton"
+
+
+def step_obstacle(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepPlan, *, latent: int = 0
+) -> str | None:
+    """What keeps Triton from making a method's decode steps here, None if nothing does.
 
     widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0.
-    Raises ValueError if an explicit backend cannot run.
     """
-    if check_backend(backend) == "torch":
-        return backend
-    if backend == "reference":
-        raise ValueError("backend 'reference' has no decode step over a static cache; use backend='torch'")
-    obstacle = _triton_absence(device) or step_obstacle(plan)
-    if obstacle is None and dtype not in TRITON_DTYPES:
-        obstacle = f"takes {', '.join(map(str, TRITON_DTYPES))}, got {dtype}"
-    if obstacle is None and (latent > MAX_STEP_LATENT or max(widths) - latent > MAX_STEP_WIDTH):
-        obstacle = f"decodes widths up to {MAX_STEP_WIDTH} beside latents up to {MAX_STEP_LATENT}, got {widths}"
-    if backend == "auto":
-        return "triton" if obstacle is None and device.type == "cuda" else "torch"
+    obstacle = _triton_absence(device) or plan_obstacle(plan)
     if obstacle is not None:
-        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-    return backend
+        return obstacle
+    if dtype not in TRITON_DTYPES:
+        return f"takes {', '.join(map(str, TRITON_DTYPES))}, got {dtype}"
+    D, Dv = widths
+    if latent and not (0 < latent < D and latent <= MAX_STEP_LATENT and D - latent <= MAX_STEP_WIDTH and Dv == 0):
+        return (
+            f"takes latents of up to {MAX_STEP_LATENT} columns of the keys, with up to {MAX_STEP_WIDTH} others and "
+            f"values of width 0, got {latent} of {D} and values of width {Dv}"
+        )
+    if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
+        return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
+    return None
 
 
-def step_obstacle(plan: StepPlan) -> str | None:
-    """What in a method keeps Triton from making its decode steps, None if nothing does."""
-    if plan.key_pooling is None:
+def plan_obstacle(plan: StepPlan) -> str | None:
+    """What in a method keeps Triton from making its decode steps on any device, None if nothing does."""
+    focal, chunk = plan.num_focal, plan.rule.chunk
+    if plan.key_pooling is None or plan.value_pooling is None:
         return "knows no method that makes its entries itself"
-    if plan.num_focal > 0 and plan.rule.chunk > MAX_FOCAL_CHUNK:
-        return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {plan.rule.chunk}"
+    if plan.rule.entries != focal + 1:
+        return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {plan.rule.entries}"
+    if focal > 0 and not (focal < chunk <= MAX_FOCAL_CHUNK and plan.num_summary > 0):
+        return (
+            f"chooses focal tokens by a summary query in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {focal} of "
+            f"{chunk} and {plan.num_summary} queries"
+        )
     return None
 
 

@@ -7,14 +7,13 @@ of queries, S splits, D and Dv widths.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from condense.ops.checks import MAX_FOCAL_CHUNK, MAX_STEP_LATENT, MAX_STEP_WIDTH
+from condense.ops.checks import step_obstacle
 from condense.ops.triton_host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
 from condense.ops.triton_launch import Launcher
 from condense.ops.triton_parts import split_width
@@ -63,31 +62,10 @@ def step(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, real: Tensor | None, latent: int) -> None:
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"the Triton step needs a CUDA device, got {q.device.type}; use the torch step")
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"the Triton step takes bfloat16, float16 or float32, got {q.dtype}; use the torch step")
-    rule, focal = plan.rule, plan.num_focal
-    if rule.entries != focal + 1:
-        raise ValueError(
-            f"the Triton step makes num_focal + 1 = {focal + 1} entries per chunk, got {rule.entries}; use the torch "
-            "step"
-        )
-    if focal > 0 and not (focal < rule.chunk <= MAX_FOCAL_CHUNK and plan.num_summary > 0):
-        raise ValueError(
-            f"the Triton step chooses num_focal tokens of up to {MAX_FOCAL_CHUNK} by a summary query, got {focal} of "
-            f"{rule.chunk} and {plan.num_summary} queries; use the torch step"
-        )
-    if None in (plan.key_pooling, plan.value_pooling) and plan.rule.max_chunks != 0:
-        raise ValueError("the Triton step makes entries by key_pooling and value_pooling, got None; use the torch step")
     D, Dv = k.shape[3], v.shape[3]
-    if latent and not (0 < latent < D and latent <= MAX_STEP_LATENT and D - latent <= MAX_STEP_WIDTH and Dv == 0):
-        raise ValueError(
-            f"latent must be up to {MAX_STEP_LATENT} columns of the keys, with up to {MAX_STEP_WIDTH} others and "
-            f"values of width 0, got {latent} of {D} and values of width {Dv}; use the torch step"
-        )
-    if not latent and not all(1 <= width <= MAX_STEP_WIDTH for width in (D, Dv)):
-        raise ValueError(f"the Triton step takes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}; use the torch step")
+    obstacle = step_obstacle(q.device, q.dtype, (D, Dv), plan, latent=latent)
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     B, K, M, W = k.shape[0], k.shape[1], state.prefix_k.shape[2], state.ring_k.shape[2]
     dtype, device, Q = q.dtype, q.device, max(plan.num_summary, state.ring_q.shape[2])
     for name, x, wanted in (
