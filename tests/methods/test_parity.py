@@ -201,4 +201,4 @@ def test_extend_trains_through_the_new_tokens_and_not_the_past():
 
 def test_extend_without_keep_returns_no_past():
     q, k, v = rows([5])[0]
-    assert extend(condense.Dense(), None, k, v, None, scale=SCALE, keep=False)[1] is None
+    assert extend(condense.Dense(), None, k, v, q, scale=SCALE, keep=False)[1] is None

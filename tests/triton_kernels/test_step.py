@@ -502,7 +502,7 @@ def test_refuses_what_it_has_no_kernel_for():
     for match, args in {
         "takes torch.bfloat16, .*, got torch.float64": (q.double(), k.double(), v.double(), wide, plan),
         "num_focal . 1 = 1 entries per chunk, got 2": (q, k, v, state, two),
-        "chunks of up to 128 tokens, got 1 of 129": (q, k, v, state, large),
+        "chunks of up to 128 tokens, got 129": (q, k, v, state, large),
         "ring_v must be": (q, k, v, short, plan),
         "ring_q must be": (q, k, v, few, plan),
         "v must be": (q, k[:, :1], v, state, plan),

@@ -36,8 +36,8 @@ class Arrays(NamedTuple):
 class Windows(NamedTuple):
     """Windows of queries of each row: window j holds positions ``[start + stride * j, start + stride * j + size)``.
 
-    Positions below 0 do not count. start: where window 0 begins; before and after: real tokens of the row before and
-    after the new queries were read.
+    Positions below 0 do not count. num >= 1. start: where window 0 begins; before and after: real tokens of the row
+    before and after the new queries were read.
     """
 
     start: PerRow

@@ -172,11 +172,10 @@ def plan_obstacle(plan: StepPlan) -> str | None:
         return "knows no method that makes its entries itself"
     if plan.rule.entries != focal + 1:
         return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {plan.rule.entries}"
-    if focal > 0 and not (focal < chunk <= MAX_FOCAL_CHUNK and plan.num_summary > 0):
-        return (
-            f"chooses focal tokens by a summary query in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {focal} of "
-            f"{chunk} and {plan.num_summary} queries"
-        )
+    if focal > 0 and chunk > MAX_FOCAL_CHUNK:
+        return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"
+    if focal > 0 and not (focal < chunk and plan.num_summary > 0):
+        return f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {plan.num_summary} queries"
     return None
 
 
