@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 
 import oracle
 import pytest
@@ -450,6 +451,22 @@ def test_any_layout():
     assert torch.equal(triton_step.step(*wide, strided, plan, scale=0.25), out)
     assert same(copy, strided)
     assert torch.equal(triton_step.step(*columns, copy_of(state), plan, scale=0.25), out)
+
+
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, sys.maxsize])
+def test_a_window_longer_than_any_text(window):
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, 16, 16, dtype=torch.float32))
+    outs = []
+    for method in (condense.CCA(group_size=8, window=window), condense.CCA(group_size=8, window=20)):
+        # the same buffers, and so the same splits
+        state = empty_state(condense.CCA(group_size=8, window=20), 1, 1, 16, 16, 20, dtype=torch.float32)
+        outs.append(decode(method, q, k, v, state))
+    assert torch.equal(*outs)
+    numbers = triton_step._settings(
+        q.device, q.dtype, (1, 2, 1), (16, 16), (0, 20, 1), 8, window, None, 0, 1, "mean", "mean", 0.0, 0, 1.0, False,
+        1.0, 0, False,
+    ).split_numbers  # fmt: skip
+    assert max(numbers) < 2**31
 
 
 def test_a_tie_goes_to_the_lowest_position():

@@ -142,7 +142,7 @@ def parse_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device must be one that PyTorch can use here, such as cpu or cuda, got {name!r}") from error
     return device
 

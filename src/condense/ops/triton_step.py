@@ -22,6 +22,7 @@ from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kern
 if TYPE_CHECKING:
     from condense.ops.step import StepPlan, StepState
 
+# positions are 32 bits wide
 _NEVER = 2**31 - 1
 _split, _reduce = Launcher(step_split_kernel), Launcher(step_reduce_kernel)
 # fewer columns cannot be shared out to four warps, which would all compute the whole tile
@@ -189,8 +190,8 @@ def _settings(
         num_splits=S,
         split_grid=(S, row_tiles, B * K),
         split_numbers=(
-            K, R, M, W, Q, num_summary, chunk, _NEVER if window is None else window,
-            _NEVER if max_chunks is None else max_chunks, lag, weight_scale, scale * LOG2E, group_bias * LOG2E,
+            K, R, M, W, Q, num_summary, chunk, *(_NEVER if x is None else min(x, _NEVER) for x in (window, max_chunks)),
+            lag, weight_scale, scale * LOG2E, group_bias * LOG2E,
         ),
         split_constants=(
             *_widths(D, Dv, latent), BR, tiles.BN, latent > 0, num_summary > 0, key_pooling, value_pooling, has_real,
