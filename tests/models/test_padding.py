@@ -127,11 +127,12 @@ def test_documents_may_be_marked_in_place_between_calls(how, mode):
     torch.testing.assert_close(packed[:, 30:], alone, **tiny.EXACT)
 
 
-def test_a_mask_is_looked_at_once_per_forward(monkeypatch):
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
+def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
     """In inference mode too: on a GPU every look is a wait."""
     looks = []
     monkeypatch.setattr(rows, "_look", lambda real, look=rows._look: (looks.append(real), look(real))[1])
-    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             ids, mask = tiny.left_padded([tiny.tokens(1, 20)[0], tiny.tokens(1, 40)[0]])

@@ -89,7 +89,7 @@ class DenseState:
         # a sliding layer's mask covers the keys at hand only: both are counted from its end
         num_columns = 0 if mask is None else mask.shape[-1]
         keys = padding_of(mask, num_columns - S, B, S, self.layer_idx)
-        queries = padding_of(mask, num_columns - L, B, L, self.layer_idx)
+        queries = keys if S == L else padding_of(mask, num_columns - L, B, L, self.layer_idx)
         documents = documents_of(kwargs, B, L, self.layer_idx, plain=self.cache is None and keys is None)
         if documents is not None:
             refuse_cached_documents(module, self.cache, int(self.seen))
