@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from condense.ops import torch_blocks
+from condense.ops.torch import attend as torch_attend
 from condense.tasks import Corpus, encode_corpus
 from condense.train import train_tokenizer
 
@@ -52,5 +52,5 @@ def corpus(text: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each backend, and the torch backend with blocks so small that short sequences take many."""
     if request.param == "torch-blocks":
-        monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 6)
+        monkeypatch.setattr(torch_attend, "_block_size", lambda device, ratio: 6)
     return request.param.removesuffix("-blocks")

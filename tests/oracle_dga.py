@@ -1,6 +1,6 @@
 """DGA by definition, for one query after another: the sets of tokens that it sees, each exact or inside a group.
 
-The random choices come from `condense.ops.sampling`, which has tests of its own; everything else is written anew.
+The random choices come from `condense.ops.tensors.sampling`, which has tests of its own; all else is written anew.
 
 Shapes: L tokens of one row and KV head, R query heads that share it, D and Dv widths.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.sampling import scramble
+from condense.ops.tensors.sampling import scramble
 
 
 class Group(NamedTuple):

@@ -5,7 +5,7 @@ import torch
 from models import tiny
 
 import condense
-from condense.models.rows import ALL_REAL
+from condense.models.padding import ALL_REAL
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=8),

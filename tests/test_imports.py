@@ -83,27 +83,37 @@ def test_arrows_have_no_circle():
         reach(unit)
 
 
+# folders of `ops` that are a backend, each with what it may import of `ops` besides itself and the shared modules
+BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": {"hopper"}, "hopper": {"triton"}}
+
+
+def ops_of(path):
+    """Folder or module of `ops` for each import of it."""
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[:2] == ["condense", "ops"] and len(parts) > 2:
+            yield parts[2]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_triton_stays_in_its_files(path):
-    if "triton" not in path.stem:
+def test_triton_stays_in_its_folders(path):
+    if path.relative_to(SOURCE).parts[:2] not in {("ops", "triton"), ("ops", "hopper")}:
         assert not any(name.split(".")[0] == "triton" for name in imported(path))
 
 
-def test_backends_know_nothing_of_each_other():
-    shared = {"aligned", "bounds", "checks", "rows", "sampling", "step"}
-    not_backends = shared | {"__init__", "api"}
-    backends = [path for path in (SOURCE / "ops").glob("*.py") if path.stem not in not_backends]
-    assert {"reference", "torch_blocks"} <= {path.stem for path in backends}
-    for path in backends:
-        ours = {name for name in imported(path) if name.startswith("condense")}
-        # a backend may have several files, which share the first word of their names
-        family = {other.stem for other in backends if other.stem.split("_")[0] == path.stem.split("_")[0]}
-        assert ours <= {f"condense.ops.{name}" for name in shared | family}, path.stem
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backends_know_nothing_of_each_other(backend):
+    files = list((SOURCE / "ops" / backend).rglob("*.py"))
+    assert len(files) > 1
+    for path in files:
+        wrong = set(ops_of(path)) & ({*BACKENDS, "api", "backends"} - BACKENDS[backend] - {backend})
+        assert not wrong, f"{path.name} must not import {sorted(wrong)}"
 
 
 def test_reference_needs_torch_alone():
-    others = {name.split(".")[0] for name in imported(SOURCE / "ops" / "reference.py")}
-    assert others <= {"__future__", "torch", "condense"}
+    for path in (SOURCE / "ops" / "reference").glob("*.py"):
+        others = {name.split(".")[0] for name in imported(path)}
+        assert others <= {"__future__", "torch", "condense"}
 
 
 MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|home|root|tmp|Users|mnt|workspace)/|[A-Z]:\\\\(?:Users|Windows)")

@@ -15,7 +15,7 @@ import condense
 from condense import CCA, DGA, LCA
 from condense.functional import extend
 from condense.latent import UpProjection, attend_to_latents, summary_queries
-from condense.methods import on_latents
+from condense.methods import for_latents
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTHS = (5, 3, 7, 4)
@@ -126,7 +126,7 @@ def read_in_steps(method, x, steps, *, absorb, hand_over=False):
     for size in steps:
         new_q, new = q[:, :, start : start + size], entries[:, :, start : start + size]
         start += size
-        view = on_latents(method, x.c.shape[-1])
+        view = for_latents(method, x.c.shape[-1])
         summary = summary_queries(method, new_q, up)
         sources, past = extend(view, past, new, new[..., :0], summary, scale=q.shape[-1] ** -0.5)
         handed = up.expand(new) if hand_over else None

@@ -11,7 +11,7 @@ from torch import Tensor
 from condense import DGA
 from condense.methods.dga_prompt import take
 from condense.ops import group_scores, pool
-from condense.ops.rows import PerRow
+from condense.ops.tensors.per_row import PerRow
 
 
 @dataclass(frozen=True, kw_only=True)

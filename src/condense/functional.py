@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import ChunkPooling, Method, check_trainable
-from condense.ops import Bounds, StepPlan, UniformBounds, Windows, attend, summarize
-from condense.ops.aligned import append_band, append_prefix, copied, newest, own
-from condense.ops.autocast import outside_autocast
+from condense.ops import Bounds, StepSettings, UniformBounds, Windows, attend, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
-from condense.ops.rows import PerRow, agreed, at_least, most, spread
+from condense.ops.tensors.autocast import outside_autocast
+from condense.ops.tensors.per_row import PerRow, as_rows, at_least, int_if_equal, max_row
+from condense.ops.tensors.right_aligned import append_band, append_prefix, detach_compact, detach_copy, newest
 
 # raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
 # assisted decoding proposes at once by default
@@ -93,11 +93,11 @@ def extend(
     L = k.shape[2]
     fresh = past is None
     past = empty_past(k, v) if past is None else past
-    pads = 0 if counts is None else agreed(L - counts)
+    pads = 0 if counts is None else int_if_equal(L - counts)
     if counts is not None and (isinstance(pads, Tensor) or pads > 0):
         pad = (torch.arange(L) < (L - counts)[:, None]).to(k.device)[:, None, :, None]
         k, v = k.masked_fill(pad, 0), v.masked_fill(pad, 0)
-    seen = agreed(past.seen + (L - pads))
+    seen = int_if_equal(past.seen + (L - pads))
     if fresh and method.reads_prompt:
         prompt = method.read_prompt(q, k, v, counts, scale=scale, backend=backend)
         kept = Past(*prompt.kept(), *past.tensors[2:], past.seen, origin=seen) if keep else None
@@ -107,8 +107,8 @@ def extend(
     band_start = seen - band_k.shape[2]
 
     offset = method.prompt_entries(past.origin)
-    before, after = rule.ready(past.seen, method.lag), rule.ready(seen, method.lag)
-    num_new = most(after - before)
+    before, after = rule.ready(past.seen, method.summary_delay), rule.ready(seen, method.summary_delay)
+    num_new = max_row(after - before)
     prefix_k, prefix_v = past.prefix_k, past.prefix_v
     if num_new > 0:
         c, p = rule.chunk, rule.entries
@@ -116,7 +116,7 @@ def extend(
         if num_summary > 0:
             # the end of a prompt sums up all of it, else every chunk has a window of its own
             whole = method.looks_ahead and fresh
-            first, num = (seen, 1) if whole else ((before + 1) * c + method.lag, num_new)
+            first, num = (seen, 1) if whole else ((before + 1) * c + method.summary_delay, num_new)
             windows = Windows(first - num_summary, past.seen, seen, num, num_summary, c)
             summary = summarize(q, past.summary_q, windows, backend=backend).expand(-1, -1, num_new, -1)
         new_k, new_v = method.represent_band(
@@ -137,7 +137,7 @@ def extend(
     sources = Sources(prefix_k, prefix_v, band_k, band_v, bounds, bias)
     if not keep:
         return sources, None
-    num_band = min(band_k.shape[2], most(seen - first_needed(method, seen - SLACK)))
+    num_band = min(band_k.shape[2], max_row(seen - first_needed(method, seen - SLACK)))
     keep_only = _keeper(past.band_k)
     return sources, Past(
         keep_only(prefix_k),
@@ -153,7 +153,7 @@ def extend(
 def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow, backend: str) -> Tensor:
     """The mean queries that later summaries and `SLACK` need, ``[B, K, Q, D]`` in the dtype of q."""
     if num_summary <= 1:
-        return own(tail)
+        return detach_compact(tail)
     (B, _, Q, _), L = tail.shape, q.shape[2]
     count = min(Q + L, num_summary - 1 + SLACK)
     n = min(L, count)
@@ -162,7 +162,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow, bac
     # the padding that is left of it, which stays in rows that have not seen enough
     pads = at_least(pads - (L - n), 0)
     if isinstance(pads, Tensor) or pads > 0:
-        pad = torch.arange(n) < spread(pads, B)[:, None]
+        pad = torch.arange(n) < as_rows(pads, B)[:, None]
         new = new.masked_fill(pad.to(new.device)[:, None, :, None], 0)
     else:
         tail = newest(tail, count - n)
@@ -171,7 +171,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow, bac
 
 def _keeper(before: Tensor) -> Callable[[Tensor], Tensor]:
     """How to keep what was appended to columns ``before``: where there were none it may still be the caller's own."""
-    return copied if before.shape[2] == 0 else own
+    return detach_copy if before.shape[2] == 0 else detach_compact
 
 
 def first_needed(method: Method, seen: PerRow) -> PerRow:
@@ -184,32 +184,32 @@ def num_entries(method: Method, seen: PerRow, origin: PerRow = 0) -> PerRow:
 
     All three are an int or int64 CPU ``[B]``.
     """
-    return method.rule.ready(seen, method.lag) * method.rule.entries + method.prompt_entries(origin)
+    return method.rule.ready(seen, method.summary_delay) * method.rule.entries + method.prompt_entries(origin)
 
 
 def most_entries(method: Method, tokens: int) -> int:
     """The most prefix entries that a row of up to ``tokens`` tokens has, whatever part of them is its prompt."""
-    return _most_after_prompts(method, tokens) if method.reads_prompt else most(num_entries(method, tokens))
+    return _most_after_prompts(method, tokens) if method.reads_prompt else max_row(num_entries(method, tokens))
 
 
 @lru_cache(maxsize=64)  # once for all layers of a model
 def _most_after_prompts(method: Method, tokens: int) -> int:
     prompts = torch.arange(tokens + 1)
-    return most(num_entries(method, tokens - prompts, prompts))
+    return max_row(num_entries(method, tokens - prompts, prompts))
 
 
-def step_plan(method: Method) -> StepPlan:
+def step_settings(method: Method) -> StepSettings:
     """The method as `condense.ops.decode_step` wants it."""
-    fixed = (method.rule, method.lag, method.num_summary)
+    fixed = (method.rule, method.summary_delay, method.num_summary)
     if method.pooling is None:
-        return StepPlan(*fixed, None, None, 0.0, reads_prompt=method.reads_prompt)
+        return StepSettings(*fixed, None, None, 0.0, reads_prompt=method.reads_prompt)
     if not isinstance(method.pooling, ChunkPooling):
         raise ValueError(f"{method}: pooling must be a condense.methods.ChunkPooling, got {method.pooling!r}")
     key_pooling, value_pooling, num_focal, weight_scale = method.pooling
     bias = method.prefix_bias(method.rule.entries, torch.device("cpu"))
     if isinstance(bias, Tensor):
         bias = float(bias[..., -1])
-    return StepPlan(
+    return StepSettings(
         *fixed, key_pooling, value_pooling, bias or 0.0, num_focal, weight_scale, reads_prompt=method.reads_prompt
     )
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from condense.functional import Sources, each_document, extend
 from condense.methods.base import Method
-from condense.methods.latent import on_latents
+from condense.methods.latent import for_latents
 from condense.ops import attend
-from condense.ops.autocast import outside_autocast
 from condense.ops.checks import DTYPES, check_scale, check_tensors
+from condense.ops.tensors.autocast import outside_autocast
 
 
 class UpProjection(NamedTuple):
@@ -45,7 +45,7 @@ class UpProjection(NamedTuple):
         d_n = self.w_uk.shape[2]
         return torch.cat([torch.einsum("bhln,hcn->bhlc", q[..., :d_n], self.w_uk), q[..., d_n:]], dim=-1)
 
-    def release(self, out: Tensor) -> Tensor:
+    def project_out(self, out: Tensor) -> Tensor:
         """Values ``[B, H, L, d_v]`` of heads from what they read on latents, ``[B, H, L, d_c]``."""
         return torch.einsum("bhlc,hcv->bhlv", out, self.w_uv)
 
@@ -85,7 +85,7 @@ def latent_attention(
         _check_alike(q_nope, q_rope=q_rope, c=c, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
         q, up = torch.cat([q_nope, q_rope], dim=-1), UpProjection(w_uk, w_uv)
         scale = check_scale(scale, q)
-        view = on_latents(method, c.shape[-1])
+        view = for_latents(method, c.shape[-1])
 
         def run(q: Tensor, entries: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
             sources, _ = extend(
@@ -164,7 +164,7 @@ def attend_to_latents(
         return_lse=return_lse,
     )
     if absorb:
-        out = up.release(out)
+        out = up.project_out(out)
     return out, lse
 
 

@@ -101,7 +101,7 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
     model = condense.apply(_model("llama", torch.float32), method)
     cache = StaticCache(model.config, max_cache_len=4096)
     g, focal = method.group_size, math.ceil(Fraction(str(getattr(method, "gamma", 0))) * method.group_size)
-    entries = (focal + 1) * ((4096 - method.lag) // (g + focal)) + method.window + g + focal
+    entries = (focal + 1) * ((4096 - method.summary_delay) // (g + focal)) + method.window + g + focal
     for L in (20, 1, 300):
         with torch.no_grad():
             model(tiny.tokens(1, L), past_key_values=cache)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.functional import attend_to, most_entries, num_entries
-from condense.ops.rows import spread
+from condense.ops.tensors.per_row import as_rows
 
 METHODS = tiny.METHODS | {
     "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
@@ -73,8 +73,8 @@ def test_300_steps_and_chunks_equal_the_growing_layer(method, ragged):
         for row in range(B):
             n = L if counts is None else int(counts[row])
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
-        assert static.state.seen.tolist() == spread(growing.past.seen, B).tolist()
-        assert static.state.prompt[:, 0].tolist() == spread(growing.past.origin, B).tolist()
+        assert static.state.seen.tolist() == as_rows(growing.past.seen, B).tolist()
+        assert static.state.prompt[:, 0].tolist() == as_rows(growing.past.origin, B).tolist()
         assert int(static.get_seq_length()) == static.count_slots() == growing.get_seq_length()
         assert addresses is None or [x.data_ptr() for x in static.state] == addresses
 
@@ -85,7 +85,7 @@ def test_entries_after_chunks_are_those_of_the_growing_layer(method):
     for qkv, n in ((_qkv(33), counts), (_qkv(1, 1), None), (_qkv(12, 2), torch.tensor([12, 0, 5])), (_qkv(1, 3), None)):
         _read(static, qkv, n)
         _read(growing, qkv, n)
-    for row, made in enumerate(spread(num_entries(method, *growing.past[5:]), B).tolist()):
+    for row, made in enumerate(as_rows(num_entries(method, *growing.past[5:]), B).tolist()):
         for mine, theirs in zip(static.state[:2], growing.past[:2], strict=True):
             assert_close(mine[row, :, :made], theirs[row, :, :made], rtol=0, atol=1e-14)
 

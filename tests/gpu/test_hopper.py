@@ -6,7 +6,7 @@ import torch
 from triton_kernels import test_attend as plain
 
 import condense
-from condense.ops import triton_attend
+from condense.ops.triton import attend as triton_attend
 
 HALF = [dtype for dtype in plain.DTYPES if dtype != torch.float32]
 # keys in one part and in two, the latter with each kind of bounds, and with the small blocks that a bias takes (dga)

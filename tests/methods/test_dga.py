@@ -17,7 +17,8 @@ import condense
 from condense import DGA
 from condense.functional import Sources, attend_to, extend
 from condense.methods.dga_prompt import focal_prompt
-from condense.ops import importance, torch_importance
+from condense.ops import importance
+from condense.ops.torch import importance as torch_importance
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)

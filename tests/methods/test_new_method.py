@@ -31,7 +31,7 @@ def method():
             return UniformRule(chunk=SIZE, window=WINDOW, entries=2)
 
         @property
-        def lag(self):
+        def summary_delay(self):
             return LAG
 
         @property

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import condense
 from condense.functional import SLACK, attend_to, extend, first_needed, num_entries
-from condense.ops.rows import most, spread
+from condense.ops.tensors.per_row import as_rows, max_row
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 K, H, D, Dv = 2, 4, 3, 4
@@ -58,15 +58,15 @@ def read_in_steps(method, data, steps, backend):
 
 def check_past(method, past, position, B):
     """What stays is what is needed and the slack, in tensors that own their storage."""
-    assert spread(past.origin + past.seen, B).tolist() == position
+    assert as_rows(past.origin + past.seen, B).tolist() == position
     seen = past.seen
     # NaN of the padding must not have got in
     assert all(bool(x.isfinite().all()) for x in past.tensors)
     for x in past.tensors:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
-    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == most(num_entries(method, seen, past.origin))
-    needed = most(seen - first_needed(method, seen))
+    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == max_row(num_entries(method, seen, past.origin))
+    needed = max_row(seen - first_needed(method, seen))
     kept = past.band_k.shape[2]
     assert needed <= kept <= needed + SLACK + method.rule.chunk
     assert past.band_v.shape[2] == kept

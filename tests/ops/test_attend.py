@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from condense.ops import ArrayBounds, UniformBounds, UniformRule, api, attend, resolve_backend, triton_attend
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, api, attend, resolve_backend
+from condense.ops.triton import attend as triton_attend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)

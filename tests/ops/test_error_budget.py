@@ -13,7 +13,8 @@ import torch
 from budget import DTYPES, METHODS, SHAPES, band, errors, inputs_for
 
 import condense
-from condense.ops import ArrayBounds, attend, torch_blocks
+from condense.ops import ArrayBounds, attend
+from condense.ops.torch import attend as torch_attend
 
 
 @pytest.mark.parametrize("logits", [1.0, 5.0], ids=["logits x1", "logits x5"])
@@ -61,7 +62,7 @@ def test_gradients_within_twice_the_eager_error(name, dtype):
 def test_bias_survives_rounding(size, dtype):
     """The difference between a representative's and a token's offset is ln(g) to 1e-4 of it (here: to 2^-17)."""
     exact = math.log(size)
-    offsets = torch_blocks._key_offsets(torch.full((1, 1, 3), exact, dtype=torch.float32), 5, dtype).double()
+    offsets = torch_attend._key_offsets(torch.full((1, 1, 3), exact, dtype=torch.float32), 5, dtype).double()
     assert abs(float(offsets[0, 0, 0] - offsets[0, 0, -1]) / exact - 1) <= 2**-17
 
 
@@ -86,7 +87,7 @@ def test_bias_survives_rounding_in_attention(backend, size, dtype):
 def test_bias_of_two_kinds_survives_rounding():
     """Entries without bias among those with it (focal tokens) weigh like tokens of the band."""
     bias = torch.tensor([[[math.log(16), 0.0, math.log(16)]]])
-    offsets = torch_blocks._key_offsets(bias, 4, torch.bfloat16)[0, 0]
+    offsets = torch_attend._key_offsets(bias, 4, torch.bfloat16)[0, 0]
     assert offsets[1] == offsets[3]
     assert offsets[0] == offsets[2]
 

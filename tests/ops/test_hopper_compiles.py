@@ -6,7 +6,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from condense.ops import triton_attend
+from condense.ops.triton import attend as triton_attend
 
 WIDTHS = [widths for widths in triton_attend._HOPPER_WIDTHS if len(set(widths)) > 1]
 SHARED_MEMORY = 227 * 1024
@@ -36,7 +36,7 @@ def compiled(monkeypatch):
 
 @pytest.mark.parametrize(("D", "Dv"), WIDTHS)
 def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
-    from condense.ops.triton_forward_hopper import launch_fwd_hopper
+    from condense.ops.hopper.attend_forward import launch_fwd_hopper
 
     q, k, v = (torch.zeros(1, 2, 128, width, dtype=torch.bfloat16) for width in (D, D, Dv))
     plan = triton_attend._Plan(q, 2, None, [], [16, 64, 1, 8], [0, 0, 0, 0], 0.1, 0.0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from condense.ops import triton_launch
-from condense.ops.triton_launch import Launcher
+from condense.ops.triton import launch as triton_launch
+from condense.ops.triton.launch import Launcher
 
 GRID, CONSTANTS, OPTIONS = (4, 2, 1), ("weighted", True), {"num_warps": 4}
 

@@ -6,7 +6,7 @@ import torch
 
 import condense
 from condense.functional import attend_to, extend
-from condense.ops import torch_blocks
+from condense.ops.torch import attend as torch_attend
 
 METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")
 
@@ -28,19 +28,19 @@ def kept_for_backward(length):
 
 
 def test_gradients_keep_linear_memory(monkeypatch):
-    monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 16)
+    monkeypatch.setattr(torch_attend, "_block_size", lambda device, ratio: 16)
     small, large = kept_for_backward(1024), kept_for_backward(4096)
     assert large <= 4.1 * small
-    monkeypatch.setattr(torch_blocks, "_MAX_KEPT", 10**9)
+    monkeypatch.setattr(torch_attend, "_MAX_KEPT", 10**9)
     assert kept_for_backward(4096) > 4 * large
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_recomputed_blocks_give_the_same_gradients(monkeypatch, dtype):
-    monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 8)
+    monkeypatch.setattr(torch_attend, "_block_size", lambda device, ratio: 8)
     results = []
     for limit in (0, 10**9):
-        monkeypatch.setattr(torch_blocks, "_MAX_KEPT", limit)
+        monkeypatch.setattr(torch_attend, "_MAX_KEPT", limit)
         inputs = [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, 60, 4, 4, dtype=dtype)]
         out, lse = condense.attention(
             *inputs, method=METHOD, backend="torch", return_lse=True, padding=torch.tensor([0, 21])
@@ -53,8 +53,8 @@ def test_recomputed_blocks_give_the_same_gradients(monkeypatch, dtype):
 @pytest.mark.parametrize("limit", [0, 10**9], ids=["recomputed", "kept"])
 def test_dropout_drops_the_same_weights_in_the_backward_pass(monkeypatch, limit):
     """Outputs are linear in the values, whatever was dropped: out . w = v . gradient."""
-    monkeypatch.setattr(torch_blocks, "_block_size", lambda device, ratio: 8)
-    monkeypatch.setattr(torch_blocks, "_MAX_KEPT", limit)
+    monkeypatch.setattr(torch_attend, "_block_size", lambda device, ratio: 8)
+    monkeypatch.setattr(torch_attend, "_MAX_KEPT", limit)
     q, k, v = oracle.random_qkv(1, 4, 2, 60, 4, 4)
     v.requires_grad_()
     method = condense.CCA(group_size=4, window=8)

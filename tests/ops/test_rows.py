@@ -6,21 +6,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from condense.ops import UniformBounds, UniformRule, Windows
-from condense.ops.rows import agreed, at_least, at_most, each, least, most, spread, upright
+from condense.ops.tensors.per_row import (
+    as_rows,
+    at_least,
+    at_most,
+    broadcast_rows,
+    int_if_equal,
+    map_rows,
+    max_row,
+    min_row,
+)
 
 NUMBERS = st.lists(st.integers(-9, 9), min_size=1, max_size=3)
 
 
 @given(numbers=NUMBERS, bound=st.integers(-9, 9))
 def test_every_operation_is_that_of_each_row(numbers, bound):
-    x, B = agreed(torch.tensor(numbers)), len(numbers)
+    x, B = int_if_equal(torch.tensor(numbers)), len(numbers)
     assert isinstance(x, int) == (len(set(numbers)) == 1)
-    assert spread(x, B).tolist() == numbers
-    assert spread(at_least(x, bound), B).tolist() == [max(n, bound) for n in numbers]
-    assert spread(at_most(x, bound), B).tolist() == [min(n, bound) for n in numbers]
-    assert spread(each(lambda n: n * n, x), B).tolist() == [n * n for n in numbers]
-    assert (least(x), most(x)) == (min(numbers), max(numbers))
-    assert (torch.zeros(B, 2, 3, dtype=torch.int64) + upright(x, 3))[:, 1, 2].tolist() == numbers
+    assert as_rows(x, B).tolist() == numbers
+    assert as_rows(at_least(x, bound), B).tolist() == [max(n, bound) for n in numbers]
+    assert as_rows(at_most(x, bound), B).tolist() == [min(n, bound) for n in numbers]
+    assert as_rows(map_rows(lambda n: n * n, x), B).tolist() == [n * n for n in numbers]
+    assert (min_row(x), max_row(x)) == (min(numbers), max(numbers))
+    assert (torch.zeros(B, 2, 3, dtype=torch.int64) + broadcast_rows(x, 3))[:, 1, 2].tolist() == numbers
 
 
 @given(seen=st.integers(0, 99), window=st.one_of(st.none(), st.integers(0, 9)), most=st.one_of(st.none(), st.just(3)))

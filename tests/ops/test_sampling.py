@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from condense.ops.sampling import sampled_queries, scramble
+from condense.ops.tensors.sampling import sampled_queries, scramble
 
 WORD = 1 << 64
 

@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import condense
-from condense.functional import attend_to, extend, num_entries, step_plan
+from condense.functional import attend_to, extend, num_entries, step_settings
 from condense.ops import StepState, checks, decode_step, step_backend
 from condense.ops.checks import step_obstacle
 
@@ -38,7 +38,7 @@ def method(request):
 
 
 def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
-    """Buffers for ``length`` tokens, as `condense.ops.step` describes them; ``spare`` more slots in the rings."""
+    """Buffers for ``length`` tokens, as `condense.ops.types` describes them; ``spare`` more slots in the rings."""
     rule = method.rule
     W = length if rule.window is None else rule.window + rule.chunk + spare
     M = int(num_entries(method, torch.tensor(length)))
@@ -49,7 +49,7 @@ def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
 
 def take(method, state, qkv, real=None):
     fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, state), "backend": "torch"}
-    return decode_step(*qkv, state, step_plan(method), scale=SCALE, real=real, **fixed)
+    return decode_step(*qkv, state, step_settings(method), scale=SCALE, real=real, **fixed)
 
 
 def entry_bias(method, state):
@@ -157,7 +157,7 @@ def test_one_graph_for_all_steps(method):
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
 
-    plan, qkv = step_plan(method), oracle.random_qkv(B, H, K, 40, D, DV)
+    plan, qkv = step_settings(method), oracle.random_qkv(B, H, K, 40, D, DV)
     eager, traced = empty_state(method, 40), empty_state(method, 40)
     fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, eager), "backend": "torch"}
 
@@ -189,7 +189,7 @@ def test_a_pooling_of_another_type_is_refused():
             return "mean", "mean"
 
     with pytest.raises(ValueError, match=r"pooling must be a condense\.methods\.ChunkPooling, got \('mean', 'mean'\)"):
-        step_plan(Pair())
+        step_settings(Pair())
 
 
 @pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
@@ -205,32 +205,32 @@ def test_pooling_says_what_represent_does(method, pooling):
 
 
 def test_plan():
-    plan = step_plan(condense.LCA(group_size=8, window=5, rep_bias="log_size"))
+    plan = step_settings(condense.LCA(group_size=8, window=5, rep_bias="log_size"))
     assert plan.group_bias == pytest.approx(torch.tensor(8.0).double().log().item(), abs=1e-15)
-    assert (plan.lag, plan.num_summary, plan.key_pooling, plan.value_pooling) == (5, 8, "select", "weighted")
+    assert (plan.summary_delay, plan.num_summary, plan.key_pooling, plan.value_pooling) == (5, 8, "select", "weighted")
     assert plan.rule == condense.LCA(group_size=8, window=5).rule
-    assert step_plan(condense.CCA()).group_bias == 0.0
+    assert step_settings(condense.CCA()).group_bias == 0.0
 
 
 def test_plan_of_focal_chunks():
-    plan = step_plan(condense.DGA(group_size=4, gamma=0.5, weight_scale=1.0, rep_bias="log_size"))
+    plan = step_settings(condense.DGA(group_size=4, gamma=0.5, weight_scale=1.0, rep_bias="log_size"))
     assert plan.group_bias == pytest.approx(torch.tensor(4.0).double().log().item(), abs=1e-15)
     assert (plan.key_pooling, plan.value_pooling, plan.num_focal) == ("weighted", "weighted", 2)
     assert (plan.weight_scale, plan.reads_prompt, plan.bias_differs) == (1.0, False, True)
-    prompt = step_plan(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))
+    prompt = step_settings(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))
     assert (prompt.num_focal, prompt.reads_prompt, prompt.bias_differs) == (0, True, True)
-    assert step_plan(condense.DGA(focal="random")).key_pooling is None
+    assert step_settings(condense.DGA(focal="random")).key_pooling is None
 
 
 def test_which_chunks_the_kernels_rank(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     args = (torch.device("cpu"), torch.bfloat16, (128, 128))
-    assert step_obstacle(*args, step_plan(condense.DGA(group_size=64, gamma=1))) is None
+    assert step_obstacle(*args, step_settings(condense.DGA(group_size=64, gamma=1))) is None
     for method, message in (
         (condense.DGA(group_size=65, gamma=1), "up to 128 tokens, got 130"),
         (condense.DGA(focal="random"), "makes its entries itself"),
     ):
-        assert message in step_obstacle(*args, step_plan(method))
+        assert message in step_obstacle(*args, step_settings(method))
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -251,4 +251,4 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_backends_of_a_step(monkeypatch, device, dtype, widths, method, latent, backend):
     monkeypatch.setattr(checks, "_HAS_TRITON", True)
-    assert step_backend(device, dtype, widths, step_plan(method), latent=latent) == backend
+    assert step_backend(device, dtype, widths, step_settings(method), latent=latent) == backend

@@ -8,8 +8,9 @@ import torch
 from budget import METHODS, band, errors
 
 import condense
-from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend, triton_attend
+from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend
 from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
+from condense.ops.triton import attend as triton_attend
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

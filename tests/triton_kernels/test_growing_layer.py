@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 import condense
 from condense.caches import CondensedLayer, cache_nbytes, dynamic
-from condense.caches.steps import room_for
+from condense.caches.ring import room_for
 from condense.functional import SLACK, attend_to
-from condense.ops.rows import spread
+from condense.ops.tensors.per_row import as_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SELECT = condense.DGA(
@@ -95,8 +95,8 @@ def _agree(layers, L, seed, counts=None, rows=B):
 def _same_numbers(one, other, rows=B):
     assert one.get_seq_length() == other.get_seq_length()
     mine, theirs = one.past, other.past
-    assert spread(mine.seen, rows).tolist() == spread(theirs.seen, rows).tolist()
-    assert spread(mine.origin, rows).tolist() == spread(theirs.origin, rows).tolist()
+    assert as_rows(mine.seen, rows).tolist() == as_rows(theirs.seen, rows).tolist()
+    assert as_rows(mine.origin, rows).tolist() == as_rows(theirs.origin, rows).tolist()
     assert mine.prefix_k.shape == theirs.prefix_k.shape
 
 
@@ -269,7 +269,7 @@ def _cache_of(layer):
 
 
 def test_a_past_is_its_own():
-    """Steps that overwrite entries after a crop do not change what was looked at before."""
+    """RingState that overwrite entries after a crop do not change what was looked at before."""
     layer = CondensedLayer(METHODS["cca"])
     for L in (30, 1, 1):
         _read(layer, _qkv(L, L))

@@ -34,7 +34,7 @@ def compute(q, k, pads, sample, backend):
 @pytest.mark.parametrize(("dtype", "width", "shape", "sample"), MATRIX, ids=lambda x: str(x))
 def test_importance(monkeypatch, dtype, width, shape, sample):
     if DEVICE == "cpu":
-        monkeypatch.setattr("condense.ops.triton_importance._SPLIT", 48)
+        monkeypatch.setattr("condense.ops.triton.importance._SPLIT", 48)
     (B, H, K, L, pads), sample = SHAPES[shape], SAMPLES[sample]
     q, k, _ = oracle.random_qkv(B, H, K, L, width, 1, dtype=dtype)
     want = compute(q.double(), k.double(), pads, sample, "reference")

@@ -11,9 +11,11 @@ from budget import band, errors
 
 import condense
 from condense.functional import attend_to, extend, most_entries, num_entries
-from condense.methods import on_latents
-from condense.ops import UniformRule, torch_step, triton_step
-from condense.ops.step import StepPlan, StepState
+from condense.methods import for_latents
+from condense.ops import UniformRule
+from condense.ops.torch import step as torch_step
+from condense.ops.triton import step as triton_step
+from condense.ops.types import StepSettings, StepState
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,9 +24,9 @@ def plan_of(method):
     bias = math.log(method.group_size) if getattr(method, "rep_bias", "none") == "log_size" else 0.0
     how = "weighted" if method.name == "dga" else "select"
     poolings = (getattr(method, f"{name}_pooling", how) for name in ("key", "value"))
-    return StepPlan(
+    return StepSettings(
         method.rule,
-        method.lag,
+        method.summary_delay,
         method.num_summary,
         *poolings,
         bias,
@@ -355,7 +357,7 @@ def latent_attention(method, q, k, latent, scale):
 
 def torch_decode(method, q, k, scale, latent):
     """Every token one step of the torch backend on absorbed latents, in their dtype."""
-    represent, plan, L = on_latents(method, latent).represent, plan_of(method), k.shape[2]
+    represent, plan, L = for_latents(method, latent).represent, plan_of(method), k.shape[2]
     state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
     state = StepState._make(x.zero_() for x in state)  # it reads all of the buffers, under a mask
     steps = (
@@ -418,7 +420,7 @@ def some_step(dtype=torch.float32, seen=23):
     _, past = extend(PADDED_LCA, None, k[:, :, :seen], v[:, :, :seen], q[:, :, :seen], scale=0.25)
     now = [x[:, :, seen : seen + 1] for x in (q, k, v)]
     plan = plan_of(PADDED_LCA)
-    assert (seen + 1 - plan.lag) % plan.rule.chunk == 0
+    assert (seen + 1 - plan.summary_delay) % plan.rule.chunk == 0
     return now, filled_state(PADDED_LCA, past, 60), plan
 
 
@@ -501,8 +503,8 @@ def test_is_a_well_behaved_operation(real):
     rule = plan.rule
     torch.library.opcheck(
         torch.ops.condense.step.default,
-        (*now, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary, plan.key_pooling,
-         plan.value_pooling, plan.group_bias, plan.num_focal, 0.25, plan.reads_prompt, 0.25, 0),
+        (*now, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.summary_delay, plan.num_summary,
+         plan.key_pooling, plan.value_pooling, plan.group_bias, plan.num_focal, 0.25, plan.reads_prompt, 0.25, 0),
     )  # fmt: skip
 
 

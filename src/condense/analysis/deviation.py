@@ -23,7 +23,7 @@ from condense.methods import Method
 from condense.methods.grouped import GroupPooling
 from condense.models import attention_layers, condensed_layers, use
 from condense.models.families import is_latent, max_learned_positions
-from condense.models.latent import up_projection
+from condense.models.mla import up_projection
 
 _GROUPS_AT_ONCE = 256
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from condense.bench.problems import Inputs, pooled
 from condense.functional import Sources
 from condense.methods import Method
-from condense.ops.aligned import per_entry
+from condense.ops.tensors.right_aligned import per_entry
 
 # the newest queries of a long problem that are checked: they see every entry
 TAIL = 64
@@ -102,7 +102,7 @@ def check_entries(method: Method, inputs: Inputs, sources: Sources) -> Verdict:
     kept = sources.prefix_k.shape[2]
     start = 0
     if L > WHOLE:
-        reach = method.lag + method.num_summary + (TAIL + 1) * rule.chunk
+        reach = method.summary_delay + method.num_summary + (TAIL + 1) * rule.chunk
         start = max(0, L - reach) // rule.chunk * rule.chunk
         kept = min(kept, TAIL * rule.entries)
     want, yardstick = exact_and_plain(method, Inputs(q[:, :, start:], k[:, :, start:], v[:, :, start:]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from condense.functional import SLACK, Sources, extend, first_needed, num_entries
 from condense.methods import DGA, Method
 from condense.ops import Bounds, UniformBounds
-from condense.ops.sampling import sampled_queries
+from condense.ops.tensors.sampling import sampled_queries
 
 
 @dataclass(frozen=True)

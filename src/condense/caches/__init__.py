@@ -1,6 +1,6 @@
 """State over time: condensed cache layers for transformers."""
 
-from condense.caches.dynamic import CondensedLayer
+from condense.caches.growing import CondensedLayer
 from condense.caches.nbytes import cache_nbytes
 from condense.caches.static import StaticCondensedLayer
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from condense.functional import Past, num_entries
 from condense.methods import Method
 from condense.ops import StepState
-from condense.ops.aligned import per_entry
-from condense.ops.rows import PerRow, least, most, spread
+from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
+from condense.ops.tensors.right_aligned import per_entry
 
 
 def empty_state(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
@@ -26,7 +26,7 @@ def empty_state(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
 
 def read_past(method: Method, state: StepState, seen: PerRow, origin: PerRow, num_band: int, num_queries: int) -> Past:
     """What the buffers hold, in order: the newest tokens and queries, at most so many. seen and origin as in `Past`."""
-    num_prefix = most(num_entries(method, seen, origin))
+    num_prefix = max_row(num_entries(method, seen, origin))
     return Past(
         state.prefix_k[:, :, :num_prefix],
         state.prefix_v[:, :, :num_prefix],
@@ -40,15 +40,15 @@ def read_past(method: Method, state: StepState, seen: PerRow, origin: PerRow, nu
 
 def write_past(method: Method, state: StepState, before: Past | None, past: Past) -> None:
     """Bring the buffers from what they held ``before``, None for nothing, to the past."""
-    first = 0 if before is None else least(num_entries(method, before.seen, before.origin))
-    last = most(num_entries(method, past.seen, past.origin))
+    first = 0 if before is None else min_row(num_entries(method, before.seen, before.origin))
+    last = max_row(num_entries(method, past.seen, past.origin))
     state.prefix_k[:, :, first:last].copy_(past.prefix_k[:, :, first:last])
     state.prefix_v[:, :, first:last].copy_(past.prefix_v[:, :, first:last])
     for ring, columns in zip(state[2:5], past[2:5], strict=True):
         store_newest(ring, columns, past.seen)
     rows = state.seen.shape[0]
     # from pageable memory: staged before the call returns, and no wait for the GPU
-    state.seen.copy_(spread(past.seen, rows), non_blocking=True)
+    state.seen.copy_(as_rows(past.seen, rows), non_blocking=True)
     if before is None and method.reads_prompt:
         write_prompt(method, state, past.origin)
 
@@ -57,7 +57,7 @@ def write_prompt(method: Method, state: StepState, origin: PerRow) -> None:
     """Remember prompts of ``origin`` tokens that were read at once."""
     numbers = (origin, method.prompt_entries(origin), method.num_focal_of_prompt(origin))
     rows = state.prompt.shape[0]
-    state.prompt.copy_(torch.stack([spread(x, rows) for x in numbers], dim=1), non_blocking=True)
+    state.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
 
 
 def entry_bias(method: Method, rows: int, capacity: int, device: torch.device, origin: PerRow = 0) -> Tensor | None:
@@ -89,5 +89,5 @@ def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:
 
 def _slots(seen: PerRow, n: int, ring: Tensor) -> Tensor:
     """Ring slots of the newest n positions, ``[B, 1, n, 1]``."""
-    slots = (spread(seen, ring.shape[0])[:, None] - n + torch.arange(n)) % ring.shape[2]
+    slots = (as_rows(seen, ring.shape[0])[:, None] - n + torch.arange(n)) % ring.shape[2]
     return slots.to(ring.device, non_blocking=True)[:, None, :, None]

@@ -7,7 +7,7 @@ Of a prompt that is read all at once (`condense.methods.Method.reads_prompt`) ot
 tokens in chunks. If it is the first that comes, there is room for its entries and the chunks that can follow; if a step
 comes first, as before a CUDA graph is captured, for the most entries of any prompt and what follows: for DGA
 some ``min_focal * (1 - p / c)`` more than all tokens take in chunks, as short prompts stay exact.
-Shapes as in `condense.functional` and `condense.ops.step`.
+Shapes as in `condense.functional` and `condense.ops.types`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from condense.caches.buffers import empty_state, entry_bias, read_past, write_past
 from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
-from condense.functional import Past, Sources, extend, most_entries, num_entries, step_plan
-from condense.methods import Method, on_latents
+from condense.functional import Past, Sources, extend, most_entries, num_entries, step_settings
+from condense.methods import Method, for_latents
 from condense.ops import StepState, decode_step, step_backend
-from condense.ops.rows import PerRow, agreed, most
+from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 
 
 class StaticCondensedLayer(CacheLayerMixin):
@@ -45,7 +45,7 @@ class StaticCondensedLayer(CacheLayerMixin):
     def __init__(self, method: Method, max_cache_len: int) -> None:
         self.method = method
         self.max_cache_len = max_cache_len
-        self.plan = step_plan(method)
+        self.plan = step_settings(method)
         self.state: StepState | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.awaits_prompt = method.reads_prompt
@@ -63,8 +63,8 @@ class StaticCondensedLayer(CacheLayerMixin):
     ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
-        latent_width: as in `condense.methods.on_latents`, None for ordinary keys. capacity: entries that the prefix has
-        room for, None: all that ``max_cache_len`` tokens can need.
+        latent_width: as in `condense.methods.for_latents`, None for ordinary keys. capacity: entries that the prefix
+        has room for, None: all that ``max_cache_len`` tokens can need.
         """
         B, rule, N = key_states.shape[0], self.method.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
@@ -74,7 +74,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.num_slots = self.num_slots.to(device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.latent_width = latent_width or 0
-        self.view = on_latents(self.method, latent_width) if latent_width else self.method
+        self.view = for_latents(self.method, latent_width) if latent_width else self.method
         self.backend = step_backend(device, self.dtype, widths, self.plan, latent=self.latent_width)
         self.prefix_bias = entry_bias(self.method, B, M, device)
         if not torch.compiler.is_compiling():
@@ -137,7 +137,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         fresh, L = self.count_slots() == 0, key_states.shape[2]
         needed = None
         if fresh and self.method.reads_prompt:
-            needed = most(num_entries(self.method, max(0, self.max_cache_len - L), L if counts is None else counts))
+            needed = max_row(num_entries(self.method, max(0, self.max_cache_len - L), L if counts is None else counts))
         state = self._for(key_states, value_states, kwargs.get("latent_width"), needed)
         past = None if fresh else self._past(state)
         sources, new = extend(
@@ -205,8 +205,8 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def _past(self, state: StepState) -> Past:
         """What the buffers hold, in order."""
-        seen, origin = agreed(state.seen.cpu()), agreed(state.prompt[:, 0].cpu())
-        return read_past(self.method, state, seen, origin, most(seen), most(seen))
+        seen, origin = int_if_equal(state.seen.cpu()), int_if_equal(state.prompt[:, 0].cpu())
+        return read_past(self.method, state, seen, origin, max_row(seen), max_row(seen))
 
     def _set_bias(self, origin: PerRow) -> None:
         """Which entries have one after prompts of ``origin`` tokens, where the plan does not tell."""

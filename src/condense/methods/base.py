@@ -17,8 +17,8 @@ from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict
 from condense.ops import Bounds, Pooling, UniformRule
-from condense.ops.aligned import chunks
-from condense.ops.rows import PerRow
+from condense.ops.tensors.per_row import PerRow
+from condense.ops.tensors.right_aligned import chunks
 
 
 class Prompt(NamedTuple):
@@ -62,13 +62,13 @@ class Method(MethodConfig):
         raise TypeError(f"{type(self).__name__} must define `rule`")
 
     @property
-    def lag(self) -> int:
+    def summary_delay(self) -> int:
         """Tokens after a chunk's last one until its entries can be made; at most the rule's window."""
         return 0
 
     @property
     def num_summary(self) -> int:
-        """Queries, ending ``lag`` tokens after a chunk's last, whose mean weighs the chunk; 0: none needed."""
+        """Queries, ending ``summary_delay`` tokens after a chunk's last, whose mean weighs it; 0: none needed."""
         return 0
 
     @property
@@ -167,7 +167,7 @@ class Method(MethodConfig):
         return method
 
 
-class InPlace(Method):
+class PoolsInPlace(Method):
     """Base of methods whose `represent_band` makes entries from the band itself; `represent` takes it from there."""
 
     def represent(

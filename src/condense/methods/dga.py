@@ -18,8 +18,8 @@ from condense.config import check_bool, check_choice, check_int, check_number, c
 from condense.methods.base import ChunkPooling, Method, Prompt
 from condense.methods.dga_prompt import exact_prompt, focal_prompt, highest, take
 from condense.ops import UniformRule, group_scores, importance, pool
-from condense.ops.rows import PerRow, each, upright
-from condense.ops.sampling import scramble
+from condense.ops.tensors.per_row import PerRow, broadcast_rows, map_rows
+from condense.ops.tensors.sampling import scramble
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class DGA(Method):
         return UniformRule(chunk=self.group_size + num_focal, window=self.window, entries=num_focal + 1)
 
     @property
-    def lag(self) -> int:
+    def summary_delay(self) -> int:
         """A chunk's last query is at hand at once; the others come when the chunk leaves the window."""
         return 0 if self.summary == "last" else self.window
 
@@ -152,7 +152,7 @@ class DGA(Method):
         is_group = entry % period == period - 1
         if isinstance(origin, Tensor) or origin > 0:
             num_focal, ahead = (
-                upright(x, 2, device) for x in (self.num_focal_of_prompt(origin), self.prompt_entries(origin))
+                broadcast_rows(x, 2, device) for x in (self.num_focal_of_prompt(origin), self.prompt_entries(origin))
             )
             is_group = torch.where(entry < ahead, entry >= num_focal, (entry - ahead) % period == period - 1)
         return (is_group.double() * math.log(self.group_size))[:, None]
@@ -214,7 +214,7 @@ class DGA(Method):
         """Focal tokens of prompts of so many tokens: with them the rest fills its groups; none as `prompt_entries`."""
         if self.selection == "streaming":
             return super().num_focal_of_prompt(tokens)
-        focal = each(lambda n: min(n, max(self._share(n), self.min_focal)), tokens)
+        focal = map_rows(lambda n: min(n, max(self._share(n), self.min_focal)), tokens)
         return focal + (tokens - focal) % self.group_size
 
     def prompt_entries(self, tokens: PerRow) -> PerRow:
@@ -239,5 +239,5 @@ class DGA(Method):
 
     def _lots(self, first_chunk: PerRow, G: int, c: int, device: torch.device) -> Tensor:
         """A lot per token, int64 ``[B|1, 1, G, c]``, drawn from its chunk's number and the seed alone."""
-        number = torch.arange(G, device=device)[None] + upright(first_chunk, 2, device)
+        number = torch.arange(G, device=device)[None] + broadcast_rows(first_chunk, 2, device)
         return scramble(number[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from condense.methods.base import Prompt
 from condense.ops import ArrayBounds, UniformBounds, UniformRule, group_scores, pool
-from condense.ops.rows import agreed
+from condense.ops.tensors.per_row import int_if_equal
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def highest(scores: Tensor, num_focal: Tensor, tokens: Tensor) -> Tensor:
 def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
     """All tokens focal: plain causal attention. The tokens are what stays."""
     L = k.shape[2]
-    start = agreed(tokens) - L
+    start = int_if_equal(tokens) - L
     bounds = UniformBounds(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
 
     def kept() -> tuple[Tensor, Tensor]:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int
-from condense.methods.base import ChunkPooling, InPlace
+from condense.methods.base import ChunkPooling, PoolsInPlace
 from condense.ops import POOLINGS, Pooling, UniformRule, pool_groups
-from condense.ops.rows import PerRow
+from condense.ops.tensors.per_row import PerRow
 
 Summary = Literal["last", "streaming", "prompt"]
 RepBias = Literal["none", "log_size"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPooling(InPlace):
+class GroupPooling(PoolsInPlace):
     """Far tokens pooled in groups of ``group_size``, the last ``window`` tokens and the open group exact.
 
     group_size: tokens per group, >= 1. window: exact local tokens, >= 0.
@@ -60,7 +60,7 @@ class GroupPooling(InPlace):
         return UniformRule(chunk=self.group_size, window=self.window)
 
     @property
-    def lag(self) -> int:
+    def summary_delay(self) -> int:
         """A group's last query is at hand at once; the others come when the group leaves the window."""
         return 0 if self.summary == "last" else self.window
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from condense.methods.base import InPlace, Method
+from condense.methods.base import Method, PoolsInPlace
 from condense.methods.grouped import GroupPooling
 from condense.ops import UniformRule, pool_groups
-from condense.ops.rows import PerRow
+from condense.ops.tensors.per_row import PerRow
 
 
-def on_latents(method: Method, latent_width: int) -> Method:
+def for_latents(method: Method, latent_width: int) -> Method:
     """The method for one KV head whose keys are ``[c ; k_rope]`` and whose values, of width 0, are part of the keys.
 
     Methods that treat all channels alike are the same there: a kept token stands for itself, and a group of DGA is
@@ -32,10 +32,10 @@ def on_latents(method: Method, latent_width: int) -> Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentGroups(InPlace):
+class LatentGroups(PoolsInPlace):
     """`GroupPooling` that pools the first ``latent_width`` channels by value_pooling, the others by key_pooling.
 
-    A view, made by `on_latents` where a model's latents are known: no setting of the user's, so without a name.
+    A view, made by `for_latents` where a model's latents are known: no setting of the user's, so without a name.
     """
 
     groups: GroupPooling
@@ -47,9 +47,9 @@ class LatentGroups(InPlace):
         return self.groups.rule
 
     @property
-    def lag(self) -> int:
+    def summary_delay(self) -> int:
         """As for ordinary keys."""
-        return self.groups.lag
+        return self.groups.summary_delay
 
     @property
     def num_summary(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method, on_latents
+from condense.methods import Method, for_latents
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 
@@ -250,4 +250,4 @@ def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module
     for index, method in methods.items():
         module: Any = attentions[index]
         if is_latent(module):
-            on_latents(method, module.kv_lora_rank)
+            for_latents(method, module.kv_lora_rank)

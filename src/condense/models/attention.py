@@ -19,13 +19,13 @@ from transformers import Cache, StaticCache
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.functional import attend_to
 from condense.methods import Method
-from condense.models.dense import DenseState
 from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
-from condense.models.latent import condensed_latents, step_on_latents
 from condense.models.layers import ensure_layers, num_seen, read_tokens
-from condense.models.rows import ALL_REAL, Padding, documents_of, is_real, padding_of, refuse_cached_documents
+from condense.models.mla import condensed_latents, step_on_latents
+from condense.models.padding import ALL_REAL, Padding, documents_of, is_real, padding_of, refuse_cached_documents
 from condense.models.sharding import head_group
-from condense.ops.autocast import outside_autocast
+from condense.models.stock import StockAttention
+from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
 
@@ -38,7 +38,7 @@ def condense_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    condense_state: Captured | DenseState | None = None,
+    condense_state: CacheProxy | StockAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered as `condense`.
@@ -62,7 +62,7 @@ def condense_attention(
     return out.transpose(1, 2), None
 
 
-class Captured:
+class CacheProxy:
     """Stands in for the cache during a condensed layer's forward: remembers the new keys and values."""
 
     def __init__(self, cache: Cache | None, layer_idx: int, *, is_latent: bool) -> None:
@@ -214,9 +214,9 @@ class CondensedAttention(nn.Module):
             return super().forward(*args, past_key_values=past_key_values, **kwargs)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
         if self.condense_method is None:
-            state: Captured | DenseState = DenseState(sliding_window(self), past_key_values, layer_idx)
+            state: CacheProxy | StockAttention = StockAttention(sliding_window(self), past_key_values, layer_idx)
             return super().forward(*args, past_key_values=past_key_values, condense_state=state, **kwargs)
-        state = Captured(past_key_values, layer_idx, is_latent=is_latent(self))
+        state = CacheProxy(past_key_values, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, past_key_values=state, condense_state=state, **kwargs)
 
 

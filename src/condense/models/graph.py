@@ -17,7 +17,7 @@ from condense.config import check_int
 from condense.models.apply import condensed_layers
 from condense.models.families import max_learned_positions, rope_that_changes
 from condense.models.layers import ensure_layers
-from condense.models.rows import ALL_REAL
+from condense.models.padding import ALL_REAL
 
 # kernels are built and libraries choose their workspaces in the first calls, which no graph may record
 _WARM_UPS = 3

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from condense.config import check_int
-from condense.functional import SLACK, first_needed, num_entries, step_plan
+from condense.functional import SLACK, first_needed, num_entries, step_settings
 from condense.methods import DGA, Dense, Method
 from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
 from condense.models.families import is_latent, sliding_window
-from condense.ops.checks import plan_obstacle
+from condense.ops.checks import settings_obstacle
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _remark(method: Method, length: int) -> str | None:
     if _selects(method) and int(method.num_focal_of_prompt(torch.tensor([length]))) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
-    obstacle = plan_obstacle(step_plan(method))
+    obstacle = settings_obstacle(step_settings(method))
     if obstacle is not None:
         return f"{method.name}: over a static cache its steps run on PyTorch, as the Triton step {obstacle}"
     return None

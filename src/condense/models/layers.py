@@ -8,8 +8,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache,
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.functional import Sources, extend
-from condense.methods import Method, on_latents
-from condense.models.rows import Padding
+from condense.methods import Method, for_latents
+from condense.models.padding import Padding
 
 
 def read_tokens(
@@ -27,11 +27,11 @@ def read_tokens(
     """`condense.functional.extend` on the past in a layer of the cache, or on none and nothing kept without a cache.
 
     k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``, aligned by ``padding``. latent_width: as in
-    `condense.methods.on_latents`, None for ordinary keys.
+    `condense.methods.for_latents`, None for ordinary keys.
     """
     counts = None if padding is None else padding.counts
     if cache is None:
-        method = method if latent_width is None else on_latents(method, latent_width)
+        method = method if latent_width is None else for_latents(method, latent_width)
         return extend(method, None, k, v, q, scale=scale, counts=counts, keep=False)[0]
     ensure_layers(cache, {layer_idx: method})
     trailing = q.shape[2] if padding is None else padding.trailing

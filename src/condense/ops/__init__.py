@@ -1,8 +1,6 @@
 """Numerics: prefix-band attention and group pooling, with a plain reference and faster backends."""
 
 from condense.ops.api import (
-    POOLINGS,
-    Pooling,
     attend,
     decode_step,
     group_scores,
@@ -13,14 +11,14 @@ from condense.ops.api import (
 )
 from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule, Windows
 from condense.ops.checks import resolve_backend, resolve_pooling, step_backend
-from condense.ops.step import StepPlan, StepState
+from condense.ops.types import POOLINGS, Pooling, StepSettings, StepState
 
 __all__ = [
     "POOLINGS",
     "ArrayBounds",
     "Bounds",
     "Pooling",
-    "StepPlan",
+    "StepSettings",
     "StepState",
     "UniformBounds",
     "UniformRule",

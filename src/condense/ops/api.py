@@ -6,21 +6,22 @@ Dv value width, G groups of c tokens or windows of queries, Q queries kept from 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from condense.ops import reference, torch_blocks, torch_importance, torch_pool, torch_step
-from condense.ops.aligned import chunks, per_entry
 from condense.ops.bounds import Bounds, Windows
 from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
-from condense.ops.rows import PerRow
-from condense.ops.sampling import sampled_queries
-from condense.ops.step import Represent, StepPlan, StepState
-
-Pooling = Literal["weighted", "mean", "max", "select"]
-POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
+from condense.ops.reference import attend as reference_attend
+from condense.ops.reference import importance as reference_importance
+from condense.ops.reference import pool as reference_pool
+from condense.ops.tensors.per_row import PerRow
+from condense.ops.tensors.right_aligned import chunks, per_entry
+from condense.ops.tensors.sampling import sampled_queries
+from condense.ops.torch import attend as torch_attend
+from condense.ops.torch import importance as torch_importance
+from condense.ops.torch import pool as torch_pool
+from condense.ops.torch import step as torch_step
+from condense.ops.types import Pooling, Represent, StepSettings, StepState
 
 
 def attend(
@@ -61,14 +62,14 @@ def attend(
         chosen = "torch"  # nothing is condensed and nothing came before: PyTorch's own causal kernel is the fastest
     match chosen:
         case "triton":
-            from condense.ops import triton_attend
+            from condense.ops.triton import attend as triton_attend
 
             out, lse = triton_attend.attend(
                 q, prefix_k, prefix_v, band_k, band_v, bounds, scale=scale, prefix_bias=prefix_bias
             )
             return out, lse if return_lse else None
         case "reference":
-            out, lse = reference.attend(
+            out, lse = reference_attend.attend(
                 q,
                 prefix_k,
                 prefix_v,
@@ -81,7 +82,7 @@ def attend(
             )
             return out, lse if return_lse else None
         case _:
-            return torch_blocks.attend(
+            return torch_attend.attend(
                 q,
                 prefix_k,
                 prefix_v,
@@ -106,11 +107,11 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows, *, backend: str = "auto
     """
     match resolve_pooling(backend, q.device, q.dtype, (q.shape[3],)):
         case "triton":
-            from condense.ops import triton_pool
+            from condense.ops.triton import pool as triton_pool
 
             return triton_pool.summarize(q, tail, windows)
         case "reference":
-            return reference.summarize(q, tail, windows)
+            return reference_pool.summarize(q, tail, windows)
         case _:
             return torch_pool.summarize(q, tail, windows)
 
@@ -138,7 +139,7 @@ def pool_groups(
     """
     chosen = resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))
     if chosen == "triton":
-        from condense.ops import triton_pool
+        from condense.ops.triton import pool as triton_pool
 
         return triton_pool.pool_groups(k, v, summary, start, num_groups, group_size, scale, key_pooling, value_pooling)
     groups_k, groups_v = (chunks(x, start, num_groups, group_size) for x in (k, v))
@@ -157,7 +158,7 @@ def decode_step(
     k: Tensor,
     v: Tensor,
     state: StepState,
-    plan: StepPlan,
+    plan: StepSettings,
     *,
     scale: float,
     real: Tensor | None = None,
@@ -166,7 +167,7 @@ def decode_step(
     latent: int = 0,
     backend: str,
 ) -> Tensor:
-    """One token per row over a cache that changes in place; `condense.ops.step` says how.
+    """One token per row over a cache that changes in place; `condense.ops.types` says how.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
     ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias
@@ -175,7 +176,7 @@ def decode_step(
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":
-        from condense.ops import triton_step
+        from condense.ops.triton import step as triton_step
 
         return triton_step.step(q, k, v, state, plan, scale=scale, real=real, latent=latent)
     return torch_step.step(
@@ -188,7 +189,7 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
     """
-    module = reference if check_backend(backend) == "reference" else torch_pool
+    module = reference_pool if check_backend(backend) == "reference" else torch_pool
     return module.group_scores(summary, k, scale=scale)
 
 
@@ -200,7 +201,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
     Gradients flow through the weights, not through the choice of the anchor.
     """
-    module = reference if check_backend(backend) == "reference" else torch_pool
+    module = reference_pool if check_backend(backend) == "reference" else torch_pool
     return module.pool(x, scores, how=how)
 
 
@@ -228,9 +229,9 @@ def importance(
     sample = sampled_queries(tokens, L, num_recent, num_random, seed, q.device)
     match resolve_backend(backend, q.device, q.dtype, (q.shape[3],), num_queries=L):
         case "triton":
-            from condense.ops.triton_importance import importance as compute
+            from condense.ops.triton.importance import importance as compute
         case "reference":
-            compute = reference.importance
+            compute = reference_importance.importance
         case _:
             compute = torch_importance.importance
     return compute(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from condense.ops.rows import IntT, PerRow, agreed, at_least, at_most, spread, upright
+from condense.ops.tensors.per_row import IntT, PerRow, as_rows, at_least, at_most, broadcast_rows, int_if_equal
 
 
 class Extent(NamedTuple):
@@ -47,16 +47,16 @@ class Windows(NamedTuple):
     size: int
     stride: int
 
-    def agreed(self) -> tuple[int, int, int] | None:
+    def int_if_equal(self) -> tuple[int, int, int] | None:
         """start, before and after if they are the same in all rows."""
-        start, before, after = (agreed(x) for x in self[:3])
+        start, before, after = (int_if_equal(x) for x in self[:3])
         if isinstance(start, Tensor) or isinstance(before, Tensor) or isinstance(after, Tensor):
             return None
         return start, before, after
 
     def rows(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """start, before and after of each row, int64 CPU ``[B]``."""
-        return spread(self.start, num_rows), spread(self.before, num_rows), spread(self.after, num_rows)
+        return as_rows(self.start, num_rows), as_rows(self.before, num_rows), as_rows(self.after, num_rows)
 
 
 class Bounds(Protocol):
@@ -99,9 +99,9 @@ class UniformRule:
         # in this order: what torch 2.13's inductor makes of a quotient of a clamped number does not compile on a CPU
         return at_least((seen - self.window) // self.chunk, 0)
 
-    def ready(self, seen: IntT, lag: int) -> IntT:
-        """Chunks whose entries are made once ``seen`` tokens have been read, each ``lag`` tokens after its last."""
-        ready = at_least((seen - lag) // self.chunk, 0)
+    def ready(self, seen: IntT, summary_delay: int) -> IntT:
+        """Chunks pooled once ``seen`` tokens have been read, each ``summary_delay`` tokens after its last."""
+        ready = at_least((seen - summary_delay) // self.chunk, 0)
         return ready if self.max_chunks is None else at_most(ready, self.max_chunks)
 
     def visible_entries(self, closed: IntT) -> IntT:
@@ -132,7 +132,7 @@ class UniformBounds:
         padding = at_least(-self.query_start, 0) if self.padding is None else self.padding
         numbers = {"query_start": self.query_start, "band_start": self.band_start, "padding": padding}
         for name, x in (*numbers.items(), ("offset", self.offset)):
-            object.__setattr__(self, name, agreed(x))
+            object.__setattr__(self, name, int_if_equal(x))
 
     def arrays(self, start: int, stop: int, device: torch.device) -> Arrays:
         """Bounds of queries ``[start, stop)``: int64 ``[B|1, 1, L]``."""
@@ -146,7 +146,7 @@ class UniformBounds:
         starts, stops = (x[None, None] for x in torch.tensor(blocks, dtype=torch.int64).T)
         last = self._at(stops - 1)
         # a left-padded row begins at its first real token
-        first = self._at(starts.clamp(min=upright(self._pads, 3))).raw_start
+        first = self._at(starts.clamp(min=broadcast_rows(self._pads, 3))).raw_start
         none = torch.iinfo(torch.int64).max
         raw_start = torch.where(last.raw_end > 0, first, none).amin((0, 1))
         raw_end = last.raw_end.amax((0, 1))
@@ -165,7 +165,7 @@ class UniformBounds:
     def starts(self) -> Tensor:
         """query_start, band_start, padding and offset of each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
         numbers = (self.query_start, self.band_start, self._pads, self.offset)
-        return torch.stack(torch.broadcast_tensors(*(spread(x, 1) for x in numbers)), dim=1)
+        return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
 
     def is_hull(self, start: int, stop: int) -> bool:
         """True for a single query that means the same in all rows: a decode step without padding."""
@@ -198,7 +198,7 @@ class UniformBounds:
     def _at(self, steps: Tensor) -> Arrays:
         """Bounds of queries ``[B|1, 1, L]``, on their device."""
         query_start, origin, pads, offset = (
-            upright(x, 3, steps.device) for x in (self.query_start, self.band_start, self._pads, self.offset)
+            broadcast_rows(x, 3, steps.device) for x in (self.query_start, self.band_start, self._pads, self.offset)
         )
         real = steps >= pads
         seen = query_start + steps + 1

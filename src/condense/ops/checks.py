@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from condense.ops.step import StepPlan
+from condense.ops.types import StepSettings
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("reference", "torch", "triton")
@@ -134,7 +134,7 @@ def resolve_backend(
 
 
 def step_backend(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepPlan, *, latent: int = 0
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepSettings, *, latent: int = 0
 ) -> str:
     """The backend of decode steps: "triton" on CUDA where it can run, else "torch". Arguments as `step_obstacle`."""
     if device.type != "cuda":
@@ -143,13 +143,13 @@ def step_backend(
 
 
 def step_obstacle(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepPlan, *, latent: int = 0
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepSettings, *, latent: int = 0
 ) -> str | None:
     """What keeps Triton from making a method's decode steps here, None if nothing does.
 
     widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0.
     """
-    obstacle = _triton_absence(device) or plan_obstacle(plan)
+    obstacle = _triton_absence(device) or settings_obstacle(plan)
     if obstacle is not None:
         return obstacle
     if dtype not in TRITON_DTYPES:
@@ -165,7 +165,7 @@ def step_obstacle(
     return None
 
 
-def plan_obstacle(plan: StepPlan) -> str | None:
+def settings_obstacle(plan: StepSettings) -> str | None:
     """What in a method keeps Triton from making its decode steps on any device, None if nothing does."""
     focal, chunk = plan.num_focal, plan.rule.chunk
     if plan.key_pooling is None or plan.value_pooling is None:

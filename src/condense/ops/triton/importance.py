@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from condense.ops.sampling import Sample
-from condense.ops.triton_host import LOG2E, cdiv, dense_rows, power_of_2
+from condense.ops.tensors.sampling import Sample
+from condense.ops.triton.host import LOG2E, cdiv, dense_rows, power_of_2
 
 # keys that one program of the first pass reads
 _SPLIT = 2048

@@ -1,4 +1,4 @@
-"""Backward kernels of prefix-band attention; see `condense.ops.triton_forward` for the layout.
+"""Backward kernels of prefix-band attention; see `condense.ops.triton.attend_forward` for the layout.
 
 One program per tile of rows (dq) and one per block of keys (dk, dv): no atomics, the same result every time.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from condense.ops.triton_forward import VARYING
-from condense.ops.triton_parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton_rule import seen_by, split, tile_rows, visible
+from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
+from condense.ops.triton.device.rule import seen_by, split, tile_rows, visible
 
 
 @triton.jit

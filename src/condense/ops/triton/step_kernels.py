@@ -408,7 +408,7 @@ def step_split_kernel(
     q_ptr, k_ptr, v_ptr, pk_ptr, pv_ptr, rk_ptr, rv_ptr, rq_ptr, seen_ptr, prompt_ptr, real_ptr, part_ptr, lse_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pkb, s_pkh, s_pkn, s_pvb, s_pvh, s_pvn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn, s_prompt,
-    K, R, M, W, Q, num_summary, chunk, window, max_chunks, lag, scale, score_scale, bias,
+    K, R, M, W, Q, num_summary, chunk, window, max_chunks, summary_delay, scale, score_scale, bias,
     D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
     V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     LATENT: tl.constexpr, SCORED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_REAL: tl.constexpr,
@@ -444,7 +444,7 @@ def step_split_kernel(
     closed = tl.maximum(t + 1 - window, 0) // chunk
     first = closed * chunk
     visible = tl.minimum(closed, max_chunks)
-    ripe = t + 1 - lag
+    ripe = t + 1 - summary_delay
     number = ripe // chunk - 1
     due = (ripe > 0) & (ripe % chunk == 0) & (number < max_chunks)
     entry_visible = due & (number < visible)

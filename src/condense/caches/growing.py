@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
-from condense.caches.steps import Steps
-from condense.functional import Past, Sources, extend, first_needed, num_entries, step_plan
-from condense.methods import Method, on_latents
-from condense.ops import StepPlan, step_backend
-from condense.ops.rows import PerRow, agreed, least, most
+from condense.caches.ring import RingState
+from condense.functional import Past, Sources, extend, first_needed, num_entries, step_settings
+from condense.methods import Method, for_latents
+from condense.ops import StepSettings, step_backend
+from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 
 
 class CondensedLayer(CacheLayerMixin):
@@ -36,7 +36,7 @@ class CondensedLayer(CacheLayerMixin):
         self.method = method
         # at most one of them: going over costs a copy, and is put off until tokens come that need it
         self._past: Past | None = None
-        self._steps: Steps | None = None
+        self._steps: RingState | None = None
         self.device = torch.device("cpu")
         self._num_slots = 0
         # newest slots that hold a real token in every row: what may be cropped without looking at padding
@@ -52,8 +52,8 @@ class CondensedLayer(CacheLayerMixin):
         self._past, self._steps = past, None
 
     @cached_property
-    def _plan(self) -> StepPlan:
-        return step_plan(self.method)
+    def _plan(self) -> StepSettings:
+        return step_settings(self.method)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Remember where the state lives; tensors are made by the first `update`."""
@@ -67,7 +67,7 @@ class CondensedLayer(CacheLayerMixin):
         the attention function of `condense.apply`: query_states, the queries ``[B, H, L, D]``;
         scale, the softmax scale; counts, real tokens per row (int64 CPU ``[B]``) or None; trailing, slots at the
         end that were real in every row before alignment (default: the smallest count); latent_width, as in
-        `condense.methods.on_latents` (default: ordinary keys and values).
+        `condense.methods.for_latents` (default: ordinary keys and values).
         Raises ValueError, state unchanged, if called by anything else and for another dtype than that of the past.
         """
         refuse_stock_tokens(kwargs)
@@ -79,7 +79,7 @@ class CondensedLayer(CacheLayerMixin):
         counts: Tensor | None = kwargs.get("counts")
         latent_width: int | None = kwargs.get("latent_width")
         sources, past = extend(
-            self.method if latent_width is None else on_latents(self.method, latent_width),
+            self.method if latent_width is None else for_latents(self.method, latent_width),
             past,
             key_states,
             value_states,
@@ -119,7 +119,7 @@ class CondensedLayer(CacheLayerMixin):
         """
         if self._steps is None:
             assert self._past is not None
-            self._steps = Steps(self.method, self._plan, self._past, latent_width or 0)
+            self._steps = RingState(self.method, self._plan, self._past, latent_width or 0)
             self._past = None
         out = self._steps.step(q, k, v, scale=scale, real=real)
         self._count(1, 1 if real is None else int(real.min()))
@@ -196,10 +196,10 @@ class CondensedLayer(CacheLayerMixin):
 
     def _check_crop(self, count: int, seen: PerRow, N: int, Q: int) -> None:
         """Refuse to take tokens back beyond what then is needed; N columns of tokens and Q of queries are at hand."""
-        needed = most(seen - first_needed(self.method, seen))
-        queries_needed = min(max(0, self.method.num_summary - 1), most(seen))
+        needed = max_row(seen - first_needed(self.method, seen))
+        queries_needed = min(max(0, self.method.num_summary - 1), max_row(seen))
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
-        if too_few or least(seen) < 0:  # a prompt read at once is condensed to its last token
+        if too_few or min_row(seen) < 0:  # a prompt read at once is condensed to its last token
             raise ValueError(
                 f"crop: {count} tokens lie beyond what a condensed cache can take back; propose fewer tokens at a "
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
@@ -210,7 +210,7 @@ class CondensedLayer(CacheLayerMixin):
         assert past is not None
         N, Q, seen = past.band_k.shape[2], past.summary_q.shape[2], past.seen - count
         self._check_crop(count, seen, N, Q)
-        num_prefix = most(num_entries(self.method, seen, past.origin))
+        num_prefix = max_row(num_entries(self.method, seen, past.origin))
         self._past = past._replace(
             prefix_k=past.prefix_k[:, :, :num_prefix],
             prefix_v=past.prefix_v[:, :, :num_prefix],
@@ -242,7 +242,7 @@ class CondensedLayer(CacheLayerMixin):
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         # rows alike: no need to wait for indices from the GPU
-        self._map_tensors(change, lambda x: agreed(change(x)) if isinstance(x, Tensor) else x)
+        self._map_tensors(change, lambda x: int_if_equal(change(x)) if isinstance(x, Tensor) else x)
 
     def _map_tensors(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x

@@ -15,7 +15,7 @@ from transformers import Cache
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.latent import UpProjection, attend_to_latents, summary_queries
 from condense.models.layers import read_tokens
-from condense.models.rows import Padding
+from condense.models.padding import Padding
 from condense.models.sharding import head_group, sum_gradients, sum_over
 
 
@@ -81,7 +81,7 @@ def step_on_latents(
         raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
     up = up_projection(module, q.shape[1], q)
     out = layer.step(up.absorb(q), entries, entries[..., :0], scale=scale, real=real, latent_width=up.w_uk.shape[1])
-    return up.release(out)
+    return up.project_out(out)
 
 
 def _over_ranks(group: Any, heads: int, x: Tensor) -> tuple[Tensor, int]:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from condense.ops.checks import step_obstacle
-from condense.ops.triton_host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
-from condense.ops.triton_launch import Launcher
-from condense.ops.triton_parts import split_width
-from condense.ops.triton_step_kernels import step_reduce_kernel, step_split_kernel
+from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.step_kernels import step_reduce_kernel, step_split_kernel
 
 if TYPE_CHECKING:
-    from condense.ops.step import StepPlan, StepState
+    from condense.ops.types import StepSettings, StepState
 
 # positions are 32 bits wide
 _NEVER = 2**31 - 1
@@ -34,7 +34,7 @@ def step(
     k: Tensor,
     v: Tensor,
     state: StepState,
-    plan: StepPlan,
+    plan: StepSettings,
     *,
     scale: float,
     real: Tensor | None = None,
@@ -42,7 +42,7 @@ def step(
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.step.StepState`; bfloat16,
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.types.StepState`; bfloat16,
     float16 or float32, one dtype; K divides H; any strides, the state's last dimensions contiguous. ``real`` bool
     or integer ``[B]``: rows without a token are not touched and give 0 (None: all have one).
     latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
@@ -55,14 +55,16 @@ def step(
     _check(q, k, v, state, plan, real, latent)
     rule = plan.rule
     out: Tensor = torch.ops.condense.step.default(
-        q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.lag, plan.num_summary,
+        q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.summary_delay, plan.num_summary,
         plan.key_pooling, plan.value_pooling, plan.group_bias, plan.num_focal,
         scale if plan.weight_scale is None else plan.weight_scale, plan.reads_prompt, scale, latent,
     )  # fmt: skip
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepPlan, real: Tensor | None, latent: int) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, state: StepState, plan: StepSettings, real: Tensor | None, latent: int
+) -> None:
     D, Dv = k.shape[3], v.shape[3]
     obstacle = step_obstacle(q.device, q.dtype, (D, Dv), plan, latent=latent)
     if obstacle is not None:
@@ -166,7 +168,7 @@ def _settings(
     chunk: int,
     window: int | None,
     max_chunks: int | None,
-    lag: int,
+    summary_delay: int,
     num_summary: int,
     key_pooling: str | None,
     value_pooling: str | None,
@@ -191,7 +193,7 @@ def _settings(
         split_grid=(S, row_tiles, B * K),
         split_numbers=(
             K, R, M, W, Q, num_summary, chunk, *(_NEVER if x is None else min(x, _NEVER) for x in (window, max_chunks)),
-            lag, weight_scale, scale * LOG2E, group_bias * LOG2E,
+            summary_delay, weight_scale, scale * LOG2E, group_bias * LOG2E,
         ),
         split_constants=(
             *_widths(D, Dv, latent), BR, tiles.BN, latent > 0, num_summary > 0, key_pooling, value_pooling, has_real,
@@ -221,7 +223,7 @@ def _step(
     chunk: int,
     window: int | None,
     max_chunks: int | None,
-    lag: int,
+    summary_delay: int,
     num_summary: int,
     key_pooling: str | None,
     value_pooling: str | None,
@@ -238,7 +240,7 @@ def _step(
     (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
     settings = _settings(
         device, q.dtype, (B, H, k.shape[1]), (D, Dv), (prefix_k.shape[2], ring_k.shape[2], ring_q.shape[2]), chunk,
-        window, max_chunks, lag, num_summary, key_pooling, value_pooling, group_bias, num_focal, weight_scale,
+        window, max_chunks, summary_delay, num_summary, key_pooling, value_pooling, group_bias, num_focal, weight_scale,
         reads_prompt, scale, latent, real is not None,
     )  # fmt: skip
     part, lse = _scratch(q, settings.num_splits, Dv)

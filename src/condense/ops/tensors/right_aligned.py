@@ -1,6 +1,6 @@
 """Moving tokens of right-aligned rows: append, cut into chunks, keep the newest.
 
-All of it is differentiable. Where all rows agree (`condense.ops.rows`), slices replace gathers.
+All of it is differentiable. Where all rows agree (`condense.ops.tensors.per_row`), slices replace gathers.
 
 Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops.rows import PerRow, agreed, most, upright
+from condense.ops.tensors.per_row import PerRow, broadcast_rows, int_if_equal, max_row
 
 
 def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
@@ -37,24 +37,24 @@ def append_band(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
     if not isinstance(pads, Tensor) and pads == 0:
         return joined
     # the new columns' padding stands in the middle now: move the old columns over it
-    column, pads = torch.arange(joined.shape[2])[None], upright(pads, 2)
+    column, pads = torch.arange(joined.shape[2])[None], broadcast_rows(pads, 2)
     source = torch.where(column >= old.shape[2] + pads, column, (column - pads).clamp(min=0))
     return joined.gather(2, source.to(new.device, non_blocking=True)[:, None, :, None].expand_as(joined))
 
 
 def append_prefix(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Tensor:
     """New entries ``[B, K, n, D]`` at ``[start, stop)``. What a shorter row gets past its end stays unseen."""
-    start = agreed(start)
+    start = int_if_equal(start)
     if not isinstance(start, Tensor):
         return new if start == 0 else torch.cat([old[:, :, :start], new], dim=2)
-    wide = F.pad(old, (0, 0, 0, most(start) + new.shape[2] - old.shape[2]))
+    wide = F.pad(old, (0, 0, 0, max_row(start) + new.shape[2] - old.shape[2]))
     index = (start[:, None] + torch.arange(new.shape[2])).to(new.device, non_blocking=True)[:, None, :, None]
-    return wide.scatter(2, index.expand_as(new), new)[:, :, : most(stop)]
+    return wide.scatter(2, index.expand_as(new), new)[:, :, : max_row(stop)]
 
 
 def chunks(band: Tensor, start: PerRow, G: int, c: int) -> Tensor:
     """``[B, K, G, c, D]``: G chunks of c band columns from column ``start`` on."""
-    start = agreed(start)
+    start = int_if_equal(start)
     if not isinstance(start, Tensor):
         return band[:, :, start : start + G * c].unflatten(2, (G, c))
     column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device, non_blocking=True)
@@ -67,12 +67,12 @@ def newest(x: Tensor, count: int) -> Tensor:
     return x[:, :, x.shape[2] - count :]
 
 
-def own(x: Tensor) -> Tensor:
+def detach_compact(x: Tensor) -> Tensor:
     """Detached and alone in its storage: a view would keep all of a longer sequence alive."""
     x = x.detach()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 
 
-def copied(x: Tensor) -> Tensor:
+def detach_copy(x: Tensor) -> Tensor:
     """Detached and copied, whatever it was."""
     return x.detach().clone()

@@ -3,7 +3,7 @@
 It computes a chunk in every step and keeps it if one is due, and reads all of the buffers under a mask: the price
 of doing the same work whatever is in them.
 
-Shapes as in `condense.ops.step`.
+Shapes as in `condense.ops.types`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.aligned import head_mean
-from condense.ops.step import Represent, StepPlan, StepState
-from condense.ops.torch_blocks import attend_block
+from condense.ops.tensors.right_aligned import head_mean
+from condense.ops.torch.attend import attend_block
+from condense.ops.types import Represent, StepSettings, StepState
 
 
 def step(
@@ -21,7 +21,7 @@ def step(
     k: Tensor,
     v: Tensor,
     state: StepState,
-    plan: StepPlan,
+    plan: StepSettings,
     *,
     scale: float,
     real: Tensor | None = None,
@@ -29,7 +29,7 @@ def step(
     prefix_bias: Tensor | None = None,
     latent: int = 0,
 ) -> Tensor:
-    """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.step`.
+    """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.types`.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
     prefix_bias float ``[B|1, 1, M]``: instead of what the plan says of the entries' bias.
@@ -63,12 +63,12 @@ def _read(ring: Tensor, start: Tensor, count: int) -> Tensor:
 
 
 def _append_entry(
-    state: StepState, plan: StepPlan, t: Tensor, seen: Tensor, scale: float, represent: Represent
+    state: StepState, plan: StepSettings, t: Tensor, seen: Tensor, scale: float, represent: Represent
 ) -> None:
-    rule, lag = plan.rule, plan.lag
-    chunk = rule.ready(t, lag)
+    rule, summary_delay = plan.rule, plan.summary_delay
+    chunk = rule.ready(t, summary_delay)
     first = state.prompt[:, 1] + chunk * rule.entries
-    due = (rule.ready(seen, lag) > chunk) & (first + rule.entries <= state.prefix_k.shape[2])
+    due = (rule.ready(seen, summary_delay) > chunk) & (first + rule.entries <= state.prefix_k.shape[2])
     summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, plan.num_summary, rule.chunk)
     new_k, new_v = represent(
         _read(state.ring_k, chunk * rule.chunk, rule.chunk)[:, :, None],
@@ -85,7 +85,7 @@ def _append_entry(
 def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     """Mean of the newest S queries ``[B, K, 1, D]`` float32 or wider, none of them from before a row's start.
 
-    Summed in the order of `condense.ops.torch_pool.summarize`, so that the entries are the same to the bit.
+    Summed in the order of `condense.ops.torch.pool.summarize`, so that the entries are the same to the bit.
     """
     wide = torch.promote_types(ring_q.dtype, torch.float32)
     queries = _read(ring_q, seen - S, S)
@@ -98,14 +98,14 @@ def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     return total / inside.sum(2, keepdim=True).clamp(min=1)
 
 
-def _seen_entries(state: StepState, plan: StepPlan, closed: Tensor) -> Tensor:
+def _seen_entries(state: StepState, plan: StepSettings, closed: Tensor) -> Tensor:
     """Prefix entries that stand for a prompt and ``closed`` chunks, without those that had no room."""
     ahead, p = state.prompt[:, 1], plan.rule.entries
     room = (state.prefix_k.shape[2] - ahead) // p * p
     return ahead + torch.minimum(plan.rule.visible_entries(closed), room)
 
 
-def _bias(state: StepState, plan: StepPlan) -> Tensor:
+def _bias(state: StepState, plan: StepSettings) -> Tensor:
     """``plan.group_bias`` where an entry is pooled, float64 ``[B|1, 1, M]``."""
     M, p = state.prefix_k.shape[2], plan.rule.entries
     if not plan.bias_differs:
@@ -119,7 +119,7 @@ def _bias(state: StepState, plan: StepPlan) -> Tensor:
 def _attend(
     q: Tensor,
     state: StepState,
-    plan: StepPlan,
+    plan: StepSettings,
     seen: Tensor,
     alive: Tensor,
     scale: float,

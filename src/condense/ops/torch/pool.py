@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.aligned import head_mean
 from condense.ops.bounds import Windows
+from condense.ops.tensors.right_aligned import head_mean
 
 
 def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
@@ -18,7 +18,7 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     G, S, stride = windows.num, windows.size, windows.stride
-    agreed = windows.agreed()
+    agreed = windows.int_if_equal()
     if agreed is None:
         return _ragged(q, tail, windows)
     start, before, after = agreed
@@ -42,7 +42,7 @@ def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
 
 
 def _mean(queries: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Mean of S tensors, one after the other, as `condense.ops.torch_step` does: the same entries to the bit."""
+    """Mean of S tensors, one after the other, as `condense.ops.torch.step` does: the same entries to the bit."""
     total = queries[0].to(wide)
     for other in queries[1:]:
         total = total + other

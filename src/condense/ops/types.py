@@ -3,10 +3,10 @@
 A backend's ``step(q, k, v, state, plan, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also takes
 ``represent`` and ``prefix_bias``, for methods whose plan does not tell how entries are made):
 
-1. k, v and the head-mean of q (`condense.ops.aligned.head_mean`) go into the rings, at ``seen % size``;
-2. with ``n = seen + 1``, chunk j is due if ``rule.ready(n, lag) = j + 1 > rule.ready(seen, lag)``; its entries, made
-   of its tokens and the mean of the newest ``num_summary`` queries, go to ``[a + p * j, a + p * (j + 1))`` of the
-   prefix, a being the entries that the row's prompt left;
+1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
+2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.ready(n, d) = j + 1 >
+   rule.ready(seen, d)``; its entries, made of its tokens and the mean of the newest ``num_summary`` queries, go to
+   ``[a + p * j, a + p * (j + 1))`` of the prefix, a being the entries that the row's prompt left;
 3. the query attends to prefix entries ``[0, a + rule.visible_entries(closed))`` and to the tokens from position
    ``closed * c`` on, ``closed = rule.closed(n)``, as `condense.ops.attend` does;
 4. seen becomes n.
@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from condense.ops.bounds import UniformRule
 
-if TYPE_CHECKING:
-    from condense.ops.api import Pooling
+Pooling = Literal["weighted", "mean", "max", "select"]
+POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 
 # `condense.methods.Method.represent`
 Represent = Callable[..., tuple[Tensor, Tensor]]
@@ -60,7 +60,7 @@ class StepState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepSettings:
     """What a method is, as far as a step must know it.
 
     key_pooling, value_pooling: how a chunk's last entry is made, or None where only ``represent`` knows.
@@ -71,7 +71,7 @@ class StepPlan:
     """
 
     rule: UniformRule
-    lag: int
+    summary_delay: int
     num_summary: int
     key_pooling: Pooling | None
     value_pooling: Pooling | None

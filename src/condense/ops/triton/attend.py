@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from condense.ops.bounds import Bounds, UniformBounds
-from condense.ops.triton_backward import attend_dkv_kernel, attend_dq_kernel
-from condense.ops.triton_forward import attend_fwd_kernel
-from condense.ops.triton_host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
-from condense.ops.triton_parts import descriptors, split_width
+from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel
+from condense.ops.triton.attend_forward import attend_fwd_kernel
+from condense.ops.triton.device.parts import descriptors, split_width
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 
 # tokens that no row has: positions fit into 32 bits, and so must sums of a chunk, a window and padding
 _UNLIMITED = 1 << 29
@@ -139,7 +139,7 @@ def _attend(
     out, lse = _results(q, band_v)
     if _is_for_hopper(q, out.shape[3], plan.R) and _fills(q, plan.K):
         # only here: Gluon knows no interpreter
-        from condense.ops.triton_forward_hopper import launch_fwd_hopper
+        from condense.ops.hopper.attend_forward import launch_fwd_hopper
 
         shared = {name: value for name, value in plan.shared().items() if name not in ("L", "PRECISION")}
         with torch.cuda.device_of(q):

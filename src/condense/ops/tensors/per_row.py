@@ -17,7 +17,7 @@ PerRow = int | Tensor
 IntT = TypeVar("IntT", int, Tensor, PerRow)
 
 
-def agreed(x: PerRow) -> PerRow:
+def int_if_equal(x: PerRow) -> PerRow:
     """The int that all rows of ``x`` (int64 CPU ``[B]``) agree on, else x as it is."""
     if isinstance(x, Tensor):
         least, most = (int(end) for end in x.aminmax())
@@ -35,22 +35,22 @@ def at_most(x: IntT, bound: int) -> IntT:
     return x.clamp(max=bound) if isinstance(x, Tensor) else min(x, bound)
 
 
-def least(x: PerRow) -> int:
+def min_row(x: PerRow) -> int:
     """The smallest number of any row."""
     return int(x.min()) if isinstance(x, Tensor) else x
 
 
-def most(x: PerRow) -> int:
+def max_row(x: PerRow) -> int:
     """The largest number of any row."""
     return int(x.max()) if isinstance(x, Tensor) else x
 
 
-def each(function: Callable[[int], int], x: PerRow) -> PerRow:
+def map_rows(function: Callable[[int], int], x: PerRow) -> PerRow:
     """The function of every row's number."""
     return torch.tensor([function(n) for n in x.tolist()]) if isinstance(x, Tensor) else function(x)
 
 
-def upright(x: PerRow, ndim: int, device: torch.device | None = None) -> PerRow:
+def broadcast_rows(x: PerRow, ndim: int, device: torch.device | None = None) -> PerRow:
     """An int, or ``[B, 1, ...]`` of ``ndim`` dimensions on the device, to go with tensors whose rows come first."""
     if not isinstance(x, Tensor):
         return x
@@ -58,6 +58,6 @@ def upright(x: PerRow, ndim: int, device: torch.device | None = None) -> PerRow:
     return x.reshape(-1, *(1,) * (ndim - 1)).to(device, non_blocking=True)
 
 
-def spread(x: PerRow, num_rows: int) -> Tensor:
+def as_rows(x: PerRow, num_rows: int) -> Tensor:
     """int64 CPU ``[B]``."""
     return x if isinstance(x, Tensor) else torch.full((num_rows,), x, dtype=torch.int64)

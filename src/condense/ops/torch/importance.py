@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.sampling import Sample
+from condense.ops.tensors.sampling import Sample
 
 # scores made at a time, of a block of queries with all heads and keys
 _BLOCK = 1 << 24

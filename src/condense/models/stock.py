@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
-from condense.models.rows import documents_of, is_real, padding_of, refuse_cached_documents
+from condense.models.padding import documents_of, is_real, padding_of, refuse_cached_documents
 from condense.ops import UniformBounds, UniformRule, attend
 
 
-class DenseState:
+class StockAttention:
     """For a layer that stays as it is inside a condensed model: full or sliding causal attention.
 
     The model has one mask for all layers and it says nothing of causality, so this layer counts what it has seen.

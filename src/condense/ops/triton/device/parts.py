@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from condense.ops.triton_host import power_of_2
+from condense.ops.triton.host import power_of_2
 
 
 def split_width(width: int) -> tuple[int, int]:

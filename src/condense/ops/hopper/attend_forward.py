@@ -1,13 +1,14 @@
 """Forward kernel of prefix-band attention for Hopper: one warp loads, two warp groups multiply.
 
-A program walks tiles of ``2 * 64`` rows (see `condense.ops.triton_rule`), one after the other. Each of the two warp
-groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read the
+A program walks tiles of ``2 * 64`` rows (see `condense.ops.triton.device.rule`), one after the other. Each of the two
+warp groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read the
 same keys and values, which one more warp keeps fetching into a ring in shared memory, across tiles of rows too. The
 groups take turns to start their products, so one multiplies while the other is at its softmax; within a group, the
 scores of the next keys are multiplied while the values of the last ones still are.
 
-On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) 19.9 ms, where `condense.ops.triton_forward`
-takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers, and 64 are taken.
+On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) 19.9 ms, where
+`condense.ops.triton.attend_forward` takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers,
+and 64 are taken.
 
 Keys come as one stream of blocks that all three derive from the same integers: first the blocks that some row sees only
 in part (prefix end, band start, band end), which need a mask, then those that every row sees whole.
@@ -31,16 +32,16 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from condense.ops.triton_forward import VARYING
-from condense.ops.triton_host import cdiv
-from condense.ops.triton_rule import visible
+from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.device.rule import visible
+from condense.ops.triton.host import cdiv
 
 ROWS = gl.constexpr(64)
 
 
 @gluon.jit
 def _rows(first, j, L, R):
-    """`condense.ops.triton_rule.tile_rows` for rows j of a tile of 128."""
+    """`condense.ops.triton.device.rule.tile_rows` for rows j of a tile of 128."""
     rows = 2 * ROWS // R * R
     kept = gl.minimum(j, rows - 1)
     i = first + kept // R
@@ -283,7 +284,7 @@ def attend_fwd_hopper_kernel(
     D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
     BIASED: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton_forward.attend_fwd_kernel`. tiles: of queries; works: tiles times B times K.
+    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`. tiles: of queries; works: tiles times B times K.
 
     prefix_k1, band_k1: the last D1 columns of the keys, None if D1 is 0.
     """

@@ -1,11 +1,11 @@
 """Forward kernel of prefix-band attention: one online softmax over prefix entries, then the band.
 
-A program owns a tile of rows, see `condense.ops.triton_rule`. Blocks of keys that every row sees whole run without a
-mask. Keys and values come through tensor descriptors ``[B, K, N, D]``, which read zeros past the end.
+A program owns a tile of rows, see `condense.ops.triton.device.rule`. Blocks of keys that every row sees whole
+run without a mask. Keys and values come through tensor descriptors ``[B, K, N, D]``, which read zeros past the end.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, M prefix entries, N band tokens,
-D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton_parts`. A descriptor whose name
-ends in 1 is for the second part, None if there is none. BM rows and BN keys per tile.
+D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. A descriptor whose
+name ends in 1 is for the second part, None if there is none. BM rows and BN keys per tile.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from condense.ops.triton_parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton_rule import split, tile_rows, visible
+from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
+from condense.ops.triton.device.rule import split, tile_rows, visible
 
 # numbers that change from call to call must not each make a new kernel
 VARYING = ("L", "M", "query_start", "band_start", "pads", "offset", "chunk", "window", "max_chunks")

@@ -2,7 +2,7 @@
 
 The buffers have some room to spare and are moved to larger ones when it is used up. The rings keep what
 `condense.functional.extend` keeps: `condense.functional.SLACK` tokens and queries more than a step needs, so that as
-many can be taken back. Shapes as in `condense.ops.step`.
+many can be taken back. Shapes as in `condense.ops.types`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from condense.caches.buffers import empty_state, read_past, write_past
 from condense.functional import SLACK, Past, num_entries
 from condense.methods import Method
-from condense.ops import StepPlan, StepState, decode_step
-from condense.ops.rows import PerRow, agreed, least, most
+from condense.ops import StepSettings, StepState, decode_step
+from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 
 # sizes are multiples of it: kernels are compiled anew for a size that is none
 _BLOCK = 16
@@ -33,15 +33,15 @@ def _blocks(slots: int) -> int:
     return (slots + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
-class Steps:
+class RingState:
     """What one layer keeps while tokens come one by one, on the Triton step.
 
     state: the buffers. origin, as in `condense.functional.Past`, and the numbers below are known on the host.
     num_band, num_queries: newest columns in the rings that hold something, as many as a past would have.
     """
 
-    def __init__(self, method: Method, plan: StepPlan, past: Past, latent: int) -> None:
-        """Take over a past; method and latent as in `condense.methods.on_latents`, 0 for ordinary keys."""
+    def __init__(self, method: Method, plan: StepSettings, past: Past, latent: int) -> None:
+        """Take over a past; method and latent as in `condense.methods.for_latents`, 0 for ordinary keys."""
         self.method, self.plan, self.latent = method, plan, latent
         rule, S = plan.rule, plan.num_summary
         self.num_band, self.num_queries = past.band_k.shape[2], past.summary_q.shape[2]
@@ -51,7 +51,7 @@ class Steps:
         self.origin = past.origin
         # seen is the sum: the first differs between rows and is not touched by a step that all of them take
         self._before, self._taken = past.seen, 0
-        M, W = self._entry_slots(past.prefix_k.shape[2]), self._token_slots(most(past.seen))
+        M, W = self._entry_slots(past.prefix_k.shape[2]), self._token_slots(max_row(past.seen))
         self.state = empty_state(past.band_k, past.band_v, M, W, max(S, self._most_queries))
         write_past(method, self.state, None, past)
         self._steps_left = self._count_steps()
@@ -88,7 +88,7 @@ class Steps:
         if real is None:
             self._taken += 1
         else:
-            self._before = agreed(self._before + real)
+            self._before = int_if_equal(self._before + real)
         return out
 
     def crop(self, count: int) -> None:
@@ -115,8 +115,8 @@ class Steps:
 
     def _make_room(self) -> None:
         """For one more token in every row, and some to come."""
-        state, tokens = self.state, most(self.seen) + 1
-        entries = most(num_entries(self.method, self.seen + 1, self.origin))
+        state, tokens = self.state, max_row(self.seen) + 1
+        entries = max_row(num_entries(self.method, self.seen + 1, self.origin))
         if entries > state.prefix_k.shape[2]:
             prefix_k, prefix_v = (_longer(x, self._entry_slots(entries)) for x in state[:2])
             state = state._replace(prefix_k=prefix_k, prefix_v=prefix_v)
@@ -131,19 +131,19 @@ class Steps:
         limit = self.plan.rule.max_chunks
         if limit is None:
             return room_for(entries)
-        return min(room_for(entries), limit * self.plan.rule.entries + most(self.method.prompt_entries(self.origin)))
+        return min(room_for(entries), limit * self.plan.rule.entries + max_row(self.method.prompt_entries(self.origin)))
 
     def _token_slots(self, tokens: int) -> int:
         return min(room_for(tokens), self._most_band)
 
     def _count_steps(self) -> int:
-        """Steps that there is room for, whatever rows take them."""
-        rule, lag, num_tokens = self.plan.rule, self.plan.lag, self.state.ring_k.shape[2]
-        steps = num_tokens - most(self.seen) if num_tokens < self._most_band else sys.maxsize
+        """RingState that there is room for, whatever rows take them."""
+        rule, summary_delay, num_tokens = self.plan.rule, self.plan.summary_delay, self.state.ring_k.shape[2]
+        steps = num_tokens - max_row(self.seen) if num_tokens < self._most_band else sys.maxsize
         chunks = (self.state.prefix_k.shape[2] - self.method.prompt_entries(self.origin)) // rule.entries
-        if rule.max_chunks is not None and least(chunks) >= rule.max_chunks:
+        if rule.max_chunks is not None and min_row(chunks) >= rule.max_chunks:
             return steps
-        return min(steps, least((chunks + 1) * rule.chunk + lag - 1 - self.seen))
+        return min(steps, min_row((chunks + 1) * rule.chunk + summary_delay - 1 - self.seen))
 
 
 def _longer(x: Tensor, slots: int) -> Tensor:

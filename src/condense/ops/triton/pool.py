@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from condense.ops.bounds import Windows
-from condense.ops.rows import PerRow, agreed, least, most
-from condense.ops.triton_host import LOG2E, cdiv, check_programs, dense_rows, power_of_2
-from condense.ops.triton_pool_kernels import (
+from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, power_of_2
+from condense.ops.triton.pool_kernels import (
     pool_bwd_kernel,
     pool_fwd_kernel,
     summarize_bwd_kernel,
@@ -51,7 +51,7 @@ class _Place(NamedTuple):
 
 
 def _place(windows: Windows, num_rows: int, device: torch.device) -> _Place:
-    agreed = windows.agreed()
+    agreed = windows.int_if_equal()
     if agreed is not None:
         return _Place(agreed, None)
     rows = torch.stack(windows.rows(num_rows)).to(torch.int32)
@@ -187,8 +187,8 @@ def pool_groups(
     value_pooling: str,
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.pool_groups`."""
-    start = agreed(start)
-    settings = _Settings(num_groups, group_size, least(start), most(start), scale, key_pooling, value_pooling)
+    start = int_if_equal(start)
+    settings = _Settings(num_groups, group_size, min_row(start), max_row(start), scale, key_pooling, value_pooling)
     place = start.to(torch.int32).to(k.device, non_blocking=True) if isinstance(start, Tensor) else start
     with torch.cuda.device_of(k):
         out: tuple[Tensor, Tensor] = _Pool.apply(k, v, summary, place, settings)

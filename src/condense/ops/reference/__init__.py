@@ -1,0 +1,1 @@
+"""The definition: plain PyTorch, any device, made for float64 on the CPU."""

@@ -1,0 +1,53 @@
+"""The definition of summaries and pooling: one row, window and group at a time.
+
+Shapes: B rows, H query heads, K KV heads, L new queries, Q queries kept from before, D width, G groups of c tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from condense.ops.bounds import Windows
+
+
+def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+    """See `condense.ops.summarize`. One row and window at a time."""
+    K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    means = q.to(wide).unflatten(1, (K, -1)).mean(2).to(q.dtype)
+    rows = []
+    for b, (start, before, after) in enumerate(zip(*(x.tolist() for x in windows.rows(q.shape[0])), strict=True)):
+        # column 0 is position `origin`, the last column position `after - 1`
+        known = torch.cat([tail[b], means[b, :, L - (after - before) :]], dim=1).to(wide)
+        origin = before - Q
+        for j in range(windows.num):
+            begin = start + windows.stride * j
+            positions = [p for p in range(max(0, begin, origin), begin + windows.size) if p < after]
+            total = sum((known[:, p - origin] for p in positions), torch.zeros_like(known[:, :1].sum(1)))
+            rows.append(total / max(1, min(windows.size, begin + windows.size)))
+    return torch.stack(rows).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
+def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:
+    """See `condense.ops.group_scores`. One group at a time."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    groups = [(summary[:, :, j, None].to(wide) * k[:, :, j].to(wide)).sum(-1) * scale for j in range(k.shape[2])]
+    return torch.stack(groups, dim=2) if groups else k.new_zeros(k.shape[:4], dtype=wide)
+
+
+def pool(x: Tensor, scores: Tensor, *, how: str) -> Tensor:
+    """See `condense.ops.pool`. One group at a time."""
+    pooled = [_pool_one(x[:, :, j].to(scores.dtype), scores[:, :, j], how) for j in range(x.shape[2])]
+    return torch.stack(pooled, dim=2).to(x.dtype) if pooled else x.new_zeros(*x.shape[:3], x.shape[4])
+
+
+def _pool_one(x: Tensor, scores: Tensor, how: str) -> Tensor:
+    if how == "weighted":
+        return torch.einsum("bkc,bkcd->bkd", scores.softmax(-1), x)
+    if how == "mean":
+        return x.mean(2)
+    if how == "max":
+        return x.amax(2)
+    anchor = torch.nn.functional.one_hot(scores.argmax(-1), x.shape[2]).to(x.dtype)
+    return torch.einsum("bkc,bkcd->bkd", anchor, x)

@@ -1,0 +1,1 @@
+"""What runs inside Triton kernels: who sees what, and rows of any width."""
