@@ -1,8 +1,8 @@
 """Forward kernel of prefix-band attention for Hopper: one warp loads, two warp groups multiply.
 
 A program walks tiles of ``2 * 64`` rows (see `condense.ops.triton.device.rule`), one after the other. Each of the two
-warp groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read the
-same keys and values, which one more warp keeps fetching into a ring in shared memory, across tiles of rows too. The
+warp groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read
+the same keys and values, which one more warp keeps fetching into a ring in shared memory, across tiles of rows too. The
 groups take turns to start their products, so one multiplies while the other is at its softmax; within a group, the
 scores of the next keys are multiplied while the values of the last ones still are.
 

@@ -1,0 +1,255 @@
+"""Sources of keys, and which stretch of every source each query sees.
+
+Attention reads a list of sources under one softmax: entries that stand for groups of tokens, and the window of exact
+tokens, which comes last. Of each source, query t sees entries ``[lo, hi)``. Positions count a row's real tokens from 0;
+padding sees nothing. Along the queries no lo and no hi ever decreases.
+
+Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. A dimension that does not matter is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from condense.ops.tensors.per_row import (
+    IntT,
+    PerRow,
+    as_rows,
+    at_least,
+    at_most,
+    broadcast_rows,
+    int_if_equal,
+)
+
+
+class Source(NamedTuple):
+    """Keys and values that queries see a stretch of.
+
+    k ``[B, K, N, D]``, v ``[B, K, N, Dv]``, in one dtype and on one device with all others. bias is added to the scaled
+    scores of its entries: a number for all of them, or float ``[B|1, K|1, N]``, which gets no gradient; None for none.
+    """
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor | float | None = None
+
+
+class Span(NamedTuple):
+    """Entries ``[lo, hi)`` of one source that each query of a block sees, int64 ``[B|1, K|1, L]``."""
+
+    lo: Tensor
+    hi: Tensor
+
+
+class Hull(NamedTuple):
+    """Entries ``[lo, hi)`` of one source that contain what any query of a block sees, in any row and head."""
+
+    lo: int
+    hi: int
+
+
+class Spans(Protocol):
+    """What a backend asks of the spans of a list of sources."""
+
+    def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
+        """Spans of queries ``[start, stop)``, one per source."""
+        ...
+
+    def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
+        """For each block ``(start, stop)`` of queries the hull of every source, known on the host."""
+        ...
+
+    def is_hull(self, start: int, stop: int) -> bool:
+        """True if queries ``[start, stop)`` are known to see all of their hulls, in every row and head."""
+        ...
+
+    def is_causal(self, num_queries: int, num_tokens: int) -> bool:
+        """True if query i is known to see nothing but the columns ``[0, num_tokens - L + i]`` of the window."""
+        ...
+
+
+class Rule(Protocol):
+    """Who sees what, as arithmetic on positions."""
+
+    def spans(self, seen: IntT) -> list[tuple[IntT, IntT]]:
+        """``(lo, hi)`` per source for a query that is the last of ``seen`` tokens (an int, or int64 of any shape).
+
+        Those of the window, which is the last source, are positions of tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class UniformRule:
+    """``n(t) = max(0, t + 1 - window) // chunk`` closed chunks; ``entries`` condensed entries stand for each.
+
+    ``window=None``: no chunk ever closes (dense attention). ``max_chunks``: only the first ones have entries
+    (StreamingLLM's sinks; 0 for a window alone).
+    """
+
+    chunk: int
+    window: int | None
+    entries: int = 1
+    max_chunks: int | None = None
+
+    def closed(self, seen: IntT) -> IntT:
+        """Chunks no longer visible token by token once ``seen`` tokens (int, or int64 of any shape) have been read."""
+        if self.window is None:
+            return seen * 0
+        # in this order: what torch 2.13's inductor makes of a quotient of a clamped number does not compile on a CPU
+        return at_least((seen - self.window) // self.chunk, 0)
+
+    def pooled(self, seen: IntT, summary_delay: int) -> IntT:
+        """Chunks whose entries exist once ``seen`` tokens have been read, ``summary_delay`` tokens after their last."""
+        pooled = at_least((seen - summary_delay) // self.chunk, 0)
+        return pooled if self.max_chunks is None else at_most(pooled, self.max_chunks)
+
+    def visible_entries(self, closed: IntT) -> IntT:
+        """Entries that stand for ``closed`` chunks."""
+        if self.max_chunks is not None:
+            closed = at_most(closed, self.max_chunks)
+        return closed * self.entries
+
+    def spans(self, seen: IntT) -> list[tuple[IntT, IntT]]:
+        """Two sources: the entries of closed chunks, and the window from the first chunk that is not closed on."""
+        closed = self.closed(seen)
+        return [(seen * 0, self.visible_entries(closed)), (closed * self.chunk, seen)]
+
+
+class Start(NamedTuple):
+    """Where rows start: query_start, window_start, padding and prompt_entries of `RuleSpans`."""
+
+    query: int
+    window: int
+    padding: int
+    prompt_entries: int
+
+
+@dataclass(frozen=True)
+class RuleSpans:
+    """A rule on rows that may start anywhere.
+
+    query_start: position of each row's query 0, counted back from the real ones, an int or int64 CPU ``[B]``.
+    window_start: likewise, position of the token in column 0 of the window.
+    padding: likewise, queries before a row's first real one; None: those at negative positions.
+    prompt_entries: likewise, entries ahead of the rule's own in the first source, which every query sees.
+    Tensors whose rows agree become ints.
+    """
+
+    rule: Rule
+    query_start: PerRow
+    window_start: PerRow
+    padding: PerRow | None = None
+    prompt_entries: PerRow = 0
+
+    def __post_init__(self) -> None:
+        padding = at_least(-self.query_start, 0) if self.padding is None else self.padding
+        numbers = {"query_start": self.query_start, "window_start": self.window_start, "padding": padding}
+        for name, x in (*numbers.items(), ("prompt_entries", self.prompt_entries)):
+            object.__setattr__(self, name, int_if_equal(x))
+
+    def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
+        """Spans of queries ``[start, stop)``: int64 ``[B|1, 1, L]``."""
+        return self._at(torch.arange(start, stop, device=device)[None, None])
+
+    def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
+        """Hulls per block. Spans never move back, so a block's ends are all that is looked at."""
+        if (row := self.same_in_all_rows()) is not None:
+            # a decode step in every layer: plain integers cost far less than tensors of one element
+            return [self._hulls_of(row, start, stop - 1) for start, stop in blocks]
+        starts, stops = (x[None, None] for x in torch.tensor(blocks, dtype=torch.int64).T)
+        # a left-padded row begins at its first real token
+        first, last = self._at(starts.clamp(min=broadcast_rows(self._padding, 3))), self._at(stops - 1)
+        none = torch.iinfo(torch.int64).max
+        sees = last[-1].hi > 0
+        hulls = []
+        for low, high in zip(first, last, strict=True):
+            hi = high.hi.amax((0, 1))
+            lo = torch.where(sees, low.lo, none).amin((0, 1))
+            hulls.append(torch.stack([torch.minimum(lo, hi), hi], dim=1).tolist())
+        return [[Hull(*ends) for ends in block] for block in zip(*hulls, strict=True)]
+
+    def same_in_all_rows(self) -> Start | None:
+        """Where every row starts, None if they start apart."""
+        numbers = (self.query_start, self.window_start, self._padding, self.prompt_entries)
+        return None if any(isinstance(x, Tensor) for x in numbers) else Start(*numbers)  # type: ignore[arg-type]
+
+    def starts(self) -> Tensor:
+        """The numbers of `Start` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
+        numbers = (self.query_start, self.window_start, self._padding, self.prompt_entries)
+        return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
+
+    def is_hull(self, start: int, stop: int) -> bool:
+        """True for a single query that means the same in all rows: a decode step without padding."""
+        return stop - start == 1 and self.same_in_all_rows() is not None
+
+    def is_causal(self, num_queries: int, num_tokens: int) -> bool:
+        """True if no row is padded, the window starts at its row's start and nothing else is seen yet."""
+        if self.same_in_all_rows() != (num_tokens - num_queries, 0, 0, 0):
+            return False
+        *others, (lo, _) = self.rule.spans(num_tokens)
+        return lo == 0 and all(first >= last for first, last in others)
+
+    @property
+    def _padding(self) -> PerRow:
+        assert self.padding is not None
+        return self.padding
+
+    def _hulls_of(self, row: Start, first: int, last: int) -> list[Hull]:
+        """The hulls of queries first to last of the one row that stands for all."""
+        begin = self.rule.spans(row.query + max(first, row.padding) + 1)
+        end = self.rule.spans(row.query + last + 1)
+        if last < row.padding:
+            return [Hull(0, 0)] * len(end)
+        spans = [(lo, hi) for (lo, _), (_, hi) in zip(begin, end, strict=True)]
+        spans[0] = (spans[0][0], spans[0][1] + row.prompt_entries) if len(spans) > 1 else spans[0]
+        spans[-1] = (max(spans[-1][0] - row.window, 0), spans[-1][1] - row.window)
+        return [Hull(min(lo, hi), hi) for lo, hi in spans]
+
+    def _at(self, steps: Tensor) -> list[Span]:
+        """Spans of queries ``[B|1, 1, L]``, on their device."""
+        query_start, window_start, padding, prompt_entries = (
+            broadcast_rows(x, 3, steps.device)
+            for x in (self.query_start, self.window_start, self._padding, self.prompt_entries)
+        )
+        real = steps >= padding
+        *others, (lo, hi) = self.rule.spans(query_start + steps + 1)
+        spans = [*others, ((lo - window_start).clamp(min=0), hi - window_start)]
+        if others:
+            spans[0] = (spans[0][0], spans[0][1] + prompt_entries)
+        return [Span(*(torch.where(real, x, 0) for x in torch.broadcast_tensors(*span))) for span in spans]
+
+
+@dataclass(frozen=True)
+class ArraySpans:
+    """Spans given query by query, one per source; every tensor as in `Span`, never decreasing along L."""
+
+    spans: tuple[Span, ...]
+
+    def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
+        """Spans of queries ``[start, stop)``."""
+        return [Span(*(x[..., start:stop].to(device) for x in span)) for span in self.spans]
+
+    def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
+        """Hulls per block; one transfer to the host for all blocks."""
+        hulls = []
+        for start, stop in blocks:
+            for span in self.at(start, stop, self.spans[0].hi.device):
+                end = span.hi.amax()
+                first = torch.where(span.hi > span.lo, span.lo, end).amin()
+                hulls.append(torch.stack([torch.minimum(first, end), end]))
+        ends = [Hull(*pair) for pair in torch.stack(hulls).tolist()] if hulls else []
+        return [ends[i : i + len(self.spans)] for i in range(0, len(ends), len(self.spans))]
+
+    def is_hull(self, start: int, stop: int) -> bool:
+        """Never taken for granted, as `is_causal`."""
+        return False
+
+    def is_causal(self, num_queries: int, num_tokens: int) -> bool:
+        """Never taken for granted: answering would need a transfer to the host."""
+        return False
