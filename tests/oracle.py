@@ -195,10 +195,10 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None =
 
 def prefix_band(
     q: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    band_k: Tensor,
-    band_v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
+    window_k: Tensor,
+    window_v: Tensor,
     bounds: tuple[Tensor, Tensor, Tensor],
     *,
     scale: float,
@@ -206,12 +206,12 @@ def prefix_band(
 ) -> tuple[Tensor, Tensor]:
     """Prefix-band attention by definition; bounds ``[B, K, L]`` each: rep_end, raw_start, raw_end."""
     B, H, L, _ = q.shape
-    R = H // band_k.shape[1]
-    out, lse = q.new_zeros(B, H, L, band_v.shape[3]), q.new_full((B, H, L), -math.inf)
+    R = H // window_k.shape[1]
+    out, lse = q.new_zeros(B, H, L, window_v.shape[3]), q.new_full((B, H, L), -math.inf)
     for b, h, t in itertools.product(range(B), range(H), range(L)):
         rep_end, raw_start, raw_end = (int(x[b, h // R, t]) for x in bounds)
-        keys = torch.cat([prefix_k[b, h // R, :rep_end], band_k[b, h // R, raw_start:raw_end]])
-        values = torch.cat([prefix_v[b, h // R, :rep_end], band_v[b, h // R, raw_start:raw_end]])
+        keys = torch.cat([entries_k[b, h // R, :rep_end], window_k[b, h // R, raw_start:raw_end]])
+        values = torch.cat([entries_v[b, h // R, :rep_end], window_v[b, h // R, raw_start:raw_end]])
         if len(keys) == 0:
             continue
         logits = scale * keys @ q[b, h, t]

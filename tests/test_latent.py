@@ -153,8 +153,8 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
         out, past = read_in_steps(method, latent_oracle.random(*shape), steps, absorb=absorb, hand_over=hand_over)
         torch.testing.assert_close(out, want, **EXACT)
         # latents and rope keys alone stay
-        assert past.band_k.shape[-1] == past.prefix_k.shape[-1] == 10
-        assert past.band_v.numel() == past.prefix_v.numel() == 0
+        assert past.window_k.shape[-1] == past.entries_k.shape[-1] == 10
+        assert past.window_v.numel() == past.entries_v.numel() == 0
         for tensor in past[:5]:
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 

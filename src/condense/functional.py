@@ -31,17 +31,17 @@ SLACK = 20
 class Past(NamedTuple):
     """What one layer keeps between calls. ``seen`` and ``origin`` are known on the host: no step waits for a GPU.
 
-    prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``: entries, left-aligned, `Method` order.
-    band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``: exact tokens, right-aligned.
+    entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``: entries, left-aligned, `Method` order.
+    window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens, right-aligned.
     summary_q ``[B, K, Q, D]``: the newest summary queries, right-aligned. origin: a prompt's tokens that
     `Method.read_prompt` took, whose entries come first in the prefix. seen: real tokens per row since. Both are an int
     where the rows agree, else int64 CPU ``[B]``.
     """
 
-    prefix_k: Tensor
-    prefix_v: Tensor
-    band_k: Tensor
-    band_v: Tensor
+    entries_k: Tensor
+    entries_v: Tensor
+    window_k: Tensor
+    window_v: Tensor
     summary_q: Tensor
     seen: PerRow
     origin: PerRow
@@ -55,10 +55,10 @@ class Past(NamedTuple):
 class Sources(NamedTuple):
     """All that attention reads besides the queries."""
 
-    prefix_k: Tensor
-    prefix_v: Tensor
-    band_k: Tensor
-    band_v: Tensor
+    entries_k: Tensor
+    entries_v: Tensor
+    window_k: Tensor
+    window_v: Tensor
     bounds: Bounds
     prefix_bias: Tensor | float | None
 
@@ -103,13 +103,13 @@ def extend(
         kept = Past(*prompt.kept(), *past.tensors[2:], past.seen, origin=seen) if keep else None
         return Sources(*prompt[:6]), kept
     rule, num_summary = method.rule, method.num_summary
-    band_k, band_v = append_band(past.band_k, k, pads), append_band(past.band_v, v, pads)
-    band_start = seen - band_k.shape[2]
+    window_k, window_v = append_band(past.window_k, k, pads), append_band(past.window_v, v, pads)
+    band_start = seen - window_k.shape[2]
 
     offset = method.prompt_entries(past.origin)
     before, after = rule.ready(past.seen, method.summary_delay), rule.ready(seen, method.summary_delay)
     num_new = max_row(after - before)
-    prefix_k, prefix_v = past.prefix_k, past.prefix_v
+    entries_k, entries_v = past.entries_k, past.entries_v
     if num_new > 0:
         c, p = rule.chunk, rule.entries
         summary = None
@@ -120,8 +120,8 @@ def extend(
             windows = Windows(first - num_summary, past.seen, seen, num, num_summary, c)
             summary = summarize(q, past.summary_q, windows, backend=backend).expand(-1, -1, num_new, -1)
         new_k, new_v = method.represent_band(
-            band_k,
-            band_v,
+            window_k,
+            window_v,
             before * c - band_start,
             num_new,
             summary,
@@ -130,20 +130,23 @@ def extend(
             backend=backend,
         )
         start, stop = before * p + offset, after * p + offset
-        prefix_k, prefix_v = append_prefix(prefix_k, new_k, start, stop), append_prefix(prefix_v, new_v, start, stop)
+        entries_k, entries_v = (
+            append_prefix(entries_k, new_k, start, stop),
+            append_prefix(entries_v, new_v, start, stop),
+        )
 
     bounds = UniformBounds(rule, seen - L, band_start, pads, offset)
-    bias = method.prefix_bias(prefix_k.shape[2], k.device, past.origin)
-    sources = Sources(prefix_k, prefix_v, band_k, band_v, bounds, bias)
+    bias = method.prefix_bias(entries_k.shape[2], k.device, past.origin)
+    sources = Sources(entries_k, entries_v, window_k, window_v, bounds, bias)
     if not keep:
         return sources, None
-    num_band = min(band_k.shape[2], max_row(seen - first_needed(method, seen - SLACK)))
-    keep_only = _keeper(past.band_k)
+    num_band = min(window_k.shape[2], max_row(seen - first_needed(method, seen - SLACK)))
+    keep_only = _keeper(past.window_k)
     return sources, Past(
-        keep_only(prefix_k),
-        keep_only(prefix_v),
-        keep_only(newest(band_k, num_band)),
-        keep_only(newest(band_v, num_band)),
+        keep_only(entries_k),
+        keep_only(entries_v),
+        keep_only(newest(window_k, num_band)),
+        keep_only(newest(window_v, num_band)),
         _newest_queries(num_summary, past.summary_q, q, pads, backend),
         seen,
         past.origin,
@@ -285,10 +288,10 @@ def attend_to(
     """`condense.ops.attend` on what `extend` returned."""
     return attend(
         q,
-        sources.prefix_k,
-        sources.prefix_v,
-        sources.band_k,
-        sources.band_v,
+        sources.entries_k,
+        sources.entries_v,
+        sources.window_k,
+        sources.window_v,
         sources.bounds,
         scale=scale,
         prefix_bias=sources.prefix_bias,

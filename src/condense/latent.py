@@ -145,7 +145,7 @@ def attend_to_latents(
     new: keys and values per head of the last L band entries, if they are at hand (`UpProjection.expand`).
     absorb: work on the latents, or expand them; by default whatever costs less.
     """
-    prefix, band, d_c = sources.prefix_k, sources.band_k, up.w_uk.shape[1]
+    prefix, band, d_c = sources.entries_k, sources.window_k, up.w_uk.shape[1]
     if absorb is None:
         absorb = _absorbing_pays(q.shape[2], prefix.shape[2] + band.shape[2], up)
     if absorb:

@@ -44,7 +44,7 @@ def test_output(method, dtype, length):
     out = attend_to(sources, inputs.q, scale=inputs.scale)[0]
     assert gate.check_output(out, inputs.q, sources, scale=inputs.scale).passed
     assert not gate.check_output(wronged(out), inputs.q, sources, scale=inputs.scale).passed
-    without_one = sources._replace(prefix_k=sources.prefix_k.roll(1, 2))
+    without_one = sources._replace(entries_k=sources.entries_k.roll(1, 2))
     wrong = attend_to(without_one, inputs.q, scale=inputs.scale)[0]
     assert not gate.check_output(wrong, inputs.q, sources, scale=inputs.scale).passed
 
@@ -75,7 +75,7 @@ def test_entries(method, dtype, length):
     inputs = inputs_of(length, dtype)
     sources = pooled(method, inputs)
     assert gate.check_entries(method, inputs, sources).passed
-    for name in ("prefix_k", "prefix_v"):
+    for name in ("entries_k", "entries_v"):
         wrong = sources._replace(**{name: wronged(getattr(sources, name))})
         assert not gate.check_entries(method, inputs, wrong).passed
 

@@ -88,7 +88,7 @@ def other_tokens(*arguments):
 
 def other_entries(self, *arguments, **options):
     prompt = STOCK_GROUPS(self, *arguments, **options)
-    return prompt._replace(prefix_v=prompt.prefix_v.roll(1, 2)) if options["backend"] == "auto" else prompt
+    return prompt._replace(entries_v=prompt.entries_v.roll(1, 2)) if options["backend"] == "auto" else prompt
 
 
 STOCK_RANKING, STOCK_GROUPS = condense.DGA.ranking, condense.DGA.grouped_around
@@ -170,7 +170,7 @@ def test_wrong_attention_is_not_timed(op, monkeypatch):
 def test_wrong_pooling_is_not_timed(monkeypatch):
     def wrong(*arguments, **options):
         sources = gate.pooled(*arguments, **options)
-        return sources._replace(prefix_v=sources.prefix_v.roll(1, 2))
+        return sources._replace(entries_v=sources.entries_v.roll(1, 2))
 
     monkeypatch.setattr(tasks, "pooled", wrong)
     _, content = run(ops=("pooling",), lengths=(64,), baselines=())

@@ -114,7 +114,7 @@ def test_reset_is_in_place(method):
     assert not any(bool(x.any()) for x in layer.state)
     assert layer.awaits_prompt == method.reads_prompt
     fresh = StaticCondensedLayer(method, LENGTH)
-    fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.state.prefix_k.shape[2])
+    fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.state.entries_k.shape[2])
     for L in (21, 1, 1, 5):
         assert torch.equal(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)))
     assert [x.data_ptr() for x in (*layer.state, layer.num_slots)] == addresses
@@ -202,7 +202,7 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
     layer = StaticCondensedLayer(method, 90)
     _read(layer, _qkv(40), torch.tensor([40, 33, 27]))
     rooms = {n: num_entries(method, 50, n) for n in (40, 33, 27)}
-    assert layer.state.prefix_k.shape[2] == max(rooms.values())
+    assert layer.state.entries_k.shape[2] == max(rooms.values())
     for i in range(50):
         _read(layer, _qkv(1, i))
     before = layer.state
@@ -212,7 +212,7 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
         got, want = _read(layer, qkv), _read(growing, qkv)
     assert_close(got, want, **EXACT)
     assert all(x is y for x, y in zip(before[2:], layer.state[2:], strict=True))
-    assert layer.state.prefix_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
+    assert layer.state.entries_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
 
 
 def test_contract():
@@ -332,7 +332,7 @@ def test_entries_after_a_prompts_selection(prompt, length):
     layer = StaticCondensedLayer(method, length)
     needed = num_entries(method, length - prompt, prompt)
     layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, capacity=needed)
-    assert sum(x.shape[2] for x in (layer.state.prefix_k, layer.state.ring_k)) <= 1.02 * wanted
+    assert sum(x.shape[2] for x in (layer.state.entries_k, layer.state.ring_k)) <= 1.02 * wanted
     streaming = num_entries(method.replace(selection="streaming"), length)
     assert needed <= most_entries(method, length) <= streaming + (1024 + 16) * (1 - 3 / 18) + 3
 

@@ -99,9 +99,9 @@ def test_addresses_beyond_32_bits():
     """The second row starts more than 2^31 elements behind the first; takes 4.3 GB."""
     now, state, plan = some_step(torch.bfloat16, seen=24)
     far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
-    B, K, M, D = state.prefix_k.shape
+    B, K, M, D = state.entries_k.shape
     moved = []
-    for i, x in enumerate((state.prefix_k, state.prefix_v)):
+    for i, x in enumerate((state.entries_k, state.entries_v)):
         place = far.as_strided((B, K, M, D), (2**31, M * D, D, 1), i * 2**18)
         moved.append(place.copy_(x))
     other = StepState(*moved, *(x.clone() for x in state[2:]))

@@ -65,7 +65,7 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
     v = torch.eye(L, dtype=torch.float64).expand(2, K, L, L)
     prompt = focal_prompt(
         q * 0, k, v, focal, num_focal, tokens,
-        group_size=g, weight_scale=0.3, complementary=True, group_bias=math.log(g), backend="torch",
+        group_size=g, weight_scale=0.3, complementary=True, bias=math.log(g), backend="torch",
     )  # fmt: skip
     for x in (prompt.bounds.rep_end, prompt.bounds.raw_start, prompt.bounds.raw_end):
         assert bool((x.diff(dim=-1) >= 0).all())
@@ -119,9 +119,9 @@ def test_all_focal_is_dense(backend, method):
     torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
     sources, past = extend(method.replace(allow_future=True), None, k, v, q, scale=0.5)
     assert sources.bounds.is_causal(41, 41)
-    assert past.prefix_k.shape[2] == 41
-    assert torch.equal(past.prefix_k, k)
-    assert past.prefix_k.data_ptr() != k.data_ptr()
+    assert past.entries_k.shape[2] == 41
+    assert torch.equal(past.entries_k, k)
+    assert past.entries_k.data_ptr() != k.data_ptr()
 
 
 @pytest.mark.parametrize(("gamma", "window"), [(0, 0), (0.3, 1), (1, 5)])
@@ -195,8 +195,8 @@ def test_random_focal_tokens_are_alike_in_rows_and_heads_and_change_with_the_see
         padded = [torch.cat([x.new_zeros(*x.shape[:2], pads, x.shape[3]), x], 2) for x in (q * 0, k, v)]
         counts = torch.full((3,), 48)
         _, past = extend(method.replace(seed=seed), None, *padded[1:], padded[0], scale=1.0, counts=counts)
-        assert torch.equal(past.prefix_v, past.prefix_v[:1, :1].expand_as(past.prefix_v))
-        return past.prefix_v[0, 0]
+        assert torch.equal(past.entries_v, past.entries_v[:1, :1].expand_as(past.entries_v))
+        return past.entries_v[0, 0]
 
     got = entries(0)
     assert torch.equal(got, entries(0))
@@ -215,9 +215,9 @@ def test_importance_finds_what_the_queries_look_at():
     k[:, :, needles, 0] = 20
     q[..., 0] = 2
     _, past = extend(SELECT.replace(gamma=0.1), None, k, v, q, scale=8**-0.5)
-    assert past.prefix_k.shape[2] == 20 + 45
+    assert past.entries_k.shape[2] == 20 + 45
     for head in range(2):
-        assert torch.equal(past.prefix_k[0, head, past.prefix_k[0, head, :, 0] == 20], k[0, head, needles])
+        assert torch.equal(past.entries_k[0, head, past.entries_k[0, head, :, 0] == 20], k[0, head, needles])
 
 
 @pytest.mark.parametrize("block", [1, 1000, 1 << 24])
@@ -243,7 +243,7 @@ def test_importance_ties_are_exact_and_go_to_the_earlier():
     q, _, _ = oracle.random_qkv(1, 2, 1, 37, 3, 1)
     v = torch.eye(37, dtype=torch.float64)[None, None]
     _, past = extend(method, None, torch.ones(1, 1, 37, 3).double(), v, q, scale=1.0)
-    assert past.prefix_v[0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
+    assert past.entries_v[0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["select-random", "select-not-complementary"])

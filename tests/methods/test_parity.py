@@ -65,11 +65,11 @@ def check_past(method, past, position, B):
     for x in past.tensors:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
-    assert past.prefix_k.shape[2] == past.prefix_v.shape[2] == max_row(num_entries(method, seen, past.origin))
+    assert past.entries_k.shape[2] == past.entries_v.shape[2] == max_row(num_entries(method, seen, past.origin))
     needed = max_row(seen - first_needed(method, seen))
-    kept = past.band_k.shape[2]
+    kept = past.window_k.shape[2]
     assert needed <= kept <= needed + SLACK + method.rule.chunk
-    assert past.band_v.shape[2] == kept
+    assert past.window_v.shape[2] == kept
     assert past.summary_q.shape[2] <= max(0, method.num_summary - 1 + SLACK)
 
 

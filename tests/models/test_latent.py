@@ -79,9 +79,9 @@ def test_the_cache_holds_latents_and_rope_keys_alone(name):
     cache = tiny.filled(model, IDS)
     for layer in cache.layers:
         past = layer.past
-        assert {x.shape[-1] for x in (past.prefix_k, past.band_k, past.summary_q)} == {16}
-        assert past.prefix_k.shape[:3] == (2, 1, 13)
-        assert past.prefix_v.numel() == past.band_v.numel() == 0
+        assert {x.shape[-1] for x in (past.entries_k, past.window_k, past.summary_q)} == {16}
+        assert past.entries_k.shape[:3] == (2, 1, 13)
+        assert past.entries_v.numel() == past.window_v.numel() == 0
     expected = inspect(condense.restore(model), LCA, tiny.LENGTH, itemsize=8)
     assert condense.cache_nbytes(cache) == 2 * sum(report.bytes for report in expected)
 

@@ -54,7 +54,7 @@ def take(method, state, qkv, real=None):
 
 def entry_bias(method, state):
     """As a static layer has it: for methods whose entries differ."""
-    return method.prefix_bias(state.prefix_k.shape[2], torch.device("cpu")) if method.pooling is None else None
+    return method.prefix_bias(state.entries_k.shape[2], torch.device("cpu")) if method.pooling is None else None
 
 
 def columns(qkv, start, stop):
@@ -94,10 +94,10 @@ def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
         new = columns(qkv, i, i + 1)
         _, past = extend(method, past, new[1], new[2], new[0], scale=SCALE, backend="torch")
         take(method, state, new)
-        n = past.prefix_k.shape[2]
-        assert torch.equal(state.prefix_k[:, :, :n], past.prefix_k)
-        assert torch.equal(state.prefix_v[:, :, :n], past.prefix_v)
-    assert n == state.prefix_k.shape[2]
+        n = past.entries_k.shape[2]
+        assert torch.equal(state.entries_k[:, :, :n], past.entries_k)
+        assert torch.equal(state.entries_v[:, :, :n], past.entries_v)
+    assert n == state.entries_k.shape[2]
 
 
 @pytest.mark.parametrize("integer", [False, True], ids=["bool", "int"])
@@ -150,7 +150,7 @@ def test_a_step_too_many_stays_inside():
         assert bool(out.isfinite().all())
         if i < 20:
             torch.testing.assert_close(out, want, **EXACT)
-    assert torch.equal(state.prefix_k, larger.prefix_k[:, :, : state.prefix_k.shape[2]])
+    assert torch.equal(state.entries_k, larger.entries_k[:, :, : state.entries_k.shape[2]])
 
 
 def test_one_graph_for_all_steps(method):
@@ -206,15 +206,15 @@ def test_pooling_says_what_represent_does(method, pooling):
 
 def test_plan():
     plan = step_settings(condense.LCA(group_size=8, window=5, rep_bias="log_size"))
-    assert plan.group_bias == pytest.approx(torch.tensor(8.0).double().log().item(), abs=1e-15)
+    assert plan.bias == pytest.approx(torch.tensor(8.0).double().log().item(), abs=1e-15)
     assert (plan.summary_delay, plan.num_summary, plan.key_pooling, plan.value_pooling) == (5, 8, "select", "weighted")
     assert plan.rule == condense.LCA(group_size=8, window=5).rule
-    assert step_settings(condense.CCA()).group_bias == 0.0
+    assert step_settings(condense.CCA()).bias == 0.0
 
 
 def test_plan_of_focal_chunks():
     plan = step_settings(condense.DGA(group_size=4, gamma=0.5, weight_scale=1.0, rep_bias="log_size"))
-    assert plan.group_bias == pytest.approx(torch.tensor(4.0).double().log().item(), abs=1e-15)
+    assert plan.bias == pytest.approx(torch.tensor(4.0).double().log().item(), abs=1e-15)
     assert (plan.key_pooling, plan.value_pooling, plan.num_focal) == ("weighted", "weighted", 2)
     assert (plan.weight_scale, plan.reads_prompt, plan.bias_differs) == (1.0, False, True)
     prompt = step_settings(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))

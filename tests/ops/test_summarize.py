@@ -159,6 +159,6 @@ def test_extend_with_the_groups_own_last_queries_looks_at_no_other():
     want, _ = extend(method, None, k, v, q, scale=0.5)
     q[:, :, [i for i in range(21) if i % 4 != 3]] = torch.nan
     got, past = extend(method, None, k, v, q, scale=0.5)
-    assert torch.equal(got.prefix_k, want.prefix_k)
-    assert torch.equal(got.prefix_v, want.prefix_v)
+    assert torch.equal(got.entries_k, want.entries_k)
+    assert torch.equal(got.entries_v, want.entries_v)
     assert past.summary_q.shape == (1, 2, 0, 4)

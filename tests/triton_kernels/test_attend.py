@@ -126,9 +126,9 @@ def test_general_bounds_per_row_and_head():
     raw_end = torch.maximum(raw_start, rising(N))
     rep_end[:, :, :9], raw_end[:, :, :9], raw_start[:, :, :9] = 0, 0, 0
     q, _, _ = oracle.random_qkv(B, H, K, L, D, D, dtype=dtype)
-    prefix_k, prefix_v = oracle.random_qkv(B, K, K, M, D, D, dtype=dtype, seed=1)[:2]
-    band_k, band_v = oracle.random_qkv(B, K, K, N, D, D, dtype=dtype, seed=2)[:2]
-    tensors = (q, prefix_k, prefix_v, band_k, band_v)
+    entries_k, entries_v = oracle.random_qkv(B, K, K, M, D, D, dtype=dtype, seed=1)[:2]
+    window_k, window_v = oracle.random_qkv(B, K, K, N, D, D, dtype=dtype, seed=2)[:2]
+    tensors = (q, entries_k, entries_v, window_k, window_v)
     bias = torch.randn(B, K, M, generator=generator, dtype=torch.float64)
     exact = [x.double().requires_grad_() for x in tensors]
     want, want_lse = oracle.prefix_band(*exact, (rep_end, raw_start, raw_end), scale=0.125, bias=bias)
@@ -141,7 +141,7 @@ def test_general_bounds_per_row_and_head():
     assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
     seen = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse).cpu(), seen)
-    keys = torch.cat([prefix_k, band_k], 2).double()
+    keys = torch.cat([entries_k, window_k], 2).double()
     largest = 0.125 * q.double().norm(dim=-1).amax() * keys.norm(dim=-1).amax() + bias.abs().amax()
     assert bool(((lse.cpu() - want_lse)[seen].abs() <= torch.finfo(dtype).eps * largest).all())
     weight = torch.randn(B, H, L, D, generator=generator, dtype=torch.float64).to(dtype)
@@ -199,8 +199,8 @@ def test_is_one_well_formed_operation(kind):
     bounds = UniformBounds(UniformRule(4, 5), starts[:, 0], starts[:, 0])
     if kind == "arrays":
         bounds = ArrayBounds(*bounds.arrays(0, 20, q.device))
-    prefix_k, prefix_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
-    arguments = (q, prefix_k, prefix_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3, 0.5)
+    entries_k, entries_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
+    arguments = (q, entries_k, entries_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3, 0.5)
     torch.library.opcheck(triton_attend._attend, arguments)
 
 
@@ -211,9 +211,9 @@ def test_entries_ahead_of_the_rules_own(rows):
     query_start, offset = torch.tensor([9, 9]), torch.tensor(rows)
     bounds = UniformBounds(UniformRule(4, 6), query_start, query_start - (N - L), torch.tensor([0, 2]), offset)
     q = oracle.random_qkv(2, 4, 2, L, WIDTH, WIDTH, dtype=dtype)[0]
-    prefix_k, prefix_v = oracle.random_qkv(2, 2, 2, M, WIDTH, WIDTH, dtype=dtype, seed=1)[:2]
-    band_k, band_v = oracle.random_qkv(2, 2, 2, N, WIDTH, WIDTH, dtype=dtype, seed=2)[:2]
-    inputs = [x.to(DEVICE).requires_grad_() for x in (q, prefix_k, prefix_v, band_k, band_v)]
+    entries_k, entries_v = oracle.random_qkv(2, 2, 2, M, WIDTH, WIDTH, dtype=dtype, seed=1)[:2]
+    window_k, window_v = oracle.random_qkv(2, 2, 2, N, WIDTH, WIDTH, dtype=dtype, seed=2)[:2]
+    inputs = [x.to(DEVICE).requires_grad_() for x in (q, entries_k, entries_v, window_k, window_v)]
     results = []
     for same in (bounds, ArrayBounds(*bounds.arrays(0, L, inputs[0].device))):
         out, lse = attend(*inputs, same, scale=0.3, backend="triton", return_lse=True)

@@ -97,7 +97,7 @@ def _same_numbers(one, other, rows=B):
     mine, theirs = one.past, other.past
     assert as_rows(mine.seen, rows).tolist() == as_rows(theirs.seen, rows).tolist()
     assert as_rows(mine.origin, rows).tolist() == as_rows(theirs.origin, rows).tolist()
-    assert mine.prefix_k.shape == theirs.prefix_k.shape
+    assert mine.entries_k.shape == theirs.entries_k.shape
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
@@ -198,7 +198,7 @@ def test_latents_are_stepped_over_and_read():
                 continue
             keywords = {"query_states": q, "scale": SCALE, "latent_width": latent, "backend": "torch"}
             sources, _ = layer.update(k, k[..., :0], **keywords)
-            values = {"prefix_v": sources.prefix_k[..., :latent], "band_v": sources.band_k[..., :latent]}
+            values = {"entries_v": sources.entries_k[..., :latent], "window_v": sources.window_k[..., :latent]}
             outs.append(attend_to(sources._replace(**values), q, scale=SCALE, backend="torch")[0])
         _close(*outs)
         _same_numbers(*layers)
@@ -247,8 +247,8 @@ def test_room_to_spare_is_bounded(name):
         if i == 0:
             continue
         past, state = plain.past, layer._steps.state
-        entries, tokens = past.prefix_k.shape[2], past.seen
-        assert entries <= state.prefix_k.shape[2] <= room_for(entries + method.rule.entries)
+        entries, tokens = past.entries_k.shape[2], past.seen
+        assert entries <= state.entries_k.shape[2] <= room_for(entries + method.rule.entries)
         window = tokens if method.rule.window is None else method.rule.window
         assert state.ring_k.shape[2] <= min(room_for(tokens), window + method.rule.chunk + SLACK + 16)
         assert state.ring_q.shape[2] <= method.num_summary + SLACK - 1

@@ -71,4 +71,4 @@ def test_a_prompts_choice_is_the_definitions():
     want = extend(method, None, k.double(), v.double(), q.double(), scale=0.2, backend="reference")[1]
     got = extend(method, None, *(x.to(DEVICE) for x in (k, v, q)), scale=0.2, backend="triton")[1]
     num_focal = int(method.num_focal_of_prompt(torch.tensor([61])))
-    assert torch.equal(got.prefix_k[:, :, :num_focal].cpu(), want.prefix_k[:, :, :num_focal].to(DTYPES[0]))
+    assert torch.equal(got.entries_k[:, :, :num_focal].cpu(), want.entries_k[:, :, :num_focal].to(DTYPES[0]))

@@ -149,11 +149,11 @@ def test_rows_that_come_and_go(heads):
 
 def filled_state(method, past, tokens):
     """`condense.functional.Past` at fixed addresses."""
-    B, K, _, D = past.prefix_k.shape
-    state = empty_state(method, B, K, D, past.prefix_v.shape[3], tokens, dtype=past.prefix_k.dtype)
-    seen, M = past.seen, past.prefix_k.shape[2]
-    state.prefix_k[:, :, :M], state.prefix_v[:, :, :M] = past.prefix_k, past.prefix_v
-    for ring, new in ((state.ring_k, past.band_k), (state.ring_v, past.band_v), (state.ring_q, past.summary_q)):
+    B, K, _, D = past.entries_k.shape
+    state = empty_state(method, B, K, D, past.entries_v.shape[3], tokens, dtype=past.entries_k.dtype)
+    seen, M = past.seen, past.entries_k.shape[2]
+    state.entries_k[:, :, :M], state.entries_v[:, :, :M] = past.entries_k, past.entries_v
+    for ring, new in ((state.ring_k, past.window_k), (state.ring_v, past.window_v), (state.ring_q, past.summary_q)):
         for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):
             ring[:, :, (seen - back) % ring.shape[2]] = new[:, :, -back]
     state.seen.fill_(seen)
@@ -181,8 +181,8 @@ def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
         out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max(), q.shape[3])
-        M = past.prefix_k.shape[2]
-        for made, entries in ((state.prefix_k, past.prefix_k), (state.prefix_v, past.prefix_v)):
+        M = past.entries_k.shape[2]
+        for made, entries in ((state.entries_k, past.entries_k), (state.entries_v, past.entries_v)):
             assert exact_to_rounding(made[:, :, :M], entries.cpu(), entries.abs().max())
             assert bool(made[:, :, M:].isnan().all())
         slot = t % state.ring_k.shape[2]
@@ -207,12 +207,12 @@ def after_prompts(method, q, k, v, lengths, tokens):
     counts, L = torch.tensor(lengths), max(lengths)
     whole = [x[:, :, :L] for x in (k, v, q)]
     _, past = extend(method, None, *whole, scale=0.3, counts=counts, backend="reference")
-    B, K, _, D = past.prefix_k.shape
+    B, K, _, D = past.entries_k.shape
     spare = most_entries(method, L + tokens) - method.rule.visible_entries(tokens // method.rule.chunk)
-    state = empty_state(method, B, K, D, past.prefix_v.shape[3], tokens, dtype=k.dtype, spare=spare)
+    state = empty_state(method, B, K, D, past.entries_v.shape[3], tokens, dtype=k.dtype, spare=spare)
     made = [method.prompt_entries(n) for n in lengths]
     for b, n in enumerate(made):
-        state.prefix_k[b, :, :n], state.prefix_v[b, :, :n] = past.prefix_k[b, :, :n], past.prefix_v[b, :, :n]
+        state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries_k[b, :, :n], past.entries_v[b, :, :n]
     state.prompt.copy_(
         torch.tensor([[n, m, method.num_focal_of_prompt(n)] for n, m in zip(lengths, made, strict=True)])
     )
@@ -256,7 +256,7 @@ def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
     assert state.seen.tolist() == [steps] * 3
     for b, n in enumerate(lengths):
         M = num_entries(method, steps, n)
-        for made, entries in ((state.prefix_k, past.prefix_k), (state.prefix_v, past.prefix_v)):
+        for made, entries in ((state.entries_k, past.entries_k), (state.entries_v, past.entries_v)):
             assert exact_to_rounding(made[b, :, :M], entries[b, :, :M].cpu(), entries.abs().max())
             assert bool(made[b, :, M:].isnan().all())
 
@@ -271,10 +271,10 @@ def test_focal_tokens_are_the_best_as_they_are_and_ties_go_to_the_earlier():
     state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
     decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
     focal = [0, 1, 18, 20]
-    assert torch.equal(state.prefix_k[:, :, :4].cpu(), k[:, :, focal])
-    assert torch.equal(state.prefix_v[:, :, :4].cpu(), v[:, :, focal])
+    assert torch.equal(state.entries_k[:, :, :4].cpu(), k[:, :, focal])
+    assert torch.equal(state.entries_v[:, :, :4].cpu(), v[:, :, focal])
     rest = v[:, :, [i for i in range(L) if i not in focal]].double().mean(2)
-    assert exact_to_rounding(state.prefix_v[:, :, 4], rest, v.abs().max())
+    assert exact_to_rounding(state.entries_v[:, :, 4], rest, v.abs().max())
 
 
 @pytest.mark.parametrize("rows", [(4, 2), (70, 1)], ids=str)
@@ -314,15 +314,15 @@ def test_entries_beyond_the_capacity_are_dropped():
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, L, 16, 16, dtype=torch.float32))
     whole = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
     small = copy_of(whole)
-    small = small._replace(prefix_k=small.prefix_k[:, :, :2], prefix_v=small.prefix_v[:, :, :2])
+    small = small._replace(entries_k=small.entries_k[:, :, :2], entries_v=small.entries_v[:, :, :2])
     want, out = decode(method, q, k, v, whole), decode(method, q, k, v, small)
     assert torch.equal(out[:, :, :8], want[:, :, :8])
     assert bool(out.isfinite().all())
-    assert torch.equal(small.prefix_k, whole.prefix_k[:, :, :2])
-    assert bool(small.prefix_k._base[:, :, 2:].isnan().all())
+    assert torch.equal(small.entries_k, whole.entries_k[:, :, :2])
+    assert bool(small.entries_k._base[:, :, 2:].isnan().all())
     # the third group closes and is not seen: two entries are left
-    entries = small.prefix_k[0, 0] @ q[0, :, 8, :, None] * 0.25 + math.log(3)
-    seen = entries.softmax(1).mT @ small.prefix_v[0, 0]
+    entries = small.entries_k[0, 0] @ q[0, :, 8, :, None] * 0.25 + math.log(3)
+    seen = entries.softmax(1).mT @ small.entries_v[0, 0]
     assert exact_to_rounding(out[0, :, 8], seen[:, 0].cpu(), v.abs().max())
 
 
@@ -350,7 +350,7 @@ def latent_attention(method, q, k, latent, scale):
             keys.append(torch.cat(list(pooled)).to(dtype).double())
         keys = torch.stack(keys)
         logits = scale * q[:, t] @ keys.T
-        logits[:, len(exact) :] += plan_of(method).group_bias
+        logits[:, len(exact) :] += plan_of(method).bias
         outs.append(logits.softmax(-1) @ keys[:, :latent])
     return torch.stack(outs, 1)
 
@@ -478,7 +478,7 @@ def test_a_tie_goes_to_the_lowest_position():
     k = k[:, :, :1].expand_as(k)
     state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32)
     decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
-    assert torch.equal(state.prefix_v.cpu(), v[:, :, ::20])
+    assert torch.equal(state.entries_v.cpu(), v[:, :, ::20])
 
 
 def test_compiles_as_one_operation():
@@ -504,7 +504,7 @@ def test_is_a_well_behaved_operation(real):
     torch.library.opcheck(
         torch.ops.condense.step.default,
         (*now, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.summary_delay, plan.num_summary,
-         plan.key_pooling, plan.value_pooling, plan.group_bias, plan.num_focal, 0.25, plan.reads_prompt, 0.25, 0),
+         plan.key_pooling, plan.value_pooling, plan.bias, plan.num_focal, 0.25, plan.reads_prompt, 0.25, 0),
     )  # fmt: skip
 
 
@@ -517,7 +517,7 @@ def test_refuses_what_it_has_no_kernel_for():
     short = state._replace(ring_v=state.ring_v[:, :, 1:])
     few = state._replace(ring_q=state.ring_q[:, :, 1:])
     unknown = dataclasses.replace(plan, key_pooling=None)
-    columns = state._replace(prefix_k=state.prefix_k.mT.contiguous().mT)
+    columns = state._replace(entries_k=state.entries_k.mT.contiguous().mT)
     for match, args in {
         "takes torch.bfloat16, .*, got torch.float64": (q.double(), k.double(), v.double(), wide, plan),
         "num_focal . 1 = 1 entries per chunk, got 2": (q, k, v, state, two),

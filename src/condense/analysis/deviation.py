@@ -180,8 +180,8 @@ class _Observer(CondensedLayer):
         closed, g = int(self.method.rule.closed(key_states.shape[2])), self.method.rule.chunk
         for start in range(0, closed, _GROUPS_AT_ONCE):
             stop = min(start + _GROUPS_AT_ONCE, closed)
-            tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (sources.band_k, sources.band_v)))
-            entries = self._heads(*(x[:, :, start:stop] for x in (sources.prefix_k, sources.prefix_v)))
+            tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (sources.window_k, sources.window_v)))
+            entries = self._heads(*(x[:, :, start:stop] for x in (sources.entries_k, sources.entries_v)))
             for total, exact, pooled in zip((self.keys_seen, self.values_seen), tokens, entries, strict=True):
                 total.add(exact.unflatten(2, (-1, g)), pooled[:, :, :, None])
         return sources, nothing

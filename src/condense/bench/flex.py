@@ -23,10 +23,10 @@ BLOCK = 128
 
 def joined_keys(sources: Sources) -> tuple[Tensor, Tensor]:
     """Keys ``[B, K, P + N, D]`` and values ``[B, K, P + N, Dv]``: prefix, zeros, band."""
-    pad = -sources.prefix_k.shape[2] % BLOCK
+    pad = -sources.entries_k.shape[2] % BLOCK
     return (
-        torch.cat([F.pad(sources.prefix_k, (0, 0, 0, pad)), sources.band_k], dim=2),
-        torch.cat([F.pad(sources.prefix_v, (0, 0, 0, pad)), sources.band_v], dim=2),
+        torch.cat([F.pad(sources.entries_k, (0, 0, 0, pad)), sources.window_k], dim=2),
+        torch.cat([F.pad(sources.entries_v, (0, 0, 0, pad)), sources.window_v], dim=2),
     )
 
 
@@ -37,8 +37,8 @@ def block_mask(sources: Sources, length: int) -> Any:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    device = sources.band_k.device
-    M, N = sources.prefix_k.shape[2], sources.band_k.shape[2]
+    device = sources.window_k.device
+    M, N = sources.entries_k.shape[2], sources.window_k.shape[2]
     P = M + -M % BLOCK
     bounds = sources.bounds.arrays(0, length, device)
     if any(x.shape[:2] != (1, 1) for x in bounds):
@@ -83,7 +83,7 @@ def flex_attention(sources: Sources, length: int, *, scale: float) -> Callable[[
 
     mask = block_mask(sources, length)
     score_mod = None
-    bias = per_entry(sources.prefix_bias, sources.prefix_k.shape[2], sources.prefix_k.device)
+    bias = per_entry(sources.prefix_bias, sources.entries_k.shape[2], sources.entries_k.device)
     if bias is not None:
         if bias.shape[:2] != (1, 1):
             raise ValueError("FlexAttention with our mask is for a bias that all heads and rows share")

@@ -74,14 +74,14 @@ def check_output(out: Tensor, q: Tensor, sources: Sources, *, scale: float) -> V
 def check_gradients(
     gradients: Callable[[Tensor], Sequence[Tensor]], q: Tensor, sources: Sources, *, scale: float
 ) -> Verdict:
-    """Gradients of q, prefix_k, prefix_v, band_k and band_v that flow from the checked queries.
+    """Gradients of q, entries_k, entries_v, window_k and window_v that flow from the checked queries.
 
     gradients: the five of them for an output gradient ``[B, H, L, Dv]``, which is 0 at all other queries.
     """
     start, L = first_checked(q.shape[2]), q.shape[2]
     part = _narrow(q, sources, start)
     generator = torch.Generator(q.device).manual_seed(1)
-    size = (*q.shape[:2], L - start, sources.band_v.shape[3])
+    size = (*q.shape[:2], L - start, sources.window_v.shape[3])
     upstream = torch.randn(size, generator=generator, dtype=q.dtype, device=q.device)
     full = F.pad(upstream, (0, 0, start, 0))
     results = [x[:, :, first:last] for x, (first, last) in zip(gradients(full), part.spans, strict=True)]
@@ -99,14 +99,14 @@ def check_entries(method: Method, inputs: Inputs, sources: Sources) -> Verdict:
     q, k, v = inputs
     L, rule = q.shape[2], method.rule
     assert rule.max_chunks is None, "methods that pool have entries all along"
-    kept = sources.prefix_k.shape[2]
+    kept = sources.entries_k.shape[2]
     start = 0
     if L > WHOLE:
         reach = method.summary_delay + method.num_summary + (TAIL + 1) * rule.chunk
         start = max(0, L - reach) // rule.chunk * rule.chunk
         kept = min(kept, TAIL * rule.entries)
     want, yardstick = exact_and_plain(method, Inputs(q[:, :, start:], k[:, :, start:], v[:, :, start:]))
-    return judge(*([x.prefix_k[:, :, -kept:], x.prefix_v[:, :, -kept:]] for x in (sources, want, yardstick)))
+    return judge(*([x.entries_k[:, :, -kept:], x.entries_v[:, :, -kept:]] for x in (sources, want, yardstick)))
 
 
 def check_layer(out: Tensor, inputs: Inputs, want: Sources, yardstick: Sources) -> Verdict:
@@ -138,10 +138,10 @@ class _Part(NamedTuple):
     """Checked queries ``[B, H, S, D]``, the hull of what they see, and the mask ``[B|1, K|1, S, n]`` over it."""
 
     q: Tensor
-    prefix_k: Tensor
-    prefix_v: Tensor
-    band_k: Tensor
-    band_v: Tensor
+    entries_k: Tensor
+    entries_v: Tensor
+    window_k: Tensor
+    window_v: Tensor
     mask: Tensor
     bias: Tensor | None
     spans: list[tuple[int, int]]
@@ -149,10 +149,10 @@ class _Part(NamedTuple):
     def to(self, dtype: torch.dtype) -> _Part:
         return self._replace(
             q=self.q.to(dtype),
-            prefix_k=self.prefix_k.to(dtype),
-            prefix_v=self.prefix_v.to(dtype),
-            band_k=self.band_k.to(dtype),
-            band_v=self.band_v.to(dtype),
+            entries_k=self.entries_k.to(dtype),
+            entries_v=self.entries_v.to(dtype),
+            window_k=self.window_k.to(dtype),
+            window_v=self.window_v.to(dtype),
         )
 
 
@@ -165,21 +165,21 @@ def _narrow(q: Tensor, sources: Sources, start: int) -> _Part:
     mask = torch.cat([in_prefix, (column >= first) & (column < last)], dim=-1)
     spans = [(start, stop), (0, rep_end), (0, rep_end), (raw_start, raw_end), (raw_start, raw_end)]
     whole = (q, *sources[:4])
-    queries, prefix_k, prefix_v, band_k, band_v = (x[:, :, a:b] for x, (a, b) in zip(whole, spans, strict=True))
-    bias = per_entry(sources.prefix_bias, sources.prefix_k.shape[2], q.device)
+    queries, entries_k, entries_v, window_k, window_v = (x[:, :, a:b] for x, (a, b) in zip(whole, spans, strict=True))
+    bias = per_entry(sources.prefix_bias, sources.entries_k.shape[2], q.device)
     bias = None if bias is None else bias[..., :rep_end].double()
-    return _Part(queries, prefix_k, prefix_v, band_k, band_v, mask, bias, spans)
+    return _Part(queries, entries_k, entries_v, window_k, window_v, mask, bias, spans)
 
 
 def _eager(part: _Part, scale: float) -> Tensor:
     """``[B, H, S, Dv]`` by plain operations in the dtype of the part, one KV head at a time."""
-    K = part.band_k.shape[1]
+    K = part.window_k.shape[1]
     R = part.q.shape[1] // K
     outs = []
     for head in range(K):
         k, v = (
             torch.cat([prefix[:, head, None], band[:, head, None]], dim=2)
-            for prefix, band in ((part.prefix_k, part.band_k), (part.prefix_v, part.band_v))
+            for prefix, band in ((part.entries_k, part.window_k), (part.entries_v, part.window_v))
         )
         mask = part.mask[:, min(head, part.mask.shape[1] - 1), None]
         added = torch.zeros(mask.shape, dtype=part.q.dtype, device=part.q.device)
@@ -199,8 +199,8 @@ def _eager(part: _Part, scale: float) -> Tensor:
 
 def _eager_gradients(part: _Part, upstream: Tensor, scale: float) -> tuple[Tensor, ...]:
     with torch.enable_grad():
-        q, prefix_k, prefix_v, band_k, band_v = leaves = [x.detach().requires_grad_() for x in part[:5]]
-        out = _eager(_Part(q, prefix_k, prefix_v, band_k, band_v, part.mask, part.bias, part.spans), scale)
+        q, entries_k, entries_v, window_k, window_v = leaves = [x.detach().requires_grad_() for x in part[:5]]
+        out = _eager(_Part(q, entries_k, entries_v, window_k, window_v, part.mask, part.bias, part.spans), scale)
         return torch.autograd.grad(out, leaves, upstream.to(out.dtype))
 
 

@@ -89,7 +89,7 @@ class Setting:
         M = int(num_entries(method, seen))
         N = int(seen - first_needed(method, seen - 1 - SLACK))
         q = self.normal(heads.num_q, 1, heads.width, draw=5 * draw)
-        prefix_k, prefix_v, band_k, band_v = (
+        entries_k, entries_v, window_k, window_v = (
             self.normal(heads.num_kv, size, width, draw=5 * draw + 1 + i)
             for i, (size, width) in enumerate(
                 ((M, heads.width), (M, heads.value_width), (N, heads.width), (N, heads.value_width))
@@ -97,7 +97,7 @@ class Setting:
         )
         pads = torch.zeros(1, dtype=torch.int64)
         bounds = UniformBounds(method.rule, seen - 1, seen - N, pads)
-        return q, Sources(prefix_k, prefix_v, band_k, band_v, bounds, method.prefix_bias(M, self.device))
+        return q, Sources(entries_k, entries_v, window_k, window_v, bounds, method.prefix_bias(M, self.device))
 
 
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Sources:
@@ -165,6 +165,6 @@ def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
 def step_bytes(q: Tensor, sources: Sources) -> int:
     """Bytes that one decode step cannot avoid: every visible key and value once, the query and its output."""
     B, H, _, D = q.shape
-    K, Dv = sources.band_v.shape[1], sources.band_v.shape[3]
+    K, Dv = sources.window_v.shape[1], sources.window_v.shape[3]
     keys = visible_pairs(sources.bounds, 1, q.device)
     return B * (K * keys + H) * (D + Dv) * q.itemsize

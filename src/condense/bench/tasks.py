@@ -134,8 +134,8 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
         sources = pooled(method, inputs, backend)
         leaves = (inputs.q, *sources[:4])
 
-        def run(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor) -> Tensor:
-            parts = Sources(prefix_k, prefix_v, band_k, band_v, sources.bounds, sources.prefix_bias)
+        def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, window_k: Tensor, window_v: Tensor) -> Tensor:
+            parts = Sources(entries_k, entries_v, window_k, window_v, sources.bounds, sources.prefix_bias)
             return attend_to(parts, q, scale=scale, backend=backend)[0]
 
         def check() -> Verdict:

@@ -28,8 +28,8 @@ def read_past(method: Method, state: StepState, seen: PerRow, origin: PerRow, nu
     """What the buffers hold, in order: the newest tokens and queries, at most so many. seen and origin as in `Past`."""
     num_prefix = max_row(num_entries(method, seen, origin))
     return Past(
-        state.prefix_k[:, :, :num_prefix],
-        state.prefix_v[:, :, :num_prefix],
+        state.entries_k[:, :, :num_prefix],
+        state.entries_v[:, :, :num_prefix],
         newest_columns(state.ring_k, seen, num_band),
         newest_columns(state.ring_v, seen, num_band),
         newest_columns(state.ring_q, seen, num_queries),
@@ -42,8 +42,8 @@ def write_past(method: Method, state: StepState, before: Past | None, past: Past
     """Bring the buffers from what they held ``before``, None for nothing, to the past."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.origin))
     last = max_row(num_entries(method, past.seen, past.origin))
-    state.prefix_k[:, :, first:last].copy_(past.prefix_k[:, :, first:last])
-    state.prefix_v[:, :, first:last].copy_(past.prefix_v[:, :, first:last])
+    state.entries_k[:, :, first:last].copy_(past.entries_k[:, :, first:last])
+    state.entries_v[:, :, first:last].copy_(past.entries_v[:, :, first:last])
     for ring, columns in zip(state[2:5], past[2:5], strict=True):
         store_newest(ring, columns, past.seen)
     rows = state.seen.shape[0]

@@ -75,7 +75,7 @@ class CondensedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         past = self.past
         if past is not None:
-            refuse_other_dtype(past.band_k.dtype, key_states.dtype)
+            refuse_other_dtype(past.window_k.dtype, key_states.dtype)
         counts: Tensor | None = kwargs.get("counts")
         latent_width: int | None = kwargs.get("latent_width")
         sources, past = extend(
@@ -97,7 +97,7 @@ class CondensedLayer(CacheLayerMixin):
         """True if `step` reads tokens like k ``[B, K, 1, D]`` and v: there is a past, and the Triton step runs here."""
         if self._steps is not None:
             return self._steps.fits(k)
-        if self._past is None or self._past.band_k.dtype != k.dtype:
+        if self._past is None or self._past.window_k.dtype != k.dtype:
             return False
         widths, latent = (k.shape[3], v.shape[3]), latent_width or 0
         return step_backend(k.device, k.dtype, widths, self._plan, latent=latent) == "triton"
@@ -134,7 +134,7 @@ class CondensedLayer(CacheLayerMixin):
     def keys(self) -> Tensor | None:
         """Exact keys of the window ``[B, K, N, D]``."""
         past = self.past
-        return None if past is None else past.band_k
+        return None if past is None else past.window_k
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -144,7 +144,7 @@ class CondensedLayer(CacheLayerMixin):
     def values(self) -> Tensor | None:
         """Exact values of the window ``[B, K, N, Dv]``."""
         past = self.past
-        return None if past is None else past.band_v
+        return None if past is None else past.window_v
 
     @values.setter
     def values(self, value: None) -> None:
@@ -208,14 +208,14 @@ class CondensedLayer(CacheLayerMixin):
     def _crop_past(self, count: int) -> None:
         past = self._past
         assert past is not None
-        N, Q, seen = past.band_k.shape[2], past.summary_q.shape[2], past.seen - count
+        N, Q, seen = past.window_k.shape[2], past.summary_q.shape[2], past.seen - count
         self._check_crop(count, seen, N, Q)
         num_prefix = max_row(num_entries(self.method, seen, past.origin))
         self._past = past._replace(
-            prefix_k=past.prefix_k[:, :, :num_prefix],
-            prefix_v=past.prefix_v[:, :, :num_prefix],
-            band_k=past.band_k[:, :, : N - count],
-            band_v=past.band_v[:, :, : N - count],
+            entries_k=past.entries_k[:, :, :num_prefix],
+            entries_v=past.entries_v[:, :, :num_prefix],
+            window_k=past.window_k[:, :, : N - count],
+            window_v=past.window_v[:, :, : N - count],
             summary_q=past.summary_q[:, :, : max(0, Q - count)],
             seen=seen,
         )

@@ -44,15 +44,15 @@ class RingState:
         """Take over a past; method and latent as in `condense.methods.for_latents`, 0 for ordinary keys."""
         self.method, self.plan, self.latent = method, plan, latent
         rule, S = plan.rule, plan.num_summary
-        self.num_band, self.num_queries = past.band_k.shape[2], past.summary_q.shape[2]
+        self.num_band, self.num_queries = past.window_k.shape[2], past.summary_q.shape[2]
         self._most_band = sys.maxsize if rule.window is None else _blocks(rule.window + rule.chunk + SLACK)
         # a single query is that of the step itself
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.origin = past.origin
         # seen is the sum: the first differs between rows and is not touched by a step that all of them take
         self._before, self._taken = past.seen, 0
-        M, W = self._entry_slots(past.prefix_k.shape[2]), self._token_slots(max_row(past.seen))
-        self.state = empty_state(past.band_k, past.band_v, M, W, max(S, self._most_queries))
+        M, W = self._entry_slots(past.entries_k.shape[2]), self._token_slots(max_row(past.seen))
+        self.state = empty_state(past.window_k, past.window_v, M, W, max(S, self._most_queries))
         write_past(method, self.state, None, past)
         self._steps_left = self._count_steps()
 
@@ -64,7 +64,7 @@ class RingState:
     def past(self) -> Past:
         """The same as a past of its own, which further steps leave as it is."""
         past = read_past(self.method, self.state, self.seen, self.origin, self.num_band, self.num_queries)
-        return past._replace(prefix_k=past.prefix_k.clone(), prefix_v=past.prefix_v.clone())
+        return past._replace(entries_k=past.entries_k.clone(), entries_v=past.entries_v.clone())
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None) -> Tensor:
         """`condense.ops.decode_step`; real: rows whose token counts, int64 CPU ``[B]``, None for all."""
@@ -117,9 +117,9 @@ class RingState:
         """For one more token in every row, and some to come."""
         state, tokens = self.state, max_row(self.seen) + 1
         entries = max_row(num_entries(self.method, self.seen + 1, self.origin))
-        if entries > state.prefix_k.shape[2]:
-            prefix_k, prefix_v = (_longer(x, self._entry_slots(entries)) for x in state[:2])
-            state = state._replace(prefix_k=prefix_k, prefix_v=prefix_v)
+        if entries > state.entries_k.shape[2]:
+            entries_k, entries_v = (_longer(x, self._entry_slots(entries)) for x in state[:2])
+            state = state._replace(entries_k=entries_k, entries_v=entries_v)
         # a ring that is not at its largest has not come round: a token stands in the slot of its position
         if state.ring_k.shape[2] < min(tokens, self._most_band):
             ring_k, ring_v = (_longer(x, self._token_slots(tokens)) for x in state[2:4])
@@ -140,7 +140,7 @@ class RingState:
         """RingState that there is room for, whatever rows take them."""
         rule, summary_delay, num_tokens = self.plan.rule, self.plan.summary_delay, self.state.ring_k.shape[2]
         steps = num_tokens - max_row(self.seen) if num_tokens < self._most_band else sys.maxsize
-        chunks = (self.state.prefix_k.shape[2] - self.method.prompt_entries(self.origin)) // rule.entries
+        chunks = (self.state.entries_k.shape[2] - self.method.prompt_entries(self.origin)) // rule.entries
         if rule.max_chunks is not None and min_row(chunks) >= rule.max_chunks:
             return steps
         return min(steps, min_row((chunks + 1) * rule.chunk + summary_delay - 1 - self.seen))

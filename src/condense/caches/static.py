@@ -185,16 +185,16 @@ class StaticCondensedLayer(CacheLayerMixin):
             if not _is_recorded(self.device) and (num_slots := self.count_slots()) + L > self.max_cache_len:
                 self._refuse_length(num_slots, L)
         assert self.state is not None
-        if needed is not None and needed > self.state.prefix_k.shape[2]:
+        if needed is not None and needed > self.state.entries_k.shape[2]:
             self._enlarge(self.state, needed)
         return self.state
 
     def _enlarge(self, state: StepState, capacity: int) -> None:
         """Another prefix with more room; nothing stands in the old one."""
-        prefix_k, prefix_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in state[:2])
-        self.state = state._replace(prefix_k=prefix_k, prefix_v=prefix_v)
+        entries_k, entries_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in state[:2])
+        self.state = state._replace(entries_k=entries_k, entries_v=entries_v)
         self.prefix_bias = entry_bias(self.method, self.batch_size, capacity, self.device)
-        for tensor in (prefix_k, prefix_v):
+        for tensor in (entries_k, entries_v):
             torch._dynamo.mark_static_address(tensor)
 
     def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
@@ -211,7 +211,7 @@ class StaticCondensedLayer(CacheLayerMixin):
     def _set_bias(self, origin: PerRow) -> None:
         """Which entries have one after prompts of ``origin`` tokens, where the plan does not tell."""
         assert self.state is not None
-        bias = entry_bias(self.method, self.batch_size, self.state.prefix_k.shape[2], self.device, origin)
+        bias = entry_bias(self.method, self.batch_size, self.state.entries_k.shape[2], self.device, origin)
         if self.prefix_bias is not None and bias is not None:
             self.prefix_bias.copy_(bias)
 

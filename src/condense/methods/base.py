@@ -24,15 +24,15 @@ from condense.ops.tensors.right_aligned import chunks
 class Prompt(NamedTuple):
     """What a method makes of a whole prompt at once: all that its queries attend to, and the entries that stay.
 
-    prefix_k ``[B, K, E, D]``, prefix_v ``[B, K, E, Dv]``, band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, bounds and
-    prefix_bias (``[B|1, K|1, E]`` or None) are those of `condense.ops.attend`. kept: makes the keys and values that
-    stand for the prompt afterwards, detached, left-aligned per row, in the order that `Method.prefix_bias` expects.
+    entries_k ``[B, K, E, D]``, entries_v ``[B, K, E, Dv]``, window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``,
+    bounds and prefix_bias (``[B|1, K|1, E]`` or None) are those of `condense.ops.attend`. kept: makes the keys and
+    values that stand for the prompt afterwards, detached, left-aligned per row, in the order of `Method.prefix_bias`.
     """
 
-    prefix_k: Tensor
-    prefix_v: Tensor
-    band_k: Tensor
-    band_v: Tensor
+    entries_k: Tensor
+    entries_v: Tensor
+    window_k: Tensor
+    window_v: Tensor
     bounds: Bounds
     prefix_bias: Tensor | float | None
     kept: Callable[[], tuple[Tensor, Tensor]]
@@ -109,8 +109,8 @@ class Method(MethodConfig):
 
     def represent_band(
         self,
-        band_k: Tensor,
-        band_v: Tensor,
+        window_k: Tensor,
+        window_v: Tensor,
         start: PerRow,
         num_chunks: int,
         summary: Tensor | None,
@@ -121,11 +121,11 @@ class Method(MethodConfig):
     ) -> tuple[Tensor, Tensor]:
         """`represent` of the chunks that stand one after another in the band from column ``start`` on.
 
-        band_k ``[B, K, N, D]``, band_v ``[B, K, N, Dv]``, start an int or int64 CPU ``[B]``. This is what
+        window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``, start an int or int64 CPU ``[B]``. This is what
         `condense.functional` calls; a method whose kernels find the chunks themselves overrides it and saves the
         copy that rows of different lengths need.
         """
-        k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (band_k, band_v))
+        k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (window_k, window_v))
         return self.represent(k, v, summary, first_chunk=first_chunk, scale=scale, backend=backend)
 
     def prefix_bias(self, num_entries: int, device: torch.device, origin: PerRow = 0) -> Tensor | float | None:

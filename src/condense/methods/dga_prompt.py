@@ -69,14 +69,14 @@ def focal_prompt(
     bounds = ArrayBounds(focal_seen + complete, raw_start, grouped_seen)
 
     band = _columns(grouped, int((tokens - num_focal).max()))
-    band_k, band_v = take(k, band), take(v, band)
+    window_k, window_v = take(k, band), take(v, band)
     last = band[:, :, g - 1 :: g]
     queries = take(q.unflatten(1, (K, -1)), last[:, :, None].expand(-1, -1, q.shape[1] // K, -1))
     # rounded to the dtype of q, as every summary query; a shorter row's missing groups must not read its padding
     absent = torch.arange(last.shape[2], device=k.device) >= _on((tokens - num_focal) // g, k.device)
     summary = queries.mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     summary = summary.masked_fill(absent[..., None], 0)
-    members_k, members_v = (x.unflatten(2, (-1, g)) for x in (band_k, band_v))
+    members_k, members_v = (x.unflatten(2, (-1, g)) for x in (window_k, window_v))
     scores = group_scores(summary, members_k, scale=weight_scale, backend=backend)
     groups_k = pool(members_k, scores, how="weighted", backend=backend)
     groups_v = pool(members_v, scores, how="weighted", backend=backend)
@@ -85,7 +85,7 @@ def focal_prompt(
     ends = _columns(focal | closing, int(num_entries.max()))
     is_group = closing.gather(2, ends)
     number = (complete.gather(2, ends) - 1).clamp(min=0)
-    prefix_k, prefix_v = (
+    entries_k, entries_v = (
         torch.where(is_group[..., None], take(groups, number), take(exact, ends))
         for groups, exact in ((groups_k, k), (groups_v, v))
     )
@@ -95,9 +95,9 @@ def focal_prompt(
         # seen whole by every later query: focal entries first, so that the bias needs no state
         past_end = torch.arange(is_group.shape[2], device=k.device) >= _on(num_entries, k.device)
         order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
-        return take(prefix_k.detach(), order), take(prefix_v.detach(), order)
+        return take(entries_k.detach(), order), take(entries_v.detach(), order)
 
-    return Prompt(prefix_k, prefix_v, band_k, band_v, bounds, bias, kept)
+    return Prompt(entries_k, entries_v, window_k, window_v, bounds, bias, kept)
 
 
 def _on(per_row: Tensor, device: torch.device) -> Tensor:

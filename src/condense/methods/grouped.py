@@ -94,8 +94,8 @@ class GroupPooling(PoolsInPlace):
 
     def represent_band(
         self,
-        band_k: Tensor,
-        band_v: Tensor,
+        window_k: Tensor,
+        window_v: Tensor,
         start: PerRow,
         num_chunks: int,
         summary: Tensor | None,
@@ -106,8 +106,8 @@ class GroupPooling(PoolsInPlace):
     ) -> tuple[Tensor, Tensor]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the band."""
         return pool_groups(
-            band_k,
-            band_v,
+            window_k,
+            window_v,
             summary,
             start=start,
             num_groups=num_chunks,

@@ -72,8 +72,8 @@ class LatentGroups(PoolsInPlace):
 
     def represent_band(
         self,
-        band_k: Tensor,
-        band_v: Tensor,
+        window_k: Tensor,
+        window_v: Tensor,
         start: PerRow,
         num_chunks: int,
         summary: Tensor | None,
@@ -84,13 +84,13 @@ class LatentGroups(PoolsInPlace):
     ) -> tuple[Tensor, Tensor]:
         """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
 
-        band_k ``[B, 1, N, D]``, band_v ``[B, 1, N, 0]``, summary ``[B, 1, G, D]``: the mean over heads of the absorbed
-        queries. Latents are pooled as the values of their own keys: ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
+        window_k ``[B, 1, N, D]``, window_v ``[B, 1, N, 0]``, summary ``[B, 1, G, D]``: the mean over heads of the
+        absorbed queries. Latents are pooled as the values of their own keys: ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
         """
         d_c = self.latent_width
         positional, semantic = pool_groups(
-            band_k,
-            band_k[..., :d_c],
+            window_k,
+            window_k[..., :d_c],
             summary,
             start=start,
             num_groups=num_chunks,
@@ -100,7 +100,7 @@ class LatentGroups(PoolsInPlace):
             value_pooling=self.groups.value_pooling,
             backend=backend,
         )
-        return torch.cat([semantic, positional[..., d_c:]], dim=-1), band_v[:, :, :num_chunks]
+        return torch.cat([semantic, positional[..., d_c:]], dim=-1), window_v[:, :, :num_chunks]
 
     def __str__(self) -> str:
         return str(self.groups)

@@ -26,10 +26,10 @@ from condense.ops.types import Pooling, Represent, StepSettings, StepState
 
 def attend(
     q: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    band_k: Tensor,
-    band_v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
+    window_k: Tensor,
+    window_v: Tensor,
     bounds: Bounds,
     *,
     scale: float,
@@ -40,8 +40,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Prefix-band attention: one softmax over the visible prefix entries and band tokens.
 
-    q ``[B, H, L, D]``; prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``; band_k ``[B, K, N, D]``,
-    band_v ``[B, K, N, Dv]``; K divides H; float64, float32, bfloat16 or float16, one dtype and device.
+    q ``[B, H, L, D]``; entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``; window_k ``[B, K, N, D]``,
+    window_v ``[B, K, N, Dv]``; K divides H; float64, float32, bfloat16 or float16, one dtype and device.
     ``prefix_bias`` is added to the scaled scores of prefix entries: a number for all, or float ``[B|1, K|1, M]``, which
     gets no gradient. ``dropout_p`` is attention dropout.
 
@@ -51,13 +51,13 @@ def attend(
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for heads that K does not divide
     and for a bias that wants a gradient.
     """
-    if q.shape[1] % band_k.shape[1]:
-        raise ValueError(f"band_k must have heads that divide those of q, {q.shape[1]}, got {band_k.shape[1]}")
+    if q.shape[1] % window_k.shape[1]:
+        raise ValueError(f"window_k must have heads that divide those of q, {q.shape[1]}, got {window_k.shape[1]}")
     if isinstance(prefix_bias, Tensor) and prefix_bias.requires_grad:
         raise ValueError("prefix_bias must not require a gradient: it gets none, pass prefix_bias.detach()")
-    widths = (q.shape[3], band_v.shape[3])
+    widths = (q.shape[3], window_v.shape[3])
     chosen = resolve_backend(backend, q.device, q.dtype, widths, num_queries=q.shape[2], dropout_p=dropout_p)
-    L, N = q.shape[2], band_k.shape[2]
+    L, N = q.shape[2], window_k.shape[2]
     if backend == "auto" and chosen == "triton" and L == N and not return_lse and bounds.is_causal(L, N):
         chosen = "torch"  # nothing is condensed and nothing came before: PyTorch's own causal kernel is the fastest
     match chosen:
@@ -65,32 +65,32 @@ def attend(
             from condense.ops.triton import attend as triton_attend
 
             out, lse = triton_attend.attend(
-                q, prefix_k, prefix_v, band_k, band_v, bounds, scale=scale, prefix_bias=prefix_bias
+                q, entries_k, entries_v, window_k, window_v, bounds, scale=scale, prefix_bias=prefix_bias
             )
             return out, lse if return_lse else None
         case "reference":
             out, lse = reference_attend.attend(
                 q,
-                prefix_k,
-                prefix_v,
-                band_k,
-                band_v,
+                entries_k,
+                entries_v,
+                window_k,
+                window_v,
                 bounds,
                 scale=scale,
-                prefix_bias=per_entry(prefix_bias, prefix_k.shape[2], q.device),
+                prefix_bias=per_entry(prefix_bias, entries_k.shape[2], q.device),
                 dropout_p=dropout_p,
             )
             return out, lse if return_lse else None
         case _:
             return torch_attend.attend(
                 q,
-                prefix_k,
-                prefix_v,
-                band_k,
-                band_v,
+                entries_k,
+                entries_v,
+                window_k,
+                window_v,
                 bounds,
                 scale=scale,
-                prefix_bias=per_entry(prefix_bias, prefix_k.shape[2], q.device),
+                prefix_bias=per_entry(prefix_bias, entries_k.shape[2], q.device),
                 dropout_p=dropout_p,
                 return_lse=return_lse,
             )

@@ -39,7 +39,7 @@ Represent = Callable[..., tuple[Tensor, Tensor]]
 class StepState(NamedTuple):
     """Buffers at fixed addresses. Whatever stands in them, seen or not, is finite.
 
-    prefix_k ``[B, K, M, D]``, prefix_v ``[B, K, M, Dv]``: entries, left-aligned, made at once when they can be.
+    entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``: entries, left-aligned, made at once when they can be.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + chunk, or the most tokens that a row can have if that is less.
     ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
@@ -50,8 +50,8 @@ class StepState(NamedTuple):
     them, and how many of these, the first, are tokens of their own; zeros where a method reads no prompt at once.
     """
 
-    prefix_k: Tensor
-    prefix_v: Tensor
+    entries_k: Tensor
+    entries_v: Tensor
     ring_k: Tensor
     ring_v: Tensor
     ring_q: Tensor
@@ -64,7 +64,7 @@ class StepSettings:
     """What a method is, as far as a step must know it.
 
     key_pooling, value_pooling: how a chunk's last entry is made, or None where only ``represent`` knows.
-    group_bias: natural log added to the scaled score of every pooled prefix entry, 0.0 for none.
+    bias: natural log added to the scaled score of every pooled prefix entry, 0.0 for none.
     num_focal: a chunk's tokens with the highest scores, ties to the earlier, that are entries of their own and come
     first, in order of position; the others are pooled. weight_scale: scale of a chunk's scores, None: attention's.
     reads_prompt: rows may have begun with a prompt that was read at once, so that ``StepState.prompt`` counts.
@@ -75,12 +75,12 @@ class StepSettings:
     num_summary: int
     key_pooling: Pooling | None
     value_pooling: Pooling | None
-    group_bias: float
+    bias: float
     num_focal: int = 0
     weight_scale: float | None = None
     reads_prompt: bool = False
 
     @property
     def bias_differs(self) -> bool:
-        """True if some entries have ``group_bias`` and others none."""
-        return self.group_bias != 0.0 and (self.num_focal > 0 or self.reads_prompt)
+        """True if some entries have ``bias`` and others none."""
+        return self.bias != 0.0 and (self.num_focal > 0 or self.reads_prompt)

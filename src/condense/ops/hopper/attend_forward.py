@@ -101,7 +101,7 @@ def _load(parts, b, kvh, start, rings, full, empty, count, STAGES: gl.constexpr)
 
 @gluon.jit
 def _produce(
-    prefix_k, prefix_v, band_k, band_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings, barriers,
+    entries_k, entries_v, window_k, window_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings, barriers,
     BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
@@ -114,11 +114,11 @@ def _produce(
         for t in range(blocks):
             is_prefix, at = _block(t, stream, BN)
             if is_prefix:
-                _load(prefix_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
-                _load((prefix_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
+                _load(entries_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
+                _load((entries_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
             else:
-                _load(band_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
-                _load((band_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
+                _load(window_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
+                _load((window_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
             count += 1
 
 
@@ -278,7 +278,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=(*VARYING, "tiles", "works"))
 def attend_fwd_hopper_kernel(
-    q_ptr, prefix_k, prefix_k1, prefix_v, band_k, band_k1, band_v, bias_ptr, bounds, out_ptr, lse_ptr,
+    q_ptr, entries_k, entries_k1, entries_v, window_k, window_k1, window_v, bias_ptr, bounds, out_ptr, lse_ptr,
     s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
     chunk, window, entries, max_chunks, scale, level, tiles, works,
     D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
@@ -286,19 +286,19 @@ def attend_fwd_hopper_kernel(
 ):  # fmt: skip
     """See `condense.ops.triton.attend_forward.attend_fwd_kernel`. tiles: of queries; works: tiles times B times K.
 
-    prefix_k1, band_k1: the last D1 columns of the keys, None if D1 is 0.
+    entries_k1, window_k1: the last D1 columns of the keys, None if D1 is 0.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     q0 = gl.allocate_shared_memory(dtype, [2, ROWS, D0], gl.NVMMASharedLayout.get_default_for([ROWS, D0], dtype))
-    k0_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], band_k.layout)
+    k0_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], window_k.layout)
     if D1 == 0:
-        queries, k_rings, prefix_keys, band_keys = (q0,), (k0_ring,), (prefix_k,), (band_k,)
+        queries, k_rings, prefix_keys, band_keys = (q0,), (k0_ring,), (entries_k,), (window_k,)
     else:
         q1 = gl.allocate_shared_memory(dtype, [2, ROWS, D1], gl.NVMMASharedLayout.get_default_for([ROWS, D1], dtype))
-        k1_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D1], band_k1.layout)
+        k1_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D1], window_k1.layout)
         queries, k_rings = (q0, q1), (k0_ring, k1_ring)
-        prefix_keys, band_keys = (prefix_k, prefix_k1), (band_k, band_k1)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], band_v.layout)
+        prefix_keys, band_keys = (entries_k, entries_k1), (window_k, window_k1)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], window_v.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -325,7 +325,7 @@ def attend_fwd_hopper_kernel(
             tiles, works, queries, rings, barriers, turns, D0, D1, BN, STAGES, RULE, BIASED, 1,
         )),
         (_produce, (
-            prefix_keys, prefix_v, band_keys, band_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings,
+            prefix_keys, entries_v, band_keys, window_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings,
             barriers, BN, STAGES, RULE,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -365,10 +365,10 @@ def launch_fwd_hopper(
     def keys(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor | None]:
         return descriptor(x[..., :D0]), descriptor(x[..., D0:]) if D1 > 0 else None
 
-    prefix_k, prefix_v, band_k, band_v = sources
+    entries_k, entries_v, window_k, window_v = sources
     # 12 warps: 168 registers each to begin with, of which the loading warps give most to the others
     attend_fwd_hopper_kernel[(min(works, programs),)](
-        q, *keys(prefix_k), descriptor(prefix_v), *keys(band_k), descriptor(band_v), out_ptr=out, lse_ptr=lse,
+        q, *keys(entries_k), descriptor(entries_v), *keys(window_k), descriptor(window_v), out_ptr=out, lse_ptr=lse,
         s_q=q.stride()[:3], K=K, R=R, L=L, tiles=tiles, works=works, D0=D0, D1=D1, BN=BN, STAGES=stages,
         BIASED=BIASED, num_warps=4, maxnreg=168, **shared,
     )  # fmt: skip

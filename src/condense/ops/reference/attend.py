@@ -23,10 +23,10 @@ def visible(bounds: Bounds, start: int, stop: int, num_prefix: int, num_band: in
 
 def attend(
     q: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    band_k: Tensor,
-    band_v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
+    window_k: Tensor,
+    window_v: Tensor,
     bounds: Bounds,
     *,
     scale: float,
@@ -35,10 +35,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend`. Materialises ``[B, H, L, M + N]`` scores."""
     B, H, L, _ = q.shape
-    K, M, N = band_k.shape[1], prefix_k.shape[2], band_k.shape[2]
+    K, M, N = window_k.shape[1], entries_k.shape[2], window_k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
-    k = torch.cat([prefix_k, band_k], dim=2).to(wide)
-    v = torch.cat([prefix_v, band_v], dim=2).to(wide)
+    k = torch.cat([entries_k, window_k], dim=2).to(wide)
+    v = torch.cat([entries_v, window_v], dim=2).to(wide)
     mask = visible(bounds, 0, L, M, N, q.device)[:, :, None]
     empty = ~mask.any(-1, keepdim=True)
     # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below: no NaN in values

@@ -24,10 +24,10 @@ _MAX_KEPT = 4
 
 def attend(
     q: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    band_k: Tensor,
-    band_v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
+    window_k: Tensor,
+    window_v: Tensor,
     bounds: Bounds,
     *,
     scale: float,
@@ -37,10 +37,10 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`."""
     H, L = q.shape[1], q.shape[2]
-    K, N = band_k.shape[1], band_k.shape[2]
+    K, N = window_k.shape[1], window_k.shape[2]
     if not return_lse and bounds.is_causal(L, N) and (L == N or L == 1):
         out = F.scaled_dot_product_attention(
-            q, band_k, band_v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
+            q, window_k, window_v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
         )
         return out, None
     size = _block_size(q.device, H // K)
@@ -48,15 +48,15 @@ def attend(
     extents = bounds.extents(blocks)
 
     def block(q: Tensor, start: int, extent: Extent) -> tuple[Tensor, Tensor]:
-        k = torch.cat([prefix_k[:, :, : extent.rep_end], band_k[:, :, extent.raw_start : extent.raw_end]], dim=2)
-        v = torch.cat([prefix_v[:, :, : extent.rep_end], band_v[:, :, extent.raw_start : extent.raw_end]], dim=2)
+        k = torch.cat([entries_k[:, :, : extent.rep_end], window_k[:, :, extent.raw_start : extent.raw_end]], dim=2)
+        v = torch.cat([entries_v[:, :, : extent.rep_end], window_v[:, :, extent.raw_start : extent.raw_end]], dim=2)
         stop = start + q.shape[2]
         mask, empty = (None, None) if bounds.is_hull(start, stop) else _visible(bounds, start, stop, extent, q.device)
         bias = None if prefix_bias is None else prefix_bias[..., : extent.rep_end]
         return attend_block(q, k, v, mask, empty, bias, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
 
     work = zip(q.split(size, dim=2), blocks, extents, strict=True)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, prefix_k, prefix_v, band_k, band_v)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, entries_k, entries_v, window_k, window_v)):
         num_keys = sum(extent.rep_end + extent.raw_end - extent.raw_start for extent in extents)
         if num_keys > _MAX_KEPT * L:
             block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
@@ -66,7 +66,7 @@ def attend(
     if len(blocks) == 1:
         only, only_lse = block(q, 0, extents[0])
         return only, only_lse if return_lse else None
-    out = q.new_empty(*q.shape[:3], band_v.shape[3])
+    out = q.new_empty(*q.shape[:3], window_v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)) if return_lse else None
     for q_block, (start, stop), extent in work:
         out[:, :, start:stop], block_lse = block(q_block, start, extent)

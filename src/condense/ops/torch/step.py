@@ -42,7 +42,7 @@ def step(
     _write(state.ring_v, t, v, alive)
     if plan.num_summary > 0:
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
-    if state.prefix_k.shape[2] > 0:
+    if state.entries_k.shape[2] > 0:
         _append_entry(state, plan, t, seen, scale, represent)
     out = _attend(q, state, plan, seen, alive, scale, prefix_bias, latent)
     state.seen.copy_(seen)
@@ -68,7 +68,7 @@ def _append_entry(
     rule, summary_delay = plan.rule, plan.summary_delay
     chunk = rule.ready(t, summary_delay)
     first = state.prompt[:, 1] + chunk * rule.entries
-    due = (rule.ready(seen, summary_delay) > chunk) & (first + rule.entries <= state.prefix_k.shape[2])
+    due = (rule.ready(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, plan.num_summary, rule.chunk)
     new_k, new_v = represent(
         _read(state.ring_k, chunk * rule.chunk, rule.chunk)[:, :, None],
@@ -78,8 +78,8 @@ def _append_entry(
         scale=scale,
         backend="torch",
     )
-    _write(state.prefix_k, first, new_k, due)
-    _write(state.prefix_v, first, new_v, due)
+    _write(state.entries_k, first, new_k, due)
+    _write(state.entries_v, first, new_v, due)
 
 
 def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
@@ -101,19 +101,19 @@ def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
 def _seen_entries(state: StepState, plan: StepSettings, closed: Tensor) -> Tensor:
     """Prefix entries that stand for a prompt and ``closed`` chunks, without those that had no room."""
     ahead, p = state.prompt[:, 1], plan.rule.entries
-    room = (state.prefix_k.shape[2] - ahead) // p * p
+    room = (state.entries_k.shape[2] - ahead) // p * p
     return ahead + torch.minimum(plan.rule.visible_entries(closed), room)
 
 
 def _bias(state: StepState, plan: StepSettings) -> Tensor:
-    """``plan.group_bias`` where an entry is pooled, float64 ``[B|1, 1, M]``."""
-    M, p = state.prefix_k.shape[2], plan.rule.entries
+    """``plan.bias`` where an entry is pooled, float64 ``[B|1, 1, M]``."""
+    M, p = state.entries_k.shape[2], plan.rule.entries
     if not plan.bias_differs:
-        return torch.full((1, 1, M), plan.group_bias, dtype=torch.float64, device=state.seen.device)
+        return torch.full((1, 1, M), plan.bias, dtype=torch.float64, device=state.seen.device)
     entry = torch.arange(M, device=state.seen.device)
     ahead, exact = state.prompt[:, 1:2], state.prompt[:, 2:]
     pooled = torch.where(entry < ahead, entry >= exact, (entry - ahead) % p == p - 1)
-    return (pooled.double() * plan.group_bias)[:, None]
+    return (pooled.double() * plan.bias)[:, None]
 
 
 def _attend(
@@ -126,7 +126,7 @@ def _attend(
     prefix_bias: Tensor | None,
     latent: int,
 ) -> Tensor:
-    M, W = state.prefix_k.shape[2], state.ring_k.shape[2]
+    M, W = state.entries_k.shape[2], state.ring_k.shape[2]
     closed = plan.rule.closed(seen)
     rep_end, raw_start = _seen_entries(state, plan, closed), closed * plan.rule.chunk
     last = (seen - 1)[:, None]
@@ -136,13 +136,13 @@ def _attend(
         [torch.arange(M, device=q.device) < rep_end[:, None], (position >= raw_start[:, None]) & (position >= 0)], dim=1
     )
     empty = ~(alive & sees.any(1))[:, None, None, None]
-    if prefix_bias is None and plan.group_bias != 0.0:
+    if prefix_bias is None and plan.bias != 0.0:
         prefix_bias = _bias(state, plan)
-    keys = torch.cat([state.prefix_k, state.ring_k], dim=2)
+    keys = torch.cat([state.entries_k, state.ring_k], dim=2)
     return attend_block(
         q,
         keys,
-        keys[..., :latent] if latent else torch.cat([state.prefix_v, state.ring_v], dim=2),
+        keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2),
         sees[:, None, None] | empty,
         empty,
         prefix_bias,

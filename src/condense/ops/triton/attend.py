@@ -22,7 +22,7 @@ _UNLIMITED = 1 << 29
 _HOPPER_ROWS = 128
 # of keys and values
 _HOPPER_WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
-_NAMES = ("prefix_k", "prefix_v", "band_k", "band_v")
+_NAMES = ("entries_k", "entries_v", "window_k", "window_v")
 
 
 def _widths(D: int, Dv: int) -> dict[str, int]:
@@ -130,13 +130,13 @@ def _filled(sources: list[Tensor]) -> list[Tensor]:
 
 @torch.library.custom_op("condense::attend", mutates_args=())
 def _attend(
-    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
+    q: Tensor, entries_k: Tensor, entries_v: Tensor, window_k: Tensor, window_v: Tensor, bias: Tensor | None,
     bounds: list[Tensor], rule: list[int], start: list[int], scale: float, level: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp; bounds, rule and start from `_describe`. One operation for torch.compile."""
-    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale, level)
-    q, *sources = (_whole_rows(x) for x in (q, prefix_k, prefix_v, band_k, band_v))
-    out, lse = _results(q, band_v)
+    plan = _Plan(q, window_k.shape[1], bias, bounds, rule, start, scale, level)
+    q, *sources = (_whole_rows(x) for x in (q, entries_k, entries_v, window_k, window_v))
+    out, lse = _results(q, window_v)
     if _is_for_hopper(q, out.shape[3], plan.R) and _fills(q, plan.K):
         # only here: Gluon knows no interpreter
         from condense.ops.hopper.attend_forward import launch_fwd_hopper
@@ -145,7 +145,7 @@ def _attend(
         with torch.cuda.device_of(q):
             launch_fwd_hopper(
                 q, _filled(sources), out, lse, programs=gpu_of(q.device).multiprocessors, s_bounds=plan.s_bounds,
-                M=prefix_k.shape[2], **shared,
+                M=entries_k.shape[2], **shared,
             )  # fmt: skip
         return out, lse
     tiles = _tiles(q, out.shape[3], plan.R, "fwd")
@@ -153,7 +153,7 @@ def _attend(
     with torch.cuda.device_of(q):
         attend_fwd_kernel[cdiv(plan.L, tiles["BM"] // plan.R), q.shape[0] * plan.K](
             q_ptr=q, **descriptors(_NAMES, _filled(sources), tiles["BN"]), out_ptr=out, lse_ptr=lse,
-            s_q=q.stride()[:3], s_bounds=plan.s_bounds, M=prefix_k.shape[2], **plan.shared(),
+            s_q=q.stride()[:3], s_bounds=plan.s_bounds, M=entries_k.shape[2], **plan.shared(),
             **_widths(q.shape[3], out.shape[3]), **tiles,
         )  # fmt: skip
     return out, lse
@@ -172,27 +172,29 @@ def _fills(q: Tensor, K: int) -> bool:
     return tiles * q.shape[0] * K >= gpu_of(q.device).multiprocessors
 
 
-def _results(q: Tensor, band_v: Tensor) -> tuple[Tensor, Tensor]:
+def _results(q: Tensor, window_v: Tensor) -> tuple[Tensor, Tensor]:
     """Room for output and log-sum-exp."""
-    return q.new_empty(*q.shape[:3], band_v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], window_v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_attend.register_fake
-def _(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _results(q, band_v)
+def _(
+    q: Tensor, entries_k: Tensor, entries_v: Tensor, window_k: Tensor, window_v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return _results(q, window_v)
 
 
 @torch.library.custom_op("condense::attend_backward", mutates_args=())
 def _attend_backward(
     d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor,
-    q: Tensor, prefix_k: Tensor, prefix_v: Tensor, band_k: Tensor, band_v: Tensor, bias: Tensor | None,
+    q: Tensor, entries_k: Tensor, entries_v: Tensor, window_k: Tensor, window_v: Tensor, bias: Tensor | None,
     bounds: list[Tensor], rule: list[int], start: list[int], scale: float, level: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q and the four sources."""
-    plan = _Plan(q, band_k.shape[1], bias, bounds, rule, start, scale, level)
-    d_out, q, *sources = (_whole_rows(x) for x in (d_out, q, prefix_k, prefix_v, band_k, band_v))
+    plan = _Plan(q, window_k.shape[1], bias, bounds, rule, start, scale, level)
+    d_out, q, *sources = (_whole_rows(x) for x in (d_out, q, entries_k, entries_v, window_k, window_v))
     B, _, L, D = q.shape
-    M, N, Dv = prefix_k.shape[2], band_k.shape[2], out.shape[3]
+    M, N, Dv = entries_k.shape[2], window_k.shape[2], out.shape[3]
     row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     shared = {"delta_ptr": delta, "M": M, "softmax_scale": scale, **plan.shared(), **_widths(D, Dv)}
     dq, *grads = _gradients(q, *sources)
@@ -234,9 +236,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    out, lse, q, prefix_k, prefix_v, band_k, band_v, bias, *bounds = ctx.saved_tensors
+    out, lse, q, entries_k, entries_v, window_k, window_v, bias, *bounds = ctx.saved_tensors
     grads = _attend_backward(
-        d_out, d_lse, out, lse, q, prefix_k, prefix_v, band_k, band_v, bias,
+        d_out, d_lse, out, lse, q, entries_k, entries_v, window_k, window_v, bias,
         bounds, ctx.rule, ctx.start, ctx.scale, ctx.level,
     )  # fmt: skip
     return *grads, None, [None] * len(bounds), None, None, None, None
@@ -266,10 +268,10 @@ def _describe(bounds: Bounds, L: int, device: torch.device) -> tuple[list[Tensor
 
 def attend(
     q: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
-    band_k: Tensor,
-    band_v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
+    window_k: Tensor,
+    window_v: Tensor,
     bounds: Bounds,
     *,
     scale: float,
@@ -280,6 +282,6 @@ def attend(
     if scale <= 0:  # the kernels count on a positive scale
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     out: tuple[Tensor, Tensor] = _attend(
-        q, prefix_k, prefix_v, band_k, band_v, bias, *_describe(bounds, q.shape[2], q.device), scale, level
+        q, entries_k, entries_v, window_k, window_v, bias, *_describe(bounds, q.shape[2], q.device), scale, level
     )
     return out

@@ -42,7 +42,7 @@ def _dq_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_dq_kernel(
-    q_ptr, prefix_k, prefix_k1, prefix_v, prefix_v1, band_k, band_k1, band_v, band_v1, bias_ptr, bounds,
+    q_ptr, entries_k, entries_k1, entries_v, entries_v1, window_k, window_k1, window_v, window_v1, bias_ptr, bounds,
     out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
     s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
     chunk, window, entries, max_chunks, scale, level, softmax_scale,
@@ -78,7 +78,7 @@ def attend_dq_kernel(
     zero = tl.zeros_like(rep_end)
 
     bias_ptr += wide_b * s_bias[0] + wide_kvh * s_bias[1]
-    k, v = parts(prefix_k, prefix_k1), parts(prefix_v, prefix_v1)
+    k, v = parts(entries_k, entries_k1), parts(entries_v, entries_v1)
     hi = tl.max(rep_end)
     _, whole = split(0, 0, tl.min(rep_end), hi, BN)
     dq = _dq_keys(
@@ -90,7 +90,7 @@ def attend_dq_kernel(
         BN, True, BIASED, PRECISION,
     )  # fmt: skip
 
-    k, v = parts(band_k, band_k1), parts(band_v, band_v1)
+    k, v = parts(window_k, window_k1), parts(window_v, window_v1)
     lo, hi = tl.min(raw_start), tl.max(raw_end)
     left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
     dq = _dq_keys(
@@ -139,9 +139,10 @@ def _dkv_queries(
 
 @triton.jit(do_not_specialize=(*VARYING, "N", "prefix_blocks"))
 def attend_dkv_kernel(
-    q_source, q_source1, prefix_k_ptr, prefix_v_ptr, band_k_ptr, band_v_ptr, bias_ptr, bounds, prefix_seen, band_seen,
-    d_out_source, d_out_source1, lse_ptr, delta_ptr, d_prefix_k_ptr, d_prefix_v_ptr, d_band_k_ptr, d_band_v_ptr,
-    s_prefix_k, s_prefix_v, s_band_k, s_band_v, s_bias, s_prefix_seen, s_band_seen,
+    q_source, q_source1, entries_k_ptr, entries_v_ptr, window_k_ptr, window_v_ptr, bias_ptr, bounds,
+    prefix_seen, band_seen,
+    d_out_source, d_out_source1, lse_ptr, delta_ptr, d_entries_k_ptr, d_entries_v_ptr, d_window_k_ptr, d_window_v_ptr,
+    s_entries_k, s_entries_v, s_window_k, s_window_v, s_bias, s_prefix_seen, s_band_seen,
     K, R, L, M, N, prefix_blocks, query_start, band_start, pads, offset, chunk, window, entries, max_chunks,
     scale, level, softmax_scale,
     D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -165,9 +166,9 @@ def attend_dkv_kernel(
     bias = tl.zeros([BN], tl.float32)
     start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
     if is_prefix:
-        k_ptr, k_at = prefix_k_ptr, b * s_prefix_k[0] + kvh * s_prefix_k[1] + wide_n * s_prefix_k[2]
-        v_ptr, v_at = prefix_v_ptr, b * s_prefix_v[0] + kvh * s_prefix_v[1] + wide_n * s_prefix_v[2]
-        dk_ptr, dv_ptr = d_prefix_k_ptr, d_prefix_v_ptr
+        k_ptr, k_at = entries_k_ptr, b * s_entries_k[0] + kvh * s_entries_k[1] + wide_n * s_entries_k[2]
+        v_ptr, v_at = entries_v_ptr, b * s_entries_v[0] + kvh * s_entries_v[1] + wide_n * s_entries_v[2]
+        dk_ptr, dv_ptr = d_entries_k_ptr, d_entries_v_ptr
         bias += level
         if BIASED:
             bias += tl.load(bias_ptr + b * s_bias[0] + kvh * s_bias[1] + n, mask=inside, other=0.0)
@@ -175,9 +176,9 @@ def attend_dkv_kernel(
             n, size, True, L, b, kvh, prefix_seen, s_prefix_seen, bounds, start, rule, RULE
         )  # fmt: skip
     else:
-        k_ptr, k_at = band_k_ptr, b * s_band_k[0] + kvh * s_band_k[1] + wide_n * s_band_k[2]
-        v_ptr, v_at = band_v_ptr, b * s_band_v[0] + kvh * s_band_v[1] + wide_n * s_band_v[2]
-        dk_ptr, dv_ptr = d_band_k_ptr, d_band_v_ptr
+        k_ptr, k_at = window_k_ptr, b * s_window_k[0] + kvh * s_window_k[1] + wide_n * s_window_k[2]
+        v_ptr, v_at = window_v_ptr, b * s_window_v[0] + kvh * s_window_v[1] + wide_n * s_window_v[2]
+        dk_ptr, dv_ptr = d_window_k_ptr, d_window_v_ptr
         first, last = seen_by(n, size, False, L, b, kvh, band_seen, s_band_seen, bounds, start, rule, RULE)
     k, v = load_rows(k_ptr, k_at, inside, D0, D1), load_rows(v_ptr, v_at, inside, V0, V1)
     queries, d_outs = parts(q_source, q_source1), parts(d_out_source, d_out_source1)

@@ -51,7 +51,7 @@ def _forward_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_fwd_kernel(
-    q_ptr, prefix_k, prefix_k1, prefix_v, prefix_v1, band_k, band_k1, band_v, band_v1, bias_ptr, bounds,
+    q_ptr, entries_k, entries_k1, entries_v, entries_v1, window_k, window_k1, window_v, window_v1, bias_ptr, bounds,
     out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
     chunk, window, entries, max_chunks, scale, level,
     D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -74,7 +74,7 @@ def attend_fwd_kernel(
     zero = tl.zeros_like(rep_end)
 
     bias_ptr += wide_b * s_bias[0] + wide_kvh * s_bias[1]
-    k, v = parts(prefix_k, prefix_k1), parts(prefix_v, prefix_v1)
+    k, v = parts(entries_k, entries_k1), parts(entries_v, entries_v1)
     hi = tl.max(rep_end)
     _, whole = split(0, 0, tl.min(rep_end), hi, BN)
     acc, m, total = _forward_keys(
@@ -86,7 +86,7 @@ def attend_fwd_kernel(
         BN, True, BIASED, PRECISION,
     )  # fmt: skip
 
-    k, v = parts(band_k, band_k1), parts(band_v, band_v1)
+    k, v = parts(window_k, window_k1), parts(window_v, window_v1)
     lo, hi = tl.min(raw_start), tl.max(raw_end)
     left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
     acc, m, total = _forward_keys(

@@ -56,7 +56,7 @@ def step(
     rule = plan.rule
     out: Tensor = torch.ops.condense.step.default(
         q, k, v, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.summary_delay, plan.num_summary,
-        plan.key_pooling, plan.value_pooling, plan.group_bias, plan.num_focal,
+        plan.key_pooling, plan.value_pooling, plan.bias, plan.num_focal,
         scale if plan.weight_scale is None else plan.weight_scale, plan.reads_prompt, scale, latent,
     )  # fmt: skip
     return out
@@ -69,14 +69,14 @@ def _check(
     obstacle = step_obstacle(q.device, q.dtype, (D, Dv), plan, latent=latent)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-    B, K, M, W = k.shape[0], k.shape[1], state.prefix_k.shape[2], state.ring_k.shape[2]
+    B, K, M, W = k.shape[0], k.shape[1], state.entries_k.shape[2], state.ring_k.shape[2]
     dtype, device, Q = q.dtype, q.device, max(plan.num_summary, state.ring_q.shape[2])
     for name, x, wanted in (
         ("k", k, (B, K, 1, D)),
         ("v", v, (B, K, 1, Dv)),
         ("q", q, (B, q.shape[1] // K * K, 1, D)),
-        ("prefix_k", state.prefix_k, (B, K, M, D)),
-        ("prefix_v", state.prefix_v, (B, K, M, Dv)),
+        ("entries_k", state.entries_k, (B, K, M, D)),
+        ("entries_v", state.entries_v, (B, K, M, Dv)),
         ("ring_k", state.ring_k, (B, K, W, D)),
         ("ring_v", state.ring_v, (B, K, W, Dv)),
         ("ring_q", state.ring_q, (B, K, Q, D)),
@@ -172,7 +172,7 @@ def _settings(
     num_summary: int,
     key_pooling: str | None,
     value_pooling: str | None,
-    group_bias: float,
+    bias: float,
     num_focal: int,
     weight_scale: float,
     reads_prompt: bool,
@@ -193,12 +193,12 @@ def _settings(
         split_grid=(S, row_tiles, B * K),
         split_numbers=(
             K, R, M, W, Q, num_summary, chunk, *(_NEVER if x is None else min(x, _NEVER) for x in (window, max_chunks)),
-            summary_delay, weight_scale, scale * LOG2E, group_bias * LOG2E,
+            summary_delay, weight_scale, scale * LOG2E, bias * LOG2E,
         ),
         split_constants=(
             *_widths(D, Dv, latent), BR, tiles.BN, latent > 0, num_summary > 0, key_pooling, value_pooling, has_real,
             num_focal, power_of_2(chunk) if num_focal > 0 else 1, reads_prompt,
-            num_focal + 1 if group_bias != 0.0 and (num_focal > 0 or reads_prompt) else 0,
+            num_focal + 1 if bias != 0.0 and (num_focal > 0 or reads_prompt) else 0,
             "ieee" if dtype == torch.float32 else "tf32", tiles.early,
         ),
         split_options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
@@ -212,8 +212,8 @@ def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    prefix_k: Tensor,
-    prefix_v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
     ring_k: Tensor,
     ring_v: Tensor,
     ring_q: Tensor,
@@ -227,7 +227,7 @@ def _step(
     num_summary: int,
     key_pooling: str | None,
     value_pooling: str | None,
-    group_bias: float,
+    bias: float,
     num_focal: int,
     weight_scale: float,
     reads_prompt: bool,
@@ -235,26 +235,26 @@ def _step(
     latent: int,
 ) -> Tensor:
     if not torch.is_inference_mode_enabled():  # as any operation in place: a backward pass may have saved them
-        torch.autograd.graph.increment_version((prefix_k, prefix_v, ring_k, ring_v, ring_q, seen))
+        torch.autograd.graph.increment_version((entries_k, entries_v, ring_k, ring_v, ring_q, seen))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
     settings = _settings(
-        device, q.dtype, (B, H, k.shape[1]), (D, Dv), (prefix_k.shape[2], ring_k.shape[2], ring_q.shape[2]), chunk,
-        window, max_chunks, summary_delay, num_summary, key_pooling, value_pooling, group_bias, num_focal, weight_scale,
+        device, q.dtype, (B, H, k.shape[1]), (D, Dv), (entries_k.shape[2], ring_k.shape[2], ring_q.shape[2]), chunk,
+        window, max_chunks, summary_delay, num_summary, key_pooling, value_pooling, bias, num_focal, weight_scale,
         reads_prompt, scale, latent, real is not None,
     )  # fmt: skip
     part, lse = _scratch(q, settings.num_splits, Dv)
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real
     strides = (
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *prefix_k.stride()[:3], *prefix_v.stride()[:3],
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *entries_k.stride()[:3], *entries_v.stride()[:3],
         *ring_k.stride()[:3], *ring_v.stride()[:3], *ring_q.stride()[:3], prompt.stride(0),
     )  # fmt: skip
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):
         _split(
             settings.split_grid,
-            (q, k, v, prefix_k, prefix_v, ring_k, ring_v, ring_q, seen, prompt, counts, part, lse),
+            (q, k, v, entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, counts, part, lse),
             strides + settings.split_numbers,
             settings.split_constants,
             settings.split_options,
@@ -279,7 +279,7 @@ def _register() -> torch.library.Library:
     anew for every argument, which takes several times as long as all else that the host does in a step.
     """
     library = torch.library.Library("condense", "FRAGMENT")
-    mutated = ("prefix_k", "prefix_v", "ring_k", "ring_v", "ring_q", "seen")
+    mutated = ("entries_k", "entries_v", "ring_k", "ring_v", "ring_q", "seen")
     schema = torch.library.infer_schema(_step, mutates_args=mutated, op_name="step")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("step", _step, "CompositeExplicitAutograd")
