@@ -11,7 +11,7 @@ import torch
 from studies import SEEDS
 
 from condense import Method
-from condense.ops import UniformBounds
+from condense.ops import RuleSpans
 
 Runs = Mapping[str, Mapping[str, Any]]
 
@@ -70,9 +70,8 @@ def num_seen(method: Method, length: int) -> int:
     """Keys that the last of ``length`` tokens sees, itself included: what a cache holds per KV head."""
     if method.reads_prompt:
         return int(method.prompt_entries(length))
-    bounds = UniformBounds(method.rule, 0, 0)
-    rep_end, raw_start, raw_end = bounds.arrays(length - 1, length, torch.device("cpu"))
-    return int(rep_end + raw_end - raw_start)
+    spans = RuleSpans(method.rule, 0, 0).at(length - 1, length, torch.device("cpu"))
+    return sum(int(hi - lo) for lo, hi in spans)
 
 
 def of_seeds(runs: Runs, prefix: str) -> list[Mapping[str, Any]]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import ChunkPooling, Method, check_trainable
-from condense.ops import Bounds, StepSettings, UniformBounds, Windows, attend, summarize
+from condense.ops import RuleSpans, Source, Spans, StepSettings, SummarySpans, attend, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, int_if_equal, max_row
-from condense.ops.tensors.right_aligned import append_band, append_prefix, detach_compact, detach_copy, newest
+from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, detach_copy, newest
 
 # raw tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
 # assisted decoding proposes at once by default
@@ -52,15 +52,26 @@ class Past(NamedTuple):
         return self[:5]
 
 
-class Sources(NamedTuple):
+class Context(NamedTuple):
     """All that attention reads besides the queries."""
 
-    entries_k: Tensor
-    entries_v: Tensor
-    window_k: Tensor
-    window_v: Tensor
-    bounds: Bounds
-    prefix_bias: Tensor | float | None
+    sources: tuple[Source, ...]
+    spans: Spans
+
+    @property
+    def entries(self) -> Source:
+        """The first source, the condensed one."""
+        return self.sources[0]
+
+    @property
+    def window(self) -> Source:
+        """The last source, exact tokens."""
+        return self.sources[-1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values of all sources, source by source."""
+        return tuple(x for source in self.sources for x in (source.k, source.v))
 
 
 def empty_past(k: Tensor, v: Tensor) -> Past:
@@ -80,7 +91,7 @@ def extend(
     counts: Tensor | None = None,
     backend: str = "auto",
     keep: bool = True,
-) -> tuple[Sources, Past | None]:
+) -> tuple[Context, Past | None]:
     """Read L new tokens: what their queries attend to, and the new past (None unless ``keep``).
 
     k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``, of which summaries are made;
@@ -101,13 +112,13 @@ def extend(
     if fresh and method.reads_prompt:
         prompt = method.read_prompt(q, k, v, counts, scale=scale, backend=backend)
         kept = Past(*prompt.kept(), *past.tensors[2:], past.seen, origin=seen) if keep else None
-        return Sources(*prompt[:6]), kept
+        return Context(prompt.sources, prompt.spans), kept
     rule, num_summary = method.rule, method.num_summary
-    window_k, window_v = append_band(past.window_k, k, pads), append_band(past.window_v, v, pads)
+    window_k, window_v = append_window(past.window_k, k, pads), append_window(past.window_v, v, pads)
     band_start = seen - window_k.shape[2]
 
     offset = method.prompt_entries(past.origin)
-    before, after = rule.ready(past.seen, method.summary_delay), rule.ready(seen, method.summary_delay)
+    before, after = rule.pooled(past.seen, method.summary_delay), rule.pooled(seen, method.summary_delay)
     num_new = max_row(after - before)
     entries_k, entries_v = past.entries_k, past.entries_v
     if num_new > 0:
@@ -117,7 +128,7 @@ def extend(
             # the end of a prompt sums up all of it, else every chunk has a window of its own
             whole = method.looks_ahead and fresh
             first, num = (seen, 1) if whole else ((before + 1) * c + method.summary_delay, num_new)
-            windows = Windows(first - num_summary, past.seen, seen, num, num_summary, c)
+            windows = SummarySpans(first - num_summary, past.seen, seen, num, num_summary, c)
             summary = summarize(q, past.summary_q, windows, backend=backend).expand(-1, -1, num_new, -1)
         new_k, new_v = method.represent_band(
             window_k,
@@ -131,18 +142,18 @@ def extend(
         )
         start, stop = before * p + offset, after * p + offset
         entries_k, entries_v = (
-            append_prefix(entries_k, new_k, start, stop),
-            append_prefix(entries_v, new_v, start, stop),
+            append_entries(entries_k, new_k, start, stop),
+            append_entries(entries_v, new_v, start, stop),
         )
 
-    bounds = UniformBounds(rule, seen - L, band_start, pads, offset)
+    spans = RuleSpans(rule, seen - L, band_start, pads, offset)
     bias = method.prefix_bias(entries_k.shape[2], k.device, past.origin)
-    sources = Sources(entries_k, entries_v, window_k, window_v, bounds, bias)
+    context = Context((Source(entries_k, entries_v, bias), Source(window_k, window_v)), spans)
     if not keep:
-        return sources, None
+        return context, None
     num_band = min(window_k.shape[2], max_row(seen - first_needed(method, seen - SLACK)))
     keep_only = _keeper(past.window_k)
-    return sources, Past(
+    return context, Past(
         keep_only(entries_k),
         keep_only(entries_v),
         keep_only(newest(window_k, num_band)),
@@ -161,7 +172,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow, bac
     count = min(Q + L, num_summary - 1 + SLACK)
     n = min(L, count)
     # the backend's own means: chunked or not, summaries are the same to the bit
-    new = summarize(newest(q.detach(), n), tail[:, :, :0], Windows(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
+    new = summarize(newest(q.detach(), n), tail[:, :, :0], SummarySpans(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
     # the padding that is left of it, which stays in rows that have not seen enough
     pads = at_least(pads - (L - n), 0)
     if isinstance(pads, Tensor) or pads > 0:
@@ -169,7 +180,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, pads: PerRow, bac
         new = new.masked_fill(pad.to(new.device)[:, None, :, None], 0)
     else:
         tail = newest(tail, count - n)
-    return _keeper(tail)(newest(append_band(tail, new, pads), count))
+    return _keeper(tail)(newest(append_window(tail, new, pads), count))
 
 
 def _keeper(before: Tensor) -> Callable[[Tensor], Tensor]:
@@ -187,7 +198,7 @@ def num_entries(method: Method, seen: PerRow, origin: PerRow = 0) -> PerRow:
 
     All three are an int or int64 CPU ``[B]``.
     """
-    return method.rule.ready(seen, method.summary_delay) * method.rule.entries + method.prompt_entries(origin)
+    return method.rule.pooled(seen, method.summary_delay) * method.rule.entries + method.prompt_entries(origin)
 
 
 def most_entries(method: Method, tokens: int) -> int:
@@ -247,8 +258,8 @@ def attention(
         scale = check_scale(scale, q)
 
         def run(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            sources, _ = extend(method, None, k, v, q, scale=scale, counts=counts, backend=backend, keep=False)
-            return attend_to(sources, q, scale=scale, backend=backend, return_lse=return_lse)
+            context, _ = extend(method, None, k, v, q, scale=scale, counts=counts, backend=backend, keep=False)
+            return attend_to(context, q, scale=scale, backend=backend, return_lse=return_lse)
 
         out, lse = each_document(run, (q, k, v), cu_seqlens, padding)
     return out if lse is None else (out, lse)
@@ -277,7 +288,7 @@ def each_document(
 
 
 def attend_to(
-    sources: Sources,
+    context: Context,
     q: Tensor,
     *,
     scale: float,
@@ -288,13 +299,9 @@ def attend_to(
     """`condense.ops.attend` on what `extend` returned."""
     return attend(
         q,
-        sources.entries_k,
-        sources.entries_v,
-        sources.window_k,
-        sources.window_v,
-        sources.bounds,
+        context.sources,
+        context.spans,
         scale=scale,
-        prefix_bias=sources.prefix_bias,
         dropout_p=dropout_p,
         backend=backend,
         return_lse=return_lse,

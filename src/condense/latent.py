@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.functional import Sources, each_document, extend
+from condense.functional import Context, each_document, extend
 from condense.methods.base import Method
 from condense.methods.latent import for_latents
-from condense.ops import attend
+from condense.ops import Source, attend
 from condense.ops.checks import DTYPES, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
 
@@ -88,7 +88,7 @@ def latent_attention(
         view = for_latents(method, c.shape[-1])
 
         def run(q: Tensor, entries: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            sources, _ = extend(
+            context, _ = extend(
                 view,
                 None,
                 entries,
@@ -99,7 +99,7 @@ def latent_attention(
                 backend=backend,
                 keep=False,
             )
-            return attend_to_latents(sources, q, up, scale=scale, backend=backend, return_lse=return_lse)
+            return attend_to_latents(context, q, up, scale=scale, backend=backend, return_lse=return_lse)
 
         entries = torch.cat([c, k_rope], dim=-1)[:, None]
         out, lse = each_document(run, (q, entries), cu_seqlens, padding)
@@ -129,7 +129,7 @@ def summary_queries(
 
 
 def attend_to_latents(
-    sources: Sources,
+    context: Context,
     q: Tensor,
     up: UpProjection,
     *,
@@ -145,20 +145,20 @@ def attend_to_latents(
     new: keys and values per head of the last L band entries, if they are at hand (`UpProjection.expand`).
     absorb: work on the latents, or expand them; by default whatever costs less.
     """
-    prefix, band, d_c = sources.entries_k, sources.window_k, up.w_uk.shape[1]
+    entries, window = context.sources
+    d_c = up.w_uk.shape[1]
     if absorb is None:
-        absorb = _absorbing_pays(q.shape[2], prefix.shape[2] + band.shape[2], up)
+        absorb = _absorbing_pays(q.shape[2], entries.k.shape[2] + window.k.shape[2], up)
     if absorb:
         q = up.absorb(q)
-        keys_values = prefix, prefix[..., :d_c], band, band[..., :d_c]
+        sources = [Source(k, k[..., :d_c], bias) for k, _, bias in context.sources]
     else:
-        keys_values = *up.expand(prefix), *_expanded_band(band, up, new)
+        sources = [Source(*up.expand(entries.k), entries.bias), Source(*_expanded_window(window.k, up, new))]
     out, lse = attend(
         q,
-        *keys_values,
-        sources.bounds,
+        sources,
+        context.spans,
         scale=scale,
-        prefix_bias=sources.prefix_bias,
         dropout_p=dropout_p,
         backend=backend,
         return_lse=return_lse,
@@ -168,13 +168,13 @@ def attend_to_latents(
     return out, lse
 
 
-def _expanded_band(band: Tensor, up: UpProjection, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def _expanded_window(window: Tensor, up: UpProjection, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     if new is None:
-        return up.expand(band)
+        return up.expand(window)
     L = new[0].shape[2]
-    if band.shape[2] == L:
+    if window.shape[2] == L:
         return new
-    k, v = up.expand(band[:, :, :-L])
+    k, v = up.expand(window[:, :, :-L])
     return torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
 
 

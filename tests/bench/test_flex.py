@@ -37,7 +37,7 @@ def test_output_is_ours(method, length, monkeypatch):
 def test_blocks_are_those_that_somebody_sees(method, length):
     sources = pooled(method, SETTING.inputs(length))
     mask = flex.block_mask(sources, length)
-    size, M = flex.BLOCK, sources.entries_k.shape[2]
+    size, M = flex.BLOCK, sources.entries.k.shape[2]
     P = M + -M % size
     seen = torch.zeros(length, P + length)
     for t in range(length):

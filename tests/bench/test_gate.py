@@ -6,7 +6,8 @@ import torch
 import condense
 from condense.bench import gate
 from condense.bench.problems import HeadShape, Setting, pooled
-from condense.functional import attend_to, attention
+from condense.functional import Context, attend_to, attention
+from condense.ops import Source
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=20),
@@ -44,7 +45,8 @@ def test_output(method, dtype, length):
     out = attend_to(sources, inputs.q, scale=inputs.scale)[0]
     assert gate.check_output(out, inputs.q, sources, scale=inputs.scale).passed
     assert not gate.check_output(wronged(out), inputs.q, sources, scale=inputs.scale).passed
-    without_one = sources._replace(entries_k=sources.entries_k.roll(1, 2))
+    entries = sources.entries._replace(k=sources.entries.k.roll(1, 2))
+    without_one = Context((entries, sources.window), sources.spans)
     wrong = attend_to(without_one, inputs.q, scale=inputs.scale)[0]
     assert not gate.check_output(wrong, inputs.q, sources, scale=inputs.scale).passed
 
@@ -56,8 +58,9 @@ def test_gradients(method, dtype, length):
     sources = pooled(method, inputs)
 
     def gradients(upstream, wrong=None):
-        leaves = [x.detach().requires_grad_() for x in (inputs.q, *sources[:4])]
-        out = attend_to(sources._make([*leaves[1:], *sources[4:]]), leaves[0], scale=inputs.scale)[0]
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, *sources.tensors)]
+        parts = Source(leaves[1], leaves[2], sources.entries.bias), Source(*leaves[3:])
+        out = attend_to(Context(parts, sources.spans), leaves[0], scale=inputs.scale)[0]
         grads = torch.autograd.grad(out, leaves, upstream)
         return [x * 1.5 if i == wrong else x for i, x in enumerate(grads)]
 
@@ -75,8 +78,9 @@ def test_entries(method, dtype, length):
     inputs = inputs_of(length, dtype)
     sources = pooled(method, inputs)
     assert gate.check_entries(method, inputs, sources).passed
-    for name in ("entries_k", "entries_v"):
-        wrong = sources._replace(**{name: wronged(getattr(sources, name))})
+    for name in ("k", "v"):
+        entries = sources.entries._replace(**{name: wronged(getattr(sources.entries, name))})
+        wrong = sources._replace(sources=(entries, sources.window))
         assert not gate.check_entries(method, inputs, wrong).passed
 
 

@@ -170,7 +170,8 @@ def test_wrong_attention_is_not_timed(op, monkeypatch):
 def test_wrong_pooling_is_not_timed(monkeypatch):
     def wrong(*arguments, **options):
         sources = gate.pooled(*arguments, **options)
-        return sources._replace(entries_v=sources.entries_v.roll(1, 2))
+        entries = sources.entries._replace(v=sources.entries.v.roll(1, 2))
+        return sources._replace(sources=(entries, sources.window))
 
     monkeypatch.setattr(tasks, "pooled", wrong)
     _, content = run(ops=("pooling",), lengths=(64,), baselines=())

@@ -42,7 +42,7 @@ COUNTED = oracle.PLANS | oracle.SELECTIONS
 @pytest.mark.parametrize("method", COUNTED.values(), ids=COUNTED)
 def test_visible_pairs_are_counted_as_the_definition_does(method):
     inputs = SETTING.inputs(37)
-    bounds = pooled(method, inputs).bounds
+    bounds = pooled(method, inputs).spans
     q, k = inputs.q.double().unflatten(1, (2, 2)), inputs.k.double()
     want = sum(sum(oracle.num_visible(method, q[0, head], k[0, head], inputs.scale)) for head in range(2))
     assert visible_pairs(bounds, 37, CPU) == round(want / 2)
@@ -91,8 +91,8 @@ def test_a_step_is_over_the_cache_that_the_method_keeps(method):
     cache = condense.caches.CondensedLayer(method)
     cache.update(k[:, :, :-1], v[:, :, :-1], query_states=SETTING.normal(4, 37, 8, draw=0), scale=1.0)
     real, _ = cache.update(k[:, :, -1:], v[:, :, -1:], query_states=q, scale=1.0)
-    assert [x.shape for x in sources[:4]] == [x.shape for x in real[:4]]
-    assert sources.bounds.extents([(0, 1)]) == real.bounds.extents([(0, 1)])
+    assert [x.shape for x in sources.tensors] == [x.shape for x in real.tensors]
+    assert sources.spans.hulls([(0, 1)]) == real.spans.hulls([(0, 1)])
     assert step_bytes(q, sources) == 4 * (
         oracle.num_visible(method, k[0, :1], k[0, 0], 1.0)[-1] * 2 * (8 + 6) + 4 * (8 + 6)
     )

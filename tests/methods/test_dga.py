@@ -15,7 +15,7 @@ from methods.test_counting import dense, weights
 
 import condense
 from condense import DGA
-from condense.functional import Sources, attend_to, extend
+from condense.functional import Context, attend_to, extend
 from condense.methods.dga_prompt import focal_prompt
 from condense.ops import importance
 from condense.ops.torch import importance as torch_importance
@@ -65,11 +65,11 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
     v = torch.eye(L, dtype=torch.float64).expand(2, K, L, L)
     prompt = focal_prompt(
         q * 0, k, v, focal, num_focal, tokens,
-        group_size=g, weight_scale=0.3, complementary=True, bias=math.log(g), backend="torch",
+        group_size=g, weight_scale=0.3, complementary=True, group_bias=math.log(g), backend="torch",
     )  # fmt: skip
-    for x in (prompt.bounds.rep_end, prompt.bounds.raw_start, prompt.bounds.raw_end):
+    for x in (y for span in prompt.spans.spans for y in span):
         assert bool((x.diff(dim=-1) >= 0).all())
-    out, _ = attend_to(Sources(*prompt[:6]), q * 0, scale=1.0)
+    out, _ = attend_to(Context(prompt.sources, prompt.spans), q * 0, scale=1.0)
     for b, n in enumerate(tokens.tolist()):
         torch.testing.assert_close(out[b, :, L - n :, L - n :], once(n).expand(4, n, n), **EXACT)
         assert bool((out[b, :, :, : L - n] == 0).all())
@@ -118,7 +118,7 @@ def test_all_focal_is_dense(backend, method):
     q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
     torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
     sources, past = extend(method.replace(allow_future=True), None, k, v, q, scale=0.5)
-    assert sources.bounds.is_causal(41, 41)
+    assert sources.spans.is_causal(41, 41)
     assert past.entries_k.shape[2] == 41
     assert torch.equal(past.entries_k, k)
     assert past.entries_k.data_ptr() != k.data_ptr()

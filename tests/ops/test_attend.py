@@ -1,12 +1,16 @@
-"""`condense.ops.attend` under general bounds, per row and per KV head, and under the uniform rule."""
+"""`condense.ops.attend` under general spans, per row and per KV head, and under the uniform rule."""
+
+import math
 
 import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_sources import array_spans, two_sources
 
-from condense.ops import ArrayBounds, UniformBounds, UniformRule, api, attend, resolve_backend
+from condense.ops import RuleSpans, Source, UniformRule, api, attend, resolve_backend
+from condense.ops.tensors.per_row import at_least
 from condense.ops.triton import attend as triton_attend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -39,7 +43,7 @@ SHAPES = {
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("per_head", [False, True], ids=["per row", "per KV head"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_attend_array_bounds(backend, shape, per_head, with_bias):
+def test_attend_array_spans(backend, shape, per_head, with_bias):
     B, H, K, L, M, N = shape
     q, *rest = sources(*shape)
     heads = K if per_head else 1
@@ -47,11 +51,12 @@ def test_attend_array_bounds(backend, shape, per_head, with_bias):
     rep_end, starts, ends = rising(B, heads, L, M, 1), rising(B, heads, L, N, 2), rising(B, heads, L, N, 3)
     bounds = (rep_end, torch.minimum(starts, ends), ends)
     bias = torch.linspace(-2, 3, B * K * M, dtype=torch.float64).reshape(B, K, M) if with_bias else None
-    out, lse = attend(q, *rest, ArrayBounds(*bounds), scale=0.6, prefix_bias=bias, backend=backend, return_lse=True)
+    keys, spans = two_sources(*rest, bias), array_spans(*bounds)
+    out, lse = attend(q, keys, spans, scale=0.6, backend=backend, return_lse=True)
     want = oracle.prefix_band(q, *rest, tuple(x.expand(B, K, L) for x in bounds), scale=0.6, bias=bias)
     torch.testing.assert_close(out, want[0], **EXACT)
     torch.testing.assert_close(lse, want[1], **EXACT)
-    alone, none = attend(q, *rest, ArrayBounds(*bounds), scale=0.6, prefix_bias=bias, backend=backend)
+    alone, none = attend(q, keys, spans, scale=0.6, backend=backend)
     torch.testing.assert_close(alone, want[0], **EXACT)
     assert none is None
 
@@ -67,15 +72,17 @@ def test_attend_array_bounds(backend, shape, per_head, with_bias):
     queries=st.integers(1, 30),
     pads=st.lists(st.integers(0, 30), min_size=2, max_size=2),
 )
-def test_uniform_bounds_hulls_and_arrays(chunk, window, entries, max_chunks, band_start, band, queries, pads):
+def test_uniform_spans_and_hulls(chunk, window, entries, max_chunks, band_start, band, queries, pads):
     """What the rule says, position by position; and each block's hull covers and is touched by what it sees."""
     rule = UniformRule(chunk=chunk, window=window, entries=entries, max_chunks=max_chunks)
     origin = torch.tensor(band_start)
     # queries are the newest tokens of the band; those that it does not reach are padding
     query_start = origin + band - queries
     pads = torch.tensor([max(min(p, queries), -int(s), queries - band) for p, s in zip(pads, query_start, strict=True)])
-    bounds = UniformBounds(rule, query_start, origin, pads)
-    arrays = [x.expand(2, 1, queries) for x in bounds.arrays(0, queries, torch.device("cpu"))]
+    spans = RuleSpans(rule, query_start, origin, pads)
+    condensed, exact = spans.at(0, queries, torch.device("cpu"))
+    assert not bool(condensed.lo.any())
+    arrays = [x.expand(2, 1, queries) for x in (condensed.hi, *exact)]
     for b in range(2):
         for i in range(queries):
             t = int(query_start[b]) + i
@@ -85,14 +92,14 @@ def test_uniform_bounds_hulls_and_arrays(chunk, window, entries, max_chunks, ban
             want = (0, 0, 0) if i < int(pads[b]) else want
             assert tuple(int(x[b, 0, i]) for x in arrays) == want
     blocks = [(start, min(start + 7, queries)) for start in range(0, queries, 7)]
-    for (start, stop), hull in zip(blocks, bounds.extents(blocks), strict=True):
-        rep_end, raw_start, raw_end = (x[:, 0, start:stop] for x in arrays)
-        seen = raw_end > raw_start
-        assert hull.rep_end == int(rep_end.max())
-        assert hull.raw_end == int(raw_end.max())
+    for (start, stop), (entries_hull, tokens) in zip(blocks, spans.hulls(blocks), strict=True):
+        last_entry, first, last = (x[:, 0, start:stop] for x in arrays)
+        seen = last > first
+        assert entries_hull == (0, int(last_entry.max()))
+        assert tokens.hi == int(last.max())
         if bool(seen.any()):
-            assert hull.raw_start <= int(raw_start[seen].min())
-        assert 0 <= hull.raw_start <= hull.raw_end
+            assert tokens.lo <= int(first[seen].min())
+        assert 0 <= tokens.lo <= tokens.hi
 
 
 def test_dense_rule_closes_nothing():
@@ -104,8 +111,8 @@ def test_attend_layouts_and_inputs(backend):
     """Transposed, sliced and expanded inputs give what contiguous ones give, and nothing is written to."""
     B, H, K, L, M, N = 2, 6, 2, 13, 5, 17
     q, pk, pv, bk, bv = sources(B, H, K, L, M, N)
-    bounds = ArrayBounds(rising(B, K, L, M, 1), torch.zeros(B, K, L, dtype=torch.int64), rising(B, K, L, N, 3))
-    want = attend(q, pk, pv, bk, bv, bounds, scale=0.5, backend=backend, return_lse=True)
+    spans = array_spans(rising(B, K, L, M, 1), torch.zeros(B, K, L, dtype=torch.int64), rising(B, K, L, N, 3))
+    want = attend(q, two_sources(pk, pv, bk, bv), spans, scale=0.5, backend=backend, return_lse=True)
 
     def transposed(x):
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -118,23 +125,27 @@ def test_attend_layouts_and_inputs(backend):
     for layout in (transposed, sliced):
         inputs = [layout(x) for x in (q, pk, pv, bk, bv)]
         copies = [x.clone() for x in inputs]
-        got = attend(*inputs, bounds, scale=0.5, backend=backend, return_lse=True)
+        got = attend(inputs[0], two_sources(*inputs[1:]), spans, scale=0.5, backend=backend, return_lse=True)
         for x, y in zip(got, want, strict=True):
             torch.testing.assert_close(x, y, **EXACT)
         assert all(torch.equal(x, y) for x, y in zip(inputs, copies, strict=True))
     one = [x[:, :1].expand_as(x) for x in (pk, pv, bk, bv)]
-    got = attend(q[:1].expand_as(q), *one, bounds, scale=0.5, backend=backend)[0]
-    want = attend(q[:1].expand_as(q).clone(), *(x.clone() for x in one), bounds, scale=0.5, backend=backend)[0]
+    got = attend(q[:1].expand_as(q), two_sources(*one), spans, scale=0.5, backend=backend)[0]
+    copies = two_sources(*(x.clone() for x in one))
+    want = attend(q[:1].expand_as(q).clone(), copies, spans, scale=0.5, backend=backend)[0]
     torch.testing.assert_close(got, want, **EXACT)
 
 
 def test_attend_dropout(backend):
     """Dropped weights are made up for on average; the log-sum-exp knows nothing of it."""
     q, *rest = sources(1, 2, 1, 4, 3, 5)
-    bounds = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
-    want, lse = attend(q, *rest, bounds, scale=0.5, backend=backend, return_lse=True)
+    spans = RuleSpans(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
+    want, lse = attend(q, two_sources(*rest), spans, scale=0.5, backend=backend, return_lse=True)
     torch.manual_seed(0)
-    draws = [attend(q, *rest, bounds, scale=0.5, dropout_p=0.4, backend=backend, return_lse=True) for _ in range(1000)]
+    draws = [
+        attend(q, two_sources(*rest), spans, scale=0.5, dropout_p=0.4, backend=backend, return_lse=True)
+        for _ in range(1000)
+    ]
     outs = torch.stack([out for out, _ in draws])
     error = outs.std(0) / len(draws) ** 0.5
     assert bool(((outs.mean(0) - want).abs() <= 5 * error).all())
@@ -144,30 +155,30 @@ def test_attend_dropout(backend):
 
 def test_a_bias_for_all_may_be_any_number(backend):
     q, *rest = sources(1, 4, 2, 6, 5, 7)
-    bounds = ArrayBounds(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
+    spans = array_spans(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
     wants = [
-        attend(q, *rest, bounds, scale=0.6, prefix_bias=x, backend=backend)[0]
+        attend(q, two_sources(*rest, x), spans, scale=0.6, backend=backend)[0]
         for x in (2.0, torch.full((1, 1, 5), 2.0))
     ]
     torch.testing.assert_close(wants[0], wants[1], **EXACT)
-    assert torch.equal(attend(q, *rest, bounds, scale=0.6, prefix_bias=2, backend=backend)[0], wants[0])
+    assert torch.equal(attend(q, two_sources(*rest, 2), spans, scale=0.6, backend=backend)[0], wants[0])
 
 
 def test_attend_refuses_what_backends_would_not_agree_on(backend):
     q, *rest = sources(1, 4, 2, 6, 5, 7)
-    bounds = ArrayBounds(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
+    spans = array_spans(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
     with pytest.raises(ValueError, match=r"heads that divide those of q, 3, got 2"):
-        attend(q[:, :3], *rest, bounds, scale=0.6, backend=backend)
-    with pytest.raises(ValueError, match=r"prefix_bias must not require a gradient: .* prefix_bias.detach\(\)"):
-        attend(q, *rest, bounds, scale=0.6, prefix_bias=torch.zeros(1, 1, 5, requires_grad=True), backend=backend)
+        attend(q[:, :3], two_sources(*rest), spans, scale=0.6, backend=backend)
+    with pytest.raises(ValueError, match=r"bias must not require a gradient: .* bias.detach\(\)"):
+        attend(q, two_sources(*rest, torch.zeros(1, 1, 5, requires_grad=True)), spans, scale=0.6, backend=backend)
 
 
 def test_attend_unknown_backend():
     q, *rest = sources(1, 2, 1, 4, 3, 5)
-    bounds = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
+    spans = RuleSpans(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
     for name in ("Triton", "Torch", ""):
         with pytest.raises(ValueError, match=f"backend must be .*'reference', 'torch', 'triton', got '{name}'"):
-            attend(q, *rest, bounds, scale=0.5, backend=name)
+            attend(q, two_sources(*rest), spans, scale=0.5, backend=name)
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -204,14 +215,62 @@ def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
     monkeypatch.setattr(triton_attend, "attend", lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
     q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
     none, start = k[:, :, :0], torch.tensor([0])
-    whole, windowed = (UniformBounds(UniformRule(chunk=1, window=w, max_chunks=0), start, start) for w in (None, 3))
-    out, _ = attend(q, none, none, k, v, whole, scale=0.5)
+    keys = two_sources(none, none, k, v)
+    whole, windowed = (RuleSpans(UniformRule(chunk=1, window=w, max_chunks=0), start, start) for w in (None, 3))
+    out, _ = attend(q, keys, whole, scale=0.5)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
     torch.testing.assert_close(out, want)
     assert not calls
-    attend(q, none, none, k, v, windowed, scale=0.5)
+    attend(q, keys, windowed, scale=0.5)
     assert len(calls) == 1
     # PyTorch would ask for a mask
-    later = UniformBounds(UniformRule(chunk=1, window=None), torch.tensor([5]), start)
-    attend(q[:, :, 5:], none, none, k, v, later, scale=0.5)
+    later = RuleSpans(UniformRule(chunk=1, window=None), torch.tensor([5]), start)
+    attend(q[:, :, 5:], keys, later, scale=0.5)
     assert len(calls) == 2
+
+
+class _TwoScales:
+    """Groups of ``far`` tokens behind groups of ``near``, behind a window: three sources, in twelve lines."""
+
+    def __init__(self, near, far, window, reach):
+        self.near, self.far, self.window, self.reach = near, far, window, reach
+
+    def spans(self, seen):
+        """Far groups closed ``reach`` tokens behind the window, near groups from there on, then exact tokens."""
+        near = at_least(seen - self.window, 0) // self.near
+        far = at_least(seen - self.window - self.reach, 0) // self.far
+        return [(seen * 0, far), (far * (self.far // self.near), near), (near * self.near, seen)]
+
+
+@pytest.mark.parametrize("rows", [[0, 0], [0, 6]], ids=["rows alike", "left padding"])
+def test_two_scales_of_groups_are_a_rule_of_a_few_lines(backend, rows):
+    """Mean keys of groups of 4 near and 16 far: each past token counts once, in one source, and nobody sees ahead."""
+    L, near, far = 75, 4, 16
+    pads = torch.tensor(rows)
+    # the columns of all sources count from a row's first real token
+    spans = RuleSpans(_TwoScales(near, far, 7, 20), -pads, torch.tensor([0, 0]))
+    counts = torch.zeros(2, L, L)
+    for (lo, hi), size in zip(spans.at(0, L, torch.device("cpu")), (far, near, 1), strict=True):
+        group = torch.arange(L) // size
+        counts += (group >= lo[:, 0, :, None]) & (group < hi[:, 0, :, None])
+    for b, pad in enumerate(rows):
+        assert torch.equal(counts[b, pad:], (torch.arange(L) <= torch.arange(L - pad)[:, None]).float())
+    # with the log of its size as bias, a group of equal keys counts as its tokens: dense attention over their means
+    q, k, v = (
+        torch.randn(2, n, L, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2)
+    )
+    k = torch.ones_like(k)
+
+    k, v = (torch.stack([row.roll(-pad, 1) for row, pad in zip(x, rows, strict=True)]) for x in (k, v))
+
+    def means(x, size):
+        return x[:, :, : L // size * size].unflatten(2, (-1, size)).mean(3)
+
+    sources = [Source(means(k, size), means(v, size), math.log(size)) for size in (far, near)]
+    got, lse = attend(q, [*sources, Source(k, v)], spans, scale=0.5, backend=backend, return_lse=True)
+    for b, pad in enumerate(rows):
+        past = v[b, :, : L - pad].cumsum(1) / torch.arange(1, L - pad + 1)[:, None]
+        torch.testing.assert_close(got[b, :, pad:], past.repeat_interleave(2, 0), **EXACT)
+        want = (0.5 * q[b, :, pad:].sum(-1)) + torch.arange(1, L - pad + 1).double().log()
+        torch.testing.assert_close(lse[b, :, pad:], want, **EXACT)
+        assert not bool(got[b, :, :pad].any())

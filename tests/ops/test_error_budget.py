@@ -11,9 +11,10 @@ import oracle
 import pytest
 import torch
 from budget import DTYPES, METHODS, SHAPES, band, errors, inputs_for
+from two_sources import array_spans, two_sources
 
 import condense
-from condense.ops import ArrayBounds, attend
+from condense.ops import attend
 from condense.ops.torch import attend as torch_attend
 
 
@@ -77,10 +78,10 @@ def test_bias_survives_rounding_in_attention(backend, size, dtype):
     M, N = 3, 3 * size
     keys = torch.randn(1, 1, M + N, 8).to(dtype)
     ones = torch.ones(1, 1, M + N, 8, dtype=dtype)
-    everything = ArrayBounds(*(torch.tensor([[[x]]]) for x in (M, 0, N)))
+    everything = array_spans(*(torch.tensor([[[x]]]) for x in (M, 0, N)))
     bias = torch.full((1, 1, M), math.log(size), dtype=torch.float64)
-    arguments = (q, keys[:, :, :M], ones[:, :, :M], keys[:, :, M:], -ones[:, :, M:], everything)
-    out = attend(*arguments, scale=1.0, prefix_bias=bias, backend=backend)[0]
+    sources = two_sources(keys[:, :, :M], ones[:, :, :M], keys[:, :, M:], -ones[:, :, M:], bias)
+    out = attend(q, sources, everything, scale=1.0, backend=backend)[0]
     assert float(out.abs().max()) <= 1e-4 * math.log(size)
 
 

@@ -3,9 +3,10 @@
 import oracle
 import pytest
 import torch
+from two_sources import array_spans, two_sources
 
 import condense
-from condense.ops import ArrayBounds, attend
+from condense.ops import attend
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 METHODS = oracle.PLANS | {
@@ -90,7 +91,9 @@ def test_rows_that_see_nothing(backend, shape):
     inputs[0].fill_(torch.nan)
     inputs = [x.requires_grad_() for x in inputs]
     none = torch.zeros(1, 1, L, dtype=torch.int64)
-    out, lse = attend(*inputs, ArrayBounds(none, none, none), scale=0.5, backend=backend, return_lse=True)
+    out, lse = attend(
+        inputs[0], two_sources(*inputs[1:]), array_spans(none, none, none), scale=0.5, backend=backend, return_lse=True
+    )
     assert bool((out == 0).all())
     assert bool((lse == -torch.inf).all())
     for grad in torch.autograd.grad(out.sum(), inputs):

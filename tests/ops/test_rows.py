@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from condense.ops import UniformBounds, UniformRule, Windows
+from condense.ops import RuleSpans, SummarySpans, UniformRule
 from condense.ops.tensors.per_row import (
     as_rows,
     at_least,
@@ -35,15 +35,15 @@ def test_every_operation_is_that_of_each_row(numbers, bound):
 @given(seen=st.integers(0, 99), window=st.one_of(st.none(), st.integers(0, 9)), most=st.one_of(st.none(), st.just(3)))
 def test_a_rule_says_the_same_of_ints_and_tensors(seen, window, most):
     rule = UniformRule(chunk=4, window=window, entries=2, max_chunks=most)
-    for ask in (rule.closed, rule.visible_entries, lambda n: rule.ready(n, 3)):
+    for ask in (rule.closed, rule.visible_entries, lambda n: rule.pooled(n, 3)):
         assert ask(torch.tensor([seen])).tolist() == [ask(seen)]
 
 
 @pytest.mark.parametrize(("other", "agree"), [(5, True), (6, False)])
 def test_tensors_whose_rows_agree_are_recognised(other, agree):
     rows = torch.tensor([5, other])
-    bounds = UniformBounds(UniformRule(4, 2), rows, rows)
+    bounds = RuleSpans(UniformRule(4, 2), rows, rows)
     assert bounds.same_in_all_rows() == ((5, 5, 0, 0) if agree else None)
     assert bounds.is_hull(0, 1) is agree
     assert bounds.starts().tolist() == ([[5, 5, 0, 0]] if agree else [[5, 5, 0, 0], [6, 6, 0, 0]])
-    assert Windows(rows, 5, 5, 1, 1, 1).agreed() == ((5, 5, 5) if agree else None)
+    assert SummarySpans(rows, 5, 5, 1, 1, 1).int_if_equal() == ((5, 5, 5) if agree else None)

@@ -5,7 +5,7 @@ import torch
 
 import condense
 from condense.functional import extend
-from condense.ops import POOLINGS, Windows, group_scores, pool, pool_groups, summarize
+from condense.ops import POOLINGS, SummarySpans, group_scores, pool, pool_groups, summarize
 
 BACKENDS = ["reference", "torch"]
 EXACT = {"rtol": 1e-13, "atol": 1e-13}
@@ -42,18 +42,18 @@ def by_definition(q, tail, windows):
 
 
 WINDOWS = {
-    "tiles": Windows(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 4, 4),
-    "last queries": Windows(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 1, 4),
-    "gaps": Windows(numbers(2, 2), numbers(0, 0), numbers(23, 23), 4, 3, 5),
-    "overlap": Windows(numbers(0, 0), numbers(0, 0), numbers(23, 23), 3, 9, 4),
-    "one at the end": Windows(numbers(10, 10), numbers(0, 0), numbers(23, 23), 1, 13, 4),
-    "from the tail": Windows(numbers(15, 15), numbers(20, 20), numbers(43, 43), 5, 6, 4),
-    "only the tail": Windows(numbers(14, 14), numbers(20, 20), numbers(43, 43), 6, 1, 1),
-    "past the end": Windows(numbers(38, 38), numbers(20, 20), numbers(43, 43), 3, 4, 4),
-    "rows apart": Windows(numbers(15, 3), numbers(20, 8), numbers(43, 23), 4, 4, 4),
-    "before the rows' start": Windows(numbers(-3, -12), numbers(0, 0), numbers(23, 17), 3, 10, 4),
-    "rows alike before their start": Windows(numbers(-3, -3), numbers(0, 0), numbers(23, 23), 3, 10, 4),
-    "nothing new in a row": Windows(numbers(15, 14), numbers(20, 20), numbers(43, 20), 6, 1, 1),
+    "tiles": SummarySpans(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 4, 4),
+    "last queries": SummarySpans(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 1, 4),
+    "gaps": SummarySpans(numbers(2, 2), numbers(0, 0), numbers(23, 23), 4, 3, 5),
+    "overlap": SummarySpans(numbers(0, 0), numbers(0, 0), numbers(23, 23), 3, 9, 4),
+    "one at the end": SummarySpans(numbers(10, 10), numbers(0, 0), numbers(23, 23), 1, 13, 4),
+    "from the tail": SummarySpans(numbers(15, 15), numbers(20, 20), numbers(43, 43), 5, 6, 4),
+    "only the tail": SummarySpans(numbers(14, 14), numbers(20, 20), numbers(43, 43), 6, 1, 1),
+    "past the end": SummarySpans(numbers(38, 38), numbers(20, 20), numbers(43, 43), 3, 4, 4),
+    "rows apart": SummarySpans(numbers(15, 3), numbers(20, 8), numbers(43, 23), 4, 4, 4),
+    "before the rows' start": SummarySpans(numbers(-3, -12), numbers(0, 0), numbers(23, 17), 3, 10, 4),
+    "rows alike before their start": SummarySpans(numbers(-3, -3), numbers(0, 0), numbers(23, 23), 3, 10, 4),
+    "nothing new in a row": SummarySpans(numbers(15, 14), numbers(20, 20), numbers(43, 20), 6, 1, 1),
 }
 
 
@@ -103,12 +103,12 @@ def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend)
     """So that a cache may keep mean queries: the same, to the bit, whether they come from the tail or are new."""
     q = draw(B, H, L, D, dtype=dtype)
     none = q.new_empty(B, K, 0, D)
-    each = summarize(q, none, Windows(numbers(0, 0), numbers(0, 0), numbers(L, L), L, 1, 1), backend=backend)
+    each = summarize(q, none, SummarySpans(numbers(0, 0), numbers(0, 0), numbers(L, L), L, 1, 1), backend=backend)
     means = each.to(dtype)
     assert each.dtype == torch.float32
     assert torch.equal(means.float(), each)
     assert bool(((each - q.float().unflatten(1, (K, 3)).mean(2)).abs() > 0).any())
-    windows = Windows(numbers(1, 1), numbers(0, 0), numbers(L, L), 5, 4, 4)
+    windows = SummarySpans(numbers(1, 1), numbers(0, 0), numbers(L, L), 5, 4, 4)
     whole = summarize(q, none, windows, backend=backend)
     later = windows._replace(before=numbers(7, 7))
     assert torch.equal(summarize(q[:, :, 7:], means[:, :, :7], later, backend=backend), whole)
@@ -159,6 +159,6 @@ def test_extend_with_the_groups_own_last_queries_looks_at_no_other():
     want, _ = extend(method, None, k, v, q, scale=0.5)
     q[:, :, [i for i in range(21) if i % 4 != 3]] = torch.nan
     got, past = extend(method, None, k, v, q, scale=0.5)
-    assert torch.equal(got.entries_k, want.entries_k)
-    assert torch.equal(got.entries_v, want.entries_v)
+    assert torch.equal(got.entries.k, want.entries.k)
+    assert torch.equal(got.entries.v, want.entries.v)
     assert past.summary_q.shape == (1, 2, 0, 4)

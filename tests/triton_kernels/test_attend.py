@@ -6,9 +6,10 @@ import oracle
 import pytest
 import torch
 from budget import METHODS, band, errors
+from two_sources import array_spans, as_arrays, two_sources
 
 import condense
-from condense.ops import ArrayBounds, UniformBounds, UniformRule, attend
+from condense.ops import RuleSpans, UniformRule, attend
 from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
 from condense.ops.triton import attend as triton_attend
 
@@ -132,10 +133,12 @@ def test_general_bounds_per_row_and_head():
     bias = torch.randn(B, K, M, generator=generator, dtype=torch.float64)
     exact = [x.double().requires_grad_() for x in tensors]
     want, want_lse = oracle.prefix_band(*exact, (rep_end, raw_start, raw_end), scale=0.125, bias=bias)
-    bounds = ArrayBounds(*(x.to(DEVICE) for x in (rep_end, raw_start, raw_end)))
+    spans = array_spans(*(x.to(DEVICE) for x in (rep_end, raw_start, raw_end)))
     plain, got = ([x.to(DEVICE).requires_grad_() for x in tensors] for _ in range(2))
-    yardstick, _ = attend(*plain, bounds, scale=0.125, prefix_bias=bias.to(DEVICE), backend="torch")
-    out, lse = attend(*got, bounds, scale=0.125, prefix_bias=bias.to(DEVICE), backend="triton", return_lse=True)
+    yardstick, _ = attend(plain[0], two_sources(*plain[1:], bias.to(DEVICE)), spans, scale=0.125, backend="torch")
+    out, lse = attend(
+        got[0], two_sources(*got[1:], bias.to(DEVICE)), spans, scale=0.125, backend="triton", return_lse=True
+    )
     assert bool((out[:, :, :9] == 0).all())
     assert bool((lse[:, :, :9] == -torch.inf).all())
     assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
@@ -196,11 +199,11 @@ def test_is_one_well_formed_operation(kind):
     dtype = DTYPES[0]
     q, k, v = (x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(2, 4, 2, 20, WIDTH, WIDTH, dtype=dtype))
     starts = torch.tensor([[0], [-3]]) if kind == "rows" else torch.zeros(1, 1, dtype=torch.int64)
-    bounds = UniformBounds(UniformRule(4, 5), starts[:, 0], starts[:, 0])
+    spans = RuleSpans(UniformRule(4, 5), starts[:, 0], starts[:, 0])
     if kind == "arrays":
-        bounds = ArrayBounds(*bounds.arrays(0, 20, q.device))
+        spans = as_arrays(spans, 20, q.device)
     entries_k, entries_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
-    arguments = (q, entries_k, entries_v, k, v, None, *triton_attend._describe(bounds, 20, q.device), 0.3, 0.5)
+    arguments = (q, entries_k, entries_v, k, v, None, *triton_attend._describe(spans, 20, q.device), 0.3, 0.5)
     torch.library.opcheck(triton_attend._attend, arguments)
 
 
@@ -209,14 +212,14 @@ def test_entries_ahead_of_the_rules_own(rows):
     """As after a prompt whose entries are there from the start: the rule in registers against the same as arrays."""
     dtype, (L, M, N) = DTYPES[0], (30, 17, 34)
     query_start, offset = torch.tensor([9, 9]), torch.tensor(rows)
-    bounds = UniformBounds(UniformRule(4, 6), query_start, query_start - (N - L), torch.tensor([0, 2]), offset)
+    spans = RuleSpans(UniformRule(4, 6), query_start, query_start - (N - L), torch.tensor([0, 2]), offset)
     q = oracle.random_qkv(2, 4, 2, L, WIDTH, WIDTH, dtype=dtype)[0]
     entries_k, entries_v = oracle.random_qkv(2, 2, 2, M, WIDTH, WIDTH, dtype=dtype, seed=1)[:2]
     window_k, window_v = oracle.random_qkv(2, 2, 2, N, WIDTH, WIDTH, dtype=dtype, seed=2)[:2]
     inputs = [x.to(DEVICE).requires_grad_() for x in (q, entries_k, entries_v, window_k, window_v)]
     results = []
-    for same in (bounds, ArrayBounds(*bounds.arrays(0, L, inputs[0].device))):
-        out, lse = attend(*inputs, same, scale=0.3, backend="triton", return_lse=True)
+    for same in (spans, as_arrays(spans, L, inputs[0].device)):
+        out, lse = attend(inputs[0], two_sources(*inputs[1:]), same, scale=0.3, backend="triton", return_lse=True)
         results.append([out, lse, *torch.autograd.grad(out.float().square().sum(), inputs)])
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
     assert bool(results[0][3][1, :, : rows[1]].any())

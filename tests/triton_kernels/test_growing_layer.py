@@ -13,7 +13,8 @@ from transformers import DynamicCache
 import condense
 from condense.caches import CondensedLayer, cache_nbytes, dynamic
 from condense.caches.ring import room_for
-from condense.functional import SLACK, attend_to
+from condense.functional import SLACK, Context, attend_to
+from condense.ops import Source
 from condense.ops.tensors.per_row import as_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -198,8 +199,8 @@ def test_latents_are_stepped_over_and_read():
                 continue
             keywords = {"query_states": q, "scale": SCALE, "latent_width": latent, "backend": "torch"}
             sources, _ = layer.update(k, k[..., :0], **keywords)
-            values = {"entries_v": sources.entries_k[..., :latent], "window_v": sources.window_k[..., :latent]}
-            outs.append(attend_to(sources._replace(**values), q, scale=SCALE, backend="torch")[0])
+            latents = Context(tuple(Source(k, k[..., :latent], bias) for k, _, bias in sources.sources), sources.spans)
+            outs.append(attend_to(latents, q, scale=SCALE, backend="torch")[0])
         _close(*outs)
         _same_numbers(*layers)
     assert layers[0]._steps is not None

@@ -11,7 +11,7 @@ from budget import band, errors
 
 import condense
 from condense.functional import extend
-from condense.ops import POOLINGS, Windows, pool_groups, summarize
+from condense.ops import POOLINGS, SummarySpans, pool_groups, summarize
 from condense.ops.checks import MAX_POOLING_WIDTH, POOLING_DTYPES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,7 +109,7 @@ ROWS = {
 
 def check_summaries(dtype, rows, *, R=3, D=24, Q=6, S=4, stride=4, G=6):
     K, L = 2, 37
-    windows = Windows(*(numbers(*x) for x in rows), G, S, stride)
+    windows = SummarySpans(*(numbers(*x) for x in rows), G, S, stride)
     B = len(rows[0])
     tail = tensors((B, K, Q if max(rows[1]) else 0, D), dtype=dtype, seed=1)[0]
 
@@ -169,7 +169,7 @@ def test_equal_largest_numbers_share_the_gradient():
 
 def both(k, v, q, start, *, g=4, G=3):
     """Summaries of the groups' own queries, then representatives; gradients of k, v and q."""
-    windows = Windows(numbers(0, 0), numbers(0, 0), q.shape[2] - start, G, g, g)
+    windows = SummarySpans(numbers(0, 0), numbers(0, 0), q.shape[2] - start, G, g, g)
     summary = summarize(q, k[:, :, :0].detach(), windows, backend="triton")
     out = pool_groups(
         k, v, summary, start=start, num_groups=G, group_size=g, scale=0.2,
@@ -226,7 +226,7 @@ def test_chunks_give_what_one_call_gives(summary, queries):
         parts = (x[:, :, lo:hi] for x in (k, v, q))
         sources, past = extend(method, past, *parts, counts=(numbers(40, 33) - 40 + hi).clamp(0, hi - lo), **keywords)
     # the shorter row's surplus entries are seen by nobody
-    for x, y in zip(sources[:2], whole[:2], strict=True):
+    for x, y in zip(sources.entries[:2], whole.entries[:2], strict=True):
         assert torch.equal(x[0], y[0])
         num = 8 if summary == "last" else 6
         assert torch.equal(x[1, :, :num], y[1, :, :num])

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from condense.caches import CondensedLayer
 from condense.config import check_int
-from condense.functional import Sources
+from condense.functional import Context
 from condense.methods import Method
 from condense.methods.grouped import GroupPooling
 from condense.models import attention_layers, condensed_layers, use
@@ -174,14 +174,14 @@ class _Observer(CondensedLayer):
         self.module = module
         self.keys_seen, self.values_seen = _Total(), _Total()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Sources, None]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Context, None]:
         """As the base class, of which the sources hold the whole sequence: it is read in one forward."""
         sources, nothing = super().update(key_states, value_states, *args, **kwargs)
         closed, g = int(self.method.rule.closed(key_states.shape[2])), self.method.rule.chunk
         for start in range(0, closed, _GROUPS_AT_ONCE):
             stop = min(start + _GROUPS_AT_ONCE, closed)
-            tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (sources.window_k, sources.window_v)))
-            entries = self._heads(*(x[:, :, start:stop] for x in (sources.entries_k, sources.entries_v)))
+            tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (sources.window.k, sources.window.v)))
+            entries = self._heads(*(x[:, :, start:stop] for x in (sources.entries.k, sources.entries.v)))
             for total, exact, pooled in zip((self.keys_seen, self.values_seen), tokens, entries, strict=True):
                 total.add(exact.unflatten(2, (-1, g)), pooled[:, :, :, None])
         return sources, nothing

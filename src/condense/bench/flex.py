@@ -15,32 +15,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.functional import Sources
+from condense.functional import Context
 from condense.ops.tensors.right_aligned import per_entry
 
 BLOCK = 128
 
 
-def joined_keys(sources: Sources) -> tuple[Tensor, Tensor]:
+def joined_keys(sources: Context) -> tuple[Tensor, Tensor]:
     """Keys ``[B, K, P + N, D]`` and values ``[B, K, P + N, Dv]``: prefix, zeros, band."""
-    pad = -sources.entries_k.shape[2] % BLOCK
+    pad = -sources.entries.k.shape[2] % BLOCK
     return (
-        torch.cat([F.pad(sources.entries_k, (0, 0, 0, pad)), sources.window_k], dim=2),
-        torch.cat([F.pad(sources.entries_v, (0, 0, 0, pad)), sources.window_v], dim=2),
+        torch.cat([F.pad(sources.entries.k, (0, 0, 0, pad)), sources.window.k], dim=2),
+        torch.cat([F.pad(sources.entries.v, (0, 0, 0, pad)), sources.window.v], dim=2),
     )
 
 
-def block_mask(sources: Sources, length: int) -> Any:
+def block_mask(sources: Context, length: int) -> Any:
     """The visible keys of each of ``length`` queries, from bounds that are the same for all heads and rows.
 
     Made from the bounds at the ends of each block of queries, so that nothing of size L x L exists on the way.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    device = sources.window_k.device
-    M, N = sources.entries_k.shape[2], sources.window_k.shape[2]
+    device = sources.window.k.device
+    M, N = sources.entries.k.shape[2], sources.window.k.shape[2]
     P = M + -M % BLOCK
-    bounds = sources.bounds.arrays(0, length, device)
+    entries_span, window_span = sources.spans.at(0, length, device)
+    bounds = (entries_span.hi, *window_span)
     if any(x.shape[:2] != (1, 1) for x in bounds):
         raise ValueError("FlexAttention with our mask is for bounds that all heads and rows share")
     # queries that fill up the last block see what the last one sees
@@ -77,13 +78,13 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
 
-def flex_attention(sources: Sources, length: int, *, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def flex_attention(sources: Context, length: int, *, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Compiled FlexAttention of q ``[B, H, L, D]`` over `joined_keys`: a function of q, keys and values."""
     from torch.nn.attention import flex_attention as flex
 
     mask = block_mask(sources, length)
     score_mod = None
-    bias = per_entry(sources.prefix_bias, sources.entries_k.shape[2], sources.entries_k.device)
+    bias = per_entry(sources.entries.bias, sources.entries.k.shape[2], sources.entries.k.device)
     if bias is not None:
         if bias.shape[:2] != (1, 1):
             raise ValueError("FlexAttention with our mask is for a bias that all heads and rows share")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.bench.problems import Inputs, pooled
-from condense.functional import Sources
+from condense.functional import Context
 from condense.methods import Method
 from condense.ops.tensors.right_aligned import per_entry
 
@@ -63,7 +63,7 @@ def judge(results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequen
     return Verdict(max(shares))
 
 
-def check_output(out: Tensor, q: Tensor, sources: Sources, *, scale: float) -> Verdict:
+def check_output(out: Tensor, q: Tensor, sources: Context, *, scale: float) -> Verdict:
     """Attention output ``[B, H, L, Dv]`` at the checked queries."""
     start = first_checked(q.shape[2])
     part = _narrow(q, sources, start)
@@ -72,7 +72,7 @@ def check_output(out: Tensor, q: Tensor, sources: Sources, *, scale: float) -> V
 
 
 def check_gradients(
-    gradients: Callable[[Tensor], Sequence[Tensor]], q: Tensor, sources: Sources, *, scale: float
+    gradients: Callable[[Tensor], Sequence[Tensor]], q: Tensor, sources: Context, *, scale: float
 ) -> Verdict:
     """Gradients of q, entries_k, entries_v, window_k and window_v that flow from the checked queries.
 
@@ -81,7 +81,7 @@ def check_gradients(
     start, L = first_checked(q.shape[2]), q.shape[2]
     part = _narrow(q, sources, start)
     generator = torch.Generator(q.device).manual_seed(1)
-    size = (*q.shape[:2], L - start, sources.window_v.shape[3])
+    size = (*q.shape[:2], L - start, sources.window.v.shape[3])
     upstream = torch.randn(size, generator=generator, dtype=q.dtype, device=q.device)
     full = F.pad(upstream, (0, 0, start, 0))
     results = [x[:, :, first:last] for x, (first, last) in zip(gradients(full), part.spans, strict=True)]
@@ -90,7 +90,7 @@ def check_gradients(
     return judge(results, want, yardstick)
 
 
-def check_entries(method: Method, inputs: Inputs, sources: Sources) -> Verdict:
+def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
     """Prefix entries that pooling made: all of a short problem, the newest of a long one.
 
     A group's entries depend on its own tokens and summary queries only, so the end of a long problem, cut where a
@@ -99,17 +99,17 @@ def check_entries(method: Method, inputs: Inputs, sources: Sources) -> Verdict:
     q, k, v = inputs
     L, rule = q.shape[2], method.rule
     assert rule.max_chunks is None, "methods that pool have entries all along"
-    kept = sources.entries_k.shape[2]
+    kept = sources.entries.k.shape[2]
     start = 0
     if L > WHOLE:
         reach = method.summary_delay + method.num_summary + (TAIL + 1) * rule.chunk
         start = max(0, L - reach) // rule.chunk * rule.chunk
         kept = min(kept, TAIL * rule.entries)
     want, yardstick = exact_and_plain(method, Inputs(q[:, :, start:], k[:, :, start:], v[:, :, start:]))
-    return judge(*([x.entries_k[:, :, -kept:], x.entries_v[:, :, -kept:]] for x in (sources, want, yardstick)))
+    return judge(*([x.entries.k[:, :, -kept:], x.entries.v[:, :, -kept:]] for x in (sources, want, yardstick)))
 
 
-def check_layer(out: Tensor, inputs: Inputs, want: Sources, yardstick: Sources) -> Verdict:
+def check_layer(out: Tensor, inputs: Inputs, want: Context, yardstick: Context) -> Verdict:
     """Pooling and attention in one, on a problem short enough to have every step in float64.
 
     want and yardstick: what its queries attend to, in float64 and in plain operations.
@@ -120,7 +120,7 @@ def check_layer(out: Tensor, inputs: Inputs, want: Sources, yardstick: Sources) 
     return judge([out], [exact], [eager])
 
 
-def exact_and_plain(method: Method, inputs: Inputs) -> tuple[Sources, Sources]:
+def exact_and_plain(method: Method, inputs: Inputs) -> tuple[Context, Context]:
     """What the queries attend to, pooled in float64 and by plain operations in the dtype of the inputs."""
     entries = mean_queries(inputs)
     want = pooled(method, Inputs(*(x.double() for x in entries)), backend="reference")
@@ -156,18 +156,19 @@ class _Part(NamedTuple):
         )
 
 
-def _narrow(q: Tensor, sources: Sources, start: int) -> _Part:
+def _narrow(q: Tensor, sources: Context, start: int) -> _Part:
     stop = q.shape[2]
-    ((rep_end, raw_start, raw_end),) = sources.bounds.extents([(start, stop)])
-    last_entry, first, last = (x[..., None] for x in sources.bounds.arrays(start, stop, q.device))
-    entry, column = torch.arange(rep_end, device=q.device), torch.arange(raw_start, raw_end, device=q.device)
-    in_prefix = (entry < last_entry).expand(*last.shape[:-1], rep_end)
-    mask = torch.cat([in_prefix, (column >= first) & (column < last)], dim=-1)
-    spans = [(start, stop), (0, rep_end), (0, rep_end), (raw_start, raw_end), (raw_start, raw_end)]
-    whole = (q, *sources[:4])
+    ((entries, window),) = sources.spans.hulls([(start, stop)])
+    masks = []
+    for (lo, hi), hull in zip(sources.spans.at(start, stop, q.device), (entries, window), strict=True):
+        entry = torch.arange(*hull, device=q.device)
+        masks.append((entry >= lo[..., None]) & (entry < hi[..., None]))
+    mask = torch.cat(masks, dim=-1)
+    spans: list[tuple[int, int]] = [(start, stop), entries, entries, window, window]
+    whole = (q, *sources.tensors)
     queries, entries_k, entries_v, window_k, window_v = (x[:, :, a:b] for x, (a, b) in zip(whole, spans, strict=True))
-    bias = per_entry(sources.prefix_bias, sources.entries_k.shape[2], q.device)
-    bias = None if bias is None else bias[..., :rep_end].double()
+    bias = per_entry(sources.entries.bias, sources.entries.k.shape[2], q.device)
+    bias = None if bias is None else bias[..., slice(*entries)].double()
     return _Part(queries, entries_k, entries_v, window_k, window_v, mask, bias, spans)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from condense.bench import gate
 from condense.bench.gate import Verdict, judge, mean_queries
 from condense.bench.problems import Inputs, reads_at_once, sampled
-from condense.functional import Sources
+from condense.functional import Context
 from condense.methods import DGA, Method
-from condense.ops import ArrayBounds
+from condense.ops import ArraySpans
 
 
 def ranked(method: DGA, inputs: Inputs, backend: str) -> Tensor:
@@ -40,7 +40,7 @@ def check_ranking(method: DGA, inputs: Inputs, scores: Tensor) -> Verdict:
     return judge(list(scores.unbind(1)), wants, yardsticks)
 
 
-def check_prompt(method: Method, inputs: Inputs, sources: Sources, backend: str) -> Verdict:
+def check_prompt(method: Method, inputs: Inputs, sources: Context, backend: str) -> Verdict:
     """All that comes before the attention of a prompt, at any length: scores, choice, entries and grouped tokens."""
     assert reads_at_once(method, inputs.k.shape[2])
     scores = ranked(method, inputs, backend)
@@ -52,27 +52,27 @@ def check_prompt(method: Method, inputs: Inputs, sources: Sources, backend: str)
     for head in range(inputs.k.shape[1]):  # one at a time: float64 of long prompts is large
         only = slice(head, head + 1)
         want, yardstick = around(method, Inputs(*(x[:, only] for x in mean)), focal[:, only])
-        shares.append(judge(*([x[:, only] for x in sources[:4]], want[:4], yardstick[:4])).share)
+        shares.append(judge(*([x[:, only] for x in sources.tensors], want.tensors, yardstick.tensors)).share)
     return Verdict(max(shares))
 
 
-def around(method: DGA, inputs: Inputs, focal: Tensor) -> tuple[Sources, Sources]:
+def around(method: DGA, inputs: Inputs, focal: Tensor) -> tuple[Context, Context]:
     """Sources given the choice, in float64 and in plain operations; q: the mean queries, ``[B, K, L, D]``."""
 
-    def made(x: Inputs, backend: str) -> Sources:
+    def made(x: Inputs, backend: str) -> Context:
         q, k, v = x
         prompt = method.grouped_around(focal, q, k, v, _tokens(x), scale=x.scale, backend=backend)
-        return Sources(*prompt[:6])
+        return Context(prompt.sources, prompt.spans)
 
     # the definition goes group by group: too slow for the many of a long prompt, which has a short one beside it
     exact = "reference" if focal.shape[2] <= gate.WHOLE else "torch"
     return made(Inputs(*(x.double() for x in inputs)), exact), made(inputs, "torch")
 
 
-def chosen(sources: Sources) -> Tensor:
+def chosen(sources: Context) -> Tensor:
     """The focal tokens, bool ``[B, K, L]``: those with which the tokens in groups that a query may see do not grow."""
-    assert isinstance(sources.bounds, ArrayBounds)
-    grouped = sources.bounds.raw_end
+    assert isinstance(sources.spans, ArraySpans)
+    grouped = sources.spans.spans[1].hi
     return grouped.diff(dim=-1, prepend=torch.zeros_like(grouped[..., :1])) == 0
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from condense.functional import SLACK, Sources, extend, first_needed, num_entries
+from condense.functional import SLACK, Context, extend, first_needed, num_entries
 from condense.methods import DGA, Method
-from condense.ops import Bounds, UniformBounds
+from condense.ops import RuleSpans, Source, Spans
 from condense.ops.tensors.sampling import sampled_queries
 
 
@@ -80,7 +80,7 @@ class Setting:
         size = (self.batch, heads, length, width)
         return torch.randn(size, generator=generator, dtype=self.dtype, device=self.device)
 
-    def step(self, method: Method, length: int, draw: int) -> tuple[Tensor, Sources]:
+    def step(self, method: Method, length: int, draw: int) -> tuple[Tensor, Context]:
         """One query ``[B, H, 1, D]`` after ``length`` tokens, and a cache as the method keeps it, with random content.
 
         The newest token is in the band already, and a dynamic cache's slack with it.
@@ -96,11 +96,12 @@ class Setting:
             )
         )
         pads = torch.zeros(1, dtype=torch.int64)
-        bounds = UniformBounds(method.rule, seen - 1, seen - N, pads)
-        return q, Sources(entries_k, entries_v, window_k, window_v, bounds, method.prefix_bias(M, self.device))
+        spans = RuleSpans(method.rule, seen - 1, seen - N, pads)
+        entries = Source(entries_k, entries_v, method.prefix_bias(M, self.device))
+        return q, Context((entries, Source(window_k, window_v)), spans)
 
 
-def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Sources:
+def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
     """What the queries of whole sequences attend to: `condense.functional.extend` without a past."""
     q, k, v = inputs
     return extend(method, None, k, v, q, scale=inputs.scale, backend=backend, keep=False)[0]
@@ -122,13 +123,12 @@ def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:
     return 2 * batch * shape.num_q * shape.width * int((positions + 1).sum())
 
 
-def visible_pairs(bounds: Bounds, length: int, device: torch.device) -> int:
+def visible_pairs(spans: Spans, length: int, device: torch.device) -> int:
     """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads)."""
     total = 0.0
     for start in range(0, length, 1 << 20):
-        rep_end, raw_start, raw_end = bounds.arrays(start, min(start + (1 << 20), length), device)
-        seen = rep_end + raw_end - raw_start
-        total += float(seen.sum(-1).double().mean())
+        for lo, hi in spans.at(start, min(start + (1 << 20), length), device):
+            total += float((hi - lo).sum(-1).double().mean())
     return round(total)
 
 
@@ -162,9 +162,9 @@ def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
     return B * (read + entries * per_entry) * inputs.q.itemsize
 
 
-def step_bytes(q: Tensor, sources: Sources) -> int:
+def step_bytes(q: Tensor, sources: Context) -> int:
     """Bytes that one decode step cannot avoid: every visible key and value once, the query and its output."""
     B, H, _, D = q.shape
-    K, Dv = sources.window_v.shape[1], sources.window_v.shape[3]
-    keys = visible_pairs(sources.bounds, 1, q.device)
+    K, Dv = sources.window.v.shape[1], sources.window.v.shape[3]
+    keys = visible_pairs(sources.spans, 1, q.device)
     return B * (K * keys + H) * (D + Dv) * q.itemsize

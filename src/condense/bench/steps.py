@@ -33,7 +33,7 @@ def baseline_step_task(setting: Setting, length: int, name: str) -> Task:
         first = setting.step(Dense(), length, 0)
         nbytes = step_bytes(*first)
         steps = [first, *(setting.step(Dense(), length, i) for i in range(1, _num_caches(setting.device, nbytes)))]
-        return Work([_bound(attend, q, s.window_k, s.window_v) for q, s in steps], nbytes=nbytes)
+        return Work([_bound(attend, q, s.window.k, s.window.v) for q, s in steps], nbytes=nbytes)
 
     return Task("decode", name, None, False, length, prepare)
 

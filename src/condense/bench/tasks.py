@@ -27,8 +27,9 @@ from condense.bench.problems import (
     sampled,
     visible_pairs,
 )
-from condense.functional import Sources, attend_to, attention
+from condense.functional import Context, attend_to, attention
 from condense.methods import Dense, Method
+from condense.ops import Source
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,11 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
 
     def attend() -> Work:
         sources = pooled(method, inputs, backend)
-        leaves = (inputs.q, *sources[:4])
+        leaves = (inputs.q, *sources.tensors)
 
         def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, window_k: Tensor, window_v: Tensor) -> Tensor:
-            parts = Sources(entries_k, entries_v, window_k, window_v, sources.bounds, sources.prefix_bias)
+            entries = Source(entries_k, entries_v, sources.entries.bias)
+            parts = Context((entries, Source(window_k, window_v)), sources.spans)
             return attend_to(parts, q, scale=scale, backend=backend)[0]
 
         def check() -> Verdict:
@@ -172,12 +174,12 @@ def _attending(
     calls: Sequence[Callable[[], Any]],
     check: Callable[[], Verdict] | None,
     setting: Setting,
-    sources: Sources,
+    sources: Context,
     length: int,
     op: str,
 ) -> Work:
     """The work of attention to what ``length`` queries see."""
-    pairs = visible_pairs(sources.bounds, length, setting.device)
+    pairs = visible_pairs(sources.spans, length, setting.device)
     flops = attention_flops(setting.shape, setting.batch, pairs, backward=op == "backward")
     return Work(calls, check, flops=flops, pairs=pairs)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
 from condense.caches.ring import RingState
-from condense.functional import Past, Sources, extend, first_needed, num_entries, step_settings
+from condense.functional import Context, Past, extend, first_needed, num_entries, step_settings
 from condense.methods import Method, for_latents
 from condense.ops import StepSettings, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
@@ -60,7 +60,7 @@ class CondensedLayer(CacheLayerMixin):
         self.device = key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Sources, None]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Context, None]:
         """Read new tokens and return what their queries attend to.
 
         key_states ``[B, K, L, D]`` and value_states ``[B, K, L, Dv]``, right-aligned per row. Keywords, given by

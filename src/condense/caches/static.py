@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from condense.caches.buffers import empty_state, entry_bias, read_past, write_past
 from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
-from condense.functional import Past, Sources, extend, most_entries, num_entries, step_settings
+from condense.functional import Context, Past, extend, most_entries, num_entries, step_settings
 from condense.methods import Method, for_latents
 from condense.ops import StepState, decode_step, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
@@ -125,7 +125,7 @@ class StaticCondensedLayer(CacheLayerMixin):
             self._advance(1)
         return out
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Sources, None]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Context, None]:
         """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.update`.
 
         The first ones are the prompt where a method reads it at once. Waits for the device. Raises ValueError, state

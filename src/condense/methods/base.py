@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict
-from condense.ops import Bounds, Pooling, UniformRule
+from condense.ops import Pooling, Source, Spans, UniformRule
 from condense.ops.tensors.per_row import PerRow
 from condense.ops.tensors.right_aligned import chunks
 
@@ -29,12 +29,8 @@ class Prompt(NamedTuple):
     values that stand for the prompt afterwards, detached, left-aligned per row, in the order of `Method.prefix_bias`.
     """
 
-    entries_k: Tensor
-    entries_v: Tensor
-    window_k: Tensor
-    window_v: Tensor
-    bounds: Bounds
-    prefix_bias: Tensor | float | None
+    sources: tuple[Source, Source]
+    spans: Spans
     kept: Callable[[], tuple[Tensor, Tensor]]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import Prompt
-from condense.ops import ArrayBounds, UniformBounds, UniformRule, group_scores, pool
+from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, group_scores, pool
 from condense.ops.tensors.per_row import int_if_equal
 
 
@@ -31,13 +31,13 @@ def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
     """All tokens focal: plain causal attention. The tokens are what stays."""
     L = k.shape[2]
     start = int_if_equal(tokens) - L
-    bounds = UniformBounds(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
+    spans = RuleSpans(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
 
     def kept() -> tuple[Tensor, Tensor]:
         columns = _columns(_real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
         return take(k.detach(), columns), take(v.detach(), columns)
 
-    return Prompt(k[:, :, :0], v[:, :, :0], k, v, bounds, None, kept)
+    return Prompt((Source(k[:, :, :0], v[:, :, :0]), Source(k, v)), spans, kept)
 
 
 def focal_prompt(
@@ -65,8 +65,9 @@ def focal_prompt(
     focal_seen, grouped_seen = focal.cumsum(2), grouped.cumsum(2)
     complete = grouped_seen // g
     closing = grouped & (grouped_seen % g == 0)
-    raw_start = complete * g if complementary else grouped_seen - (grouped & ~closing).long()
-    bounds = ArrayBounds(focal_seen + complete, raw_start, grouped_seen)
+    first = complete * g if complementary else grouped_seen - (grouped & ~closing).long()
+    last_entry = focal_seen + complete
+    spans = ArraySpans((Span(torch.zeros_like(last_entry), last_entry), Span(first, grouped_seen)))
 
     band = _columns(grouped, int((tokens - num_focal).max()))
     window_k, window_v = take(k, band), take(v, band)
@@ -97,7 +98,7 @@ def focal_prompt(
         order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
         return take(entries_k.detach(), order), take(entries_v.detach(), order)
 
-    return Prompt(entries_k, entries_v, window_k, window_v, bounds, bias, kept)
+    return Prompt((Source(entries_k, entries_v, bias), Source(window_k, window_v)), spans, kept)
 
 
 def _on(per_row: Tensor, device: torch.device) -> Tensor:

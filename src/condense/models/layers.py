@@ -7,7 +7,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.functional import Sources, extend
+from condense.functional import Context, extend
 from condense.methods import Method, for_latents
 from condense.models.padding import Padding
 
@@ -23,7 +23,7 @@ def read_tokens(
     *,
     scale: float,
     latent_width: int | None = None,
-) -> Sources:
+) -> Context:
     """`condense.functional.extend` on the past in a layer of the cache, or on none and nothing kept without a cache.
 
     k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``, aligned by ``padding``. latent_width: as in

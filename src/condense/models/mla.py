@@ -59,7 +59,7 @@ def condensed_latents(
         latent_width=up.w_uk.shape[1],
     )
     # with padding between old tokens and new ones, the new ones are not the last columns of every row
-    joined = padding is None or sources.window_k.shape[2] == q.shape[2]
+    joined = padding is None or sources.window.k.shape[2] == q.shape[2]
     return attend_to_latents(sources, q, up, scale=scale, new=(k, v) if joined else None, dropout_p=dropout)[0]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.models.padding import documents_of, is_real, padding_of, refuse_cached_documents
-from condense.ops import UniformBounds, UniformRule, attend
+from condense.ops import RuleSpans, Source, UniformRule, attend
 
 
 class StockAttention:
@@ -103,5 +103,6 @@ class StockAttention:
         return out if queries is None else queries.restore(out)
 
     def _band(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | int, scale: float, dropout: float) -> Tensor:
-        bounds = UniformBounds(self.rule, seen - q.shape[2], seen - k.shape[2])
-        return attend(q, k[:, :, :0], v[:, :, :0], k, v, bounds, scale=scale, dropout_p=dropout)[0]
+        spans = RuleSpans(self.rule, seen - q.shape[2], seen - k.shape[2])
+        sources = (Source(k[:, :, :0], v[:, :, :0]), Source(k, v))
+        return attend(q, sources, spans, scale=scale, dropout_p=dropout)[0]

@@ -9,20 +9,23 @@ from condense.ops.api import (
     pool_groups,
     summarize,
 )
-from condense.ops.bounds import ArrayBounds, Bounds, UniformBounds, UniformRule, Windows
 from condense.ops.checks import resolve_backend, resolve_pooling, step_backend
-from condense.ops.types import POOLINGS, Pooling, StepSettings, StepState
+from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
+from condense.ops.types import POOLINGS, Pooling, StepSettings, StepState, SummarySpans
 
 __all__ = [
     "POOLINGS",
-    "ArrayBounds",
-    "Bounds",
+    "ArraySpans",
+    "Hull",
     "Pooling",
+    "RuleSpans",
+    "Source",
+    "Span",
+    "Spans",
     "StepSettings",
     "StepState",
-    "UniformBounds",
+    "SummarySpans",
     "UniformRule",
-    "Windows",
     "attend",
     "decode_step",
     "group_scores",

@@ -1,49 +1,46 @@
 """The numerics that all methods share, dispatched to a backend. Backends never import each other.
 
-Shapes: B rows, H query heads, K KV heads, L queries, M prefix entries, N band tokens, D key width,
+Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D key width,
 Dv value width, G groups of c tokens or windows of queries, Q queries kept from before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from condense.ops.bounds import Bounds, Windows
 from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
 from condense.ops.reference import attend as reference_attend
 from condense.ops.reference import importance as reference_importance
 from condense.ops.reference import pool as reference_pool
+from condense.ops.spans import Source, Spans
 from condense.ops.tensors.per_row import PerRow
-from condense.ops.tensors.right_aligned import chunks, per_entry
+from condense.ops.tensors.right_aligned import chunks
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import attend as torch_attend
 from condense.ops.torch import importance as torch_importance
 from condense.ops.torch import pool as torch_pool
 from condense.ops.torch import step as torch_step
-from condense.ops.types import Pooling, Represent, StepSettings, StepState
+from condense.ops.types import Pooling, Represent, StepSettings, StepState, SummarySpans
 
 
 def attend(
     q: Tensor,
-    entries_k: Tensor,
-    entries_v: Tensor,
-    window_k: Tensor,
-    window_v: Tensor,
-    bounds: Bounds,
+    sources: Sequence[Source],
+    spans: Spans,
     *,
     scale: float,
-    prefix_bias: Tensor | float | None = None,
     dropout_p: float = 0.0,
     backend: str = "auto",
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Prefix-band attention: one softmax over the visible prefix entries and band tokens.
+    """Attention over a list of sources: one softmax over the span of every source that a query sees.
 
-    q ``[B, H, L, D]``; entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``; window_k ``[B, K, N, D]``,
-    window_v ``[B, K, N, Dv]``; K divides H; float64, float32, bfloat16 or float16, one dtype and device.
-    ``prefix_bias`` is added to the scaled scores of prefix entries: a number for all, or float ``[B|1, K|1, M]``, which
-    gets no gradient. ``dropout_p`` is attention dropout.
+    q ``[B, H, L, D]``; each source k ``[B, K, N, D]`` and v ``[B, K, N, Dv]`` with a bias (`Source`), the window last;
+    K divides H; float64, float32, bfloat16 or float16, one dtype and device. spans: one per source. ``dropout_p`` is
+    attention dropout.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
     bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf,
@@ -51,52 +48,30 @@ def attend(
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for heads that K does not divide
     and for a bias that wants a gradient.
     """
-    if q.shape[1] % window_k.shape[1]:
-        raise ValueError(f"window_k must have heads that divide those of q, {q.shape[1]}, got {window_k.shape[1]}")
-    if isinstance(prefix_bias, Tensor) and prefix_bias.requires_grad:
-        raise ValueError("prefix_bias must not require a gradient: it gets none, pass prefix_bias.detach()")
-    widths = (q.shape[3], window_v.shape[3])
+    window = sources[-1]
+    if q.shape[1] % window.k.shape[1]:
+        raise ValueError(f"sources must have heads that divide those of q, {q.shape[1]}, got {window.k.shape[1]}")
+    if any(isinstance(source.bias, Tensor) and source.bias.requires_grad for source in sources):
+        raise ValueError("a source's bias must not require a gradient: it gets none, pass bias.detach()")
+    widths = (q.shape[3], window.v.shape[3])
     chosen = resolve_backend(backend, q.device, q.dtype, widths, num_queries=q.shape[2], dropout_p=dropout_p)
-    L, N = q.shape[2], window_k.shape[2]
-    if backend == "auto" and chosen == "triton" and L == N and not return_lse and bounds.is_causal(L, N):
+    L, N = q.shape[2], window.k.shape[2]
+    if backend == "auto" and chosen == "triton" and L == N and not return_lse and spans.is_causal(L, N):
         chosen = "torch"  # nothing is condensed and nothing came before: PyTorch's own causal kernel is the fastest
     match chosen:
         case "triton":
             from condense.ops.triton import attend as triton_attend
 
-            out, lse = triton_attend.attend(
-                q, entries_k, entries_v, window_k, window_v, bounds, scale=scale, prefix_bias=prefix_bias
-            )
+            out, lse = triton_attend.attend(q, sources, spans, scale=scale)
             return out, lse if return_lse else None
         case "reference":
-            out, lse = reference_attend.attend(
-                q,
-                entries_k,
-                entries_v,
-                window_k,
-                window_v,
-                bounds,
-                scale=scale,
-                prefix_bias=per_entry(prefix_bias, entries_k.shape[2], q.device),
-                dropout_p=dropout_p,
-            )
+            out, lse = reference_attend.attend(q, sources, spans, scale=scale, dropout_p=dropout_p)
             return out, lse if return_lse else None
         case _:
-            return torch_attend.attend(
-                q,
-                entries_k,
-                entries_v,
-                window_k,
-                window_v,
-                bounds,
-                scale=scale,
-                prefix_bias=per_entry(prefix_bias, entries_k.shape[2], q.device),
-                dropout_p=dropout_p,
-                return_lse=return_lse,
-            )
+            return torch_attend.attend(q, sources, spans, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
 
 
-def summarize(q: Tensor, tail: Tensor, windows: Windows, *, backend: str = "auto") -> Tensor:
+def summarize(q: Tensor, tail: Tensor, windows: SummarySpans, *, backend: str = "auto") -> Tensor:
     """Summary queries: per KV head the mean of each window's queries, float32 or wider ``[B, K, G, D]``.
 
     q ``[B, H, L, D]``, right-aligned: the new queries of each row stand at its end, what stands before them is never

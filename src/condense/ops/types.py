@@ -4,8 +4,8 @@ A backend's ``step(q, k, v, state, plan, *, scale, real, latent) -> out`` reads 
 ``represent`` and ``prefix_bias``, for methods whose plan does not tell how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
-2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.ready(n, d) = j + 1 >
-   rule.ready(seen, d)``; its entries, made of its tokens and the mean of the newest ``num_summary`` queries, go to
+2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
+   rule.pooled(seen, d)``; its entries, made of its tokens and the mean of the newest ``num_summary`` queries, go to
    ``[a + p * j, a + p * (j + 1))`` of the prefix, a being the entries that the row's prompt left;
 3. the query attends to prefix entries ``[0, a + rule.visible_entries(closed))`` and to the tokens from position
    ``closed * c`` on, ``closed = rule.closed(n)``, as `condense.ops.attend` does;
@@ -27,13 +27,40 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from condense.ops.bounds import UniformRule
+from condense.ops.spans import UniformRule
+from condense.ops.tensors.per_row import PerRow, as_rows, int_if_equal
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 
 # `condense.methods.Method.represent`
 Represent = Callable[..., tuple[Tensor, Tensor]]
+
+
+class SummarySpans(NamedTuple):
+    """Queries whose means are summaries: span j holds positions ``[start + stride * j, start + stride * j + size)``.
+
+    Positions below 0 do not count. num >= 1. start: where span 0 begins; before and after: real tokens of the row
+    before and after the new queries were read.
+    """
+
+    start: PerRow
+    before: PerRow
+    after: PerRow
+    num: int
+    size: int
+    stride: int
+
+    def int_if_equal(self) -> tuple[int, int, int] | None:
+        """start, before and after if they are the same in all rows."""
+        start, before, after = (int_if_equal(x) for x in self[:3])
+        if isinstance(start, Tensor) or isinstance(before, Tensor) or isinstance(after, Tensor):
+            return None
+        return start, before, after
+
+    def rows(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """start, before and after of each row, int64 CPU ``[B]``."""
+        return as_rows(self.start, num_rows), as_rows(self.before, num_rows), as_rows(self.after, num_rows)
 
 
 class StepState(NamedTuple):

@@ -1,53 +1,46 @@
-"""The definition: plain PyTorch, the whole mask at once, any device, made for float64 on the CPU.
+"""The definition of attention: plain PyTorch, the whole mask at once, any device, made for float64 on the CPU.
 
-Shapes: B rows, H query heads, K KV heads, L queries, M prefix entries, N band tokens, D and Dv widths,
-G groups of c tokens, Q queries kept from before.
+Shapes: B rows, H query heads, K KV heads, L queries, N entries of one source, S of all sources, D and Dv widths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from condense.ops.bounds import Bounds
+from condense.ops.spans import Source, Spans
+from condense.ops.tensors.right_aligned import joined_bias
 
 
-def visible(bounds: Bounds, start: int, stop: int, num_prefix: int, num_band: int, device: torch.device) -> Tensor:
-    """Mask bool ``[B|1, K|1, L, M + N]`` of queries ``[start, stop)`` over prefix, then band."""
-    rep_end, raw_start, raw_end = (x[..., None] for x in bounds.arrays(start, stop, device))
-    entry = torch.arange(num_prefix, device=device)
-    column = torch.arange(num_band, device=device)
-    in_prefix = (entry < rep_end).expand(*raw_end.shape[:-1], num_prefix)
-    return torch.cat([in_prefix, (column >= raw_start) & (column < raw_end)], dim=-1)
+def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Mask bool ``[B|1, K|1, L, S]`` of queries ``[start, stop)`` over all sources, of ``sizes`` entries each."""
+    masks = []
+    for (lo, hi), size in zip(spans.at(start, stop, device), sizes, strict=True):
+        entry = torch.arange(size, device=device)
+        masks.append((entry >= lo[..., None]) & (entry < hi[..., None]))
+    return torch.cat(masks, dim=-1)
 
 
 def attend(
-    q: Tensor,
-    entries_k: Tensor,
-    entries_v: Tensor,
-    window_k: Tensor,
-    window_v: Tensor,
-    bounds: Bounds,
-    *,
-    scale: float,
-    prefix_bias: Tensor | None,
-    dropout_p: float,
+    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend`. Materialises ``[B, H, L, M + N]`` scores."""
-    B, H, L, _ = q.shape
-    K, M, N = window_k.shape[1], entries_k.shape[2], window_k.shape[2]
+    """See `condense.ops.attend`. Materialises ``[B, H, L, S]`` scores."""
+    H, L = q.shape[1], q.shape[2]
+    K, sizes = sources[0].k.shape[1], [source.k.shape[2] for source in sources]
     wide = torch.promote_types(q.dtype, torch.float32)
-    k = torch.cat([entries_k, window_k], dim=2).to(wide)
-    v = torch.cat([entries_v, window_v], dim=2).to(wide)
-    mask = visible(bounds, 0, L, M, N, q.device)[:, :, None]
+    k = torch.cat([source.k for source in sources], dim=2).to(wide)
+    v = torch.cat([source.v for source in sources], dim=2).to(wide)
+    mask = visible(spans, 0, L, sizes, q.device)[:, :, None]
     empty = ~mask.any(-1, keepdim=True)
     # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below: no NaN in values
     # or gradients
     q_BKRLD = q.to(wide).unflatten(1, (K, H // K)).masked_fill(empty, 0.0)
     scores = torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k) * scale
-    if prefix_bias is not None:
-        bias = torch.nn.functional.pad(prefix_bias.to(wide), (0, N))
-        scores = scores + bias[:, :, None, None, :]
+    bias = joined_bias([source.bias for source in sources], sizes, q.device)
+    if bias is not None:
+        scores = scores + bias.to(wide)[:, :, None, None, :]
     scores = scores.masked_fill(~(mask | empty), float("-inf"))
     lse = scores.logsumexp(-1)
     weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)

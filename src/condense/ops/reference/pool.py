@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.bounds import Windows
+from condense.ops.types import SummarySpans
 
 
-def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+def summarize(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
     """See `condense.ops.summarize`. One row and window at a time."""
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)

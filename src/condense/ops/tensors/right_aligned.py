@@ -7,6 +7,8 @@ Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,13 +25,26 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
-    """A prefix bias number by number, ``[B|1, K|1, M]``, if it is one for all."""
+    """A bias number by number, ``[B|1, K|1, N]``, if it is one for all."""
     if bias is None or isinstance(bias, Tensor):
         return bias
     return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
 
 
-def append_band(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
+def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], device: torch.device) -> Tensor | None:
+    """The biases of sources of so many entries, one after another, ``[B|1, K|1, S]``; None if no source has one."""
+    known = [per_entry(bias, size, device) for bias, size in zip(biases, sizes, strict=True)]
+    if all(bias is None for bias in known):
+        return None
+    parts = [
+        torch.zeros(1, 1, size, dtype=torch.float64, device=device) if bias is None else bias
+        for bias, size in zip(known, sizes, strict=True)
+    ]
+    rows, heads = (max(part.shape[dim] for part in parts) for dim in (0, 1))
+    return torch.cat([part.double().expand(rows, heads, -1) for part in parts], dim=2)
+
+
+def append_window(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
     """``[B, K, N, D]``: old columns, then the new ones behind their first ``pads``, right-aligned per row."""
     if old.shape[2] == 0:
         return new
@@ -42,7 +57,7 @@ def append_band(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
     return joined.gather(2, source.to(new.device, non_blocking=True)[:, None, :, None].expand_as(joined))
 
 
-def append_prefix(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Tensor:
+def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Tensor:
     """New entries ``[B, K, n, D]`` at ``[start, stop)``. What a shorter row gets past its end stays unseen."""
     start = int_if_equal(start)
     if not isinstance(start, Tensor):

@@ -1,13 +1,14 @@
 """The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
 
-Nothing of size L x L is made: a block of queries reads only the prefix entries and the stretch of the band
-that it can see, so memory is linear in L, with gradients too.
+Nothing of size L x L is made: a block of queries reads only the stretch of every source that it can see, so memory is
+linear in L, with gradients too.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, M prefix entries, N band tokens, S visible keys.
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N tokens of the window, S keys that a block sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from condense.ops.bounds import Bounds, Extent
+from condense.ops.spans import Hull, Source, Spans
+from condense.ops.tensors.right_aligned import joined_bias
 
 # keys and masks that blocks keep for the backward pass, in keys per query: representatives make it grow with L, so
 # beyond this each block is computed again instead
@@ -23,56 +25,59 @@ _MAX_KEPT = 4
 
 
 def attend(
-    q: Tensor,
-    entries_k: Tensor,
-    entries_v: Tensor,
-    window_k: Tensor,
-    window_v: Tensor,
-    bounds: Bounds,
-    *,
-    scale: float,
-    prefix_bias: Tensor | None,
-    dropout_p: float,
-    return_lse: bool,
+    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`."""
     H, L = q.shape[1], q.shape[2]
-    K, N = window_k.shape[1], window_k.shape[2]
-    if not return_lse and bounds.is_causal(L, N) and (L == N or L == 1):
+    window = sources[-1]
+    K, N = window.k.shape[1], window.k.shape[2]
+    # PyTorch's causal kernel gives NaN on a CPU for a scale that is not positive
+    if not return_lse and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
         out = F.scaled_dot_product_attention(
-            q, window_k, window_v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
+            q, window.k, window.v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
         )
         return out, None
     size = _block_size(q.device, H // K)
     blocks = [(start, min(start + size, L)) for start in range(0, L, size)]
-    extents = bounds.extents(blocks)
+    hulls = spans.hulls(blocks)
 
-    def block(q: Tensor, start: int, extent: Extent) -> tuple[Tensor, Tensor]:
-        k = torch.cat([entries_k[:, :, : extent.rep_end], window_k[:, :, extent.raw_start : extent.raw_end]], dim=2)
-        v = torch.cat([entries_v[:, :, : extent.rep_end], window_v[:, :, extent.raw_start : extent.raw_end]], dim=2)
+    def block(q: Tensor, start: int, hulls: list[Hull]) -> tuple[Tensor, Tensor]:
+        k = torch.cat([source.k[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
+        v = torch.cat([source.v[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
         stop = start + q.shape[2]
-        mask, empty = (None, None) if bounds.is_hull(start, stop) else _visible(bounds, start, stop, extent, q.device)
-        bias = None if prefix_bias is None else prefix_bias[..., : extent.rep_end]
+        mask, empty = (None, None) if spans.is_hull(start, stop) else _visible(spans, start, stop, hulls, q.device)
+        bias = _bias(sources, hulls, q.device)
         return attend_block(q, k, v, mask, empty, bias, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
 
-    work = zip(q.split(size, dim=2), blocks, extents, strict=True)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, entries_k, entries_v, window_k, window_v)):
-        num_keys = sum(extent.rep_end + extent.raw_end - extent.raw_start for extent in extents)
+    work = zip(q.split(size, dim=2), blocks, hulls, strict=True)
+    tensors = [q, *(x for source in sources for x in (source.k, source.v))]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        num_keys = sum(hi - lo for hulls_of_block in hulls for lo, hi in hulls_of_block)
         if num_keys > _MAX_KEPT * L:
             block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
-        parts = [block(q_block, start, extent) for q_block, (start, _), extent in work]
+        parts = [block(q_block, start, hulls_of_block) for q_block, (start, _), hulls_of_block in work]
         out = torch.cat([part[0] for part in parts], dim=2)
         return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
     if len(blocks) == 1:
-        only, only_lse = block(q, 0, extents[0])
+        only, only_lse = block(q, 0, hulls[0])
         return only, only_lse if return_lse else None
-    out = q.new_empty(*q.shape[:3], window_v.shape[3])
+    out = q.new_empty(*q.shape[:3], window.v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)) if return_lse else None
-    for q_block, (start, stop), extent in work:
-        out[:, :, start:stop], block_lse = block(q_block, start, extent)
+    for q_block, (start, stop), hulls_of_block in work:
+        out[:, :, start:stop], block_lse = block(q_block, start, hulls_of_block)
         if lse is not None:
             lse[:, :, start:stop] = block_lse
     return out, lse
+
+
+def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) -> Tensor | None:
+    """Bias of the first keys of a block, up to the last source that has one, ``[B|1, K|1, n]``."""
+    num_biased = max((n + 1 for n, source in enumerate(sources) if source.bias is not None), default=0)
+    biases = [
+        source.bias[..., lo:hi] if isinstance(source.bias, Tensor) else source.bias
+        for source, (lo, hi) in zip(sources[:num_biased], hulls[:num_biased], strict=True)
+    ]
+    return joined_bias(biases, [hi - lo for lo, hi in hulls[:num_biased]], device)
 
 
 def _block_size(device: torch.device, ratio: int) -> int:
@@ -85,20 +90,18 @@ def _block_size(device: torch.device, ratio: int) -> int:
     return max(1, min(most, rows // ratio))
 
 
-def _visible(bounds: Bounds, start: int, stop: int, extent: Extent, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mask bool ``[B|1, K|1, L, S]`` over the block's own stretch of prefix and band, and who sees nothing.
+def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mask bool ``[B|1, K|1, L, S]`` over the block's own stretch of every source, and who sees nothing.
 
     A query that sees nothing, ``[B|1, K|1, L, 1]``, gets a harmless row with everything in it.
     """
-    rep_end, raw_start, raw_end = (x[..., None] for x in bounds.arrays(start, stop, device))
-    empty = (rep_end <= 0) & (raw_start >= raw_end)
-    rep_end, raw_start, raw_end = (
-        torch.where(empty, hull, x) for hull, x in zip(extent, (rep_end, raw_start, raw_end), strict=True)
-    )
-    entry = torch.arange(extent.rep_end, device=device)
-    column = torch.arange(extent.raw_start, extent.raw_end, device=device)
-    in_prefix = (entry < rep_end).expand(*raw_end.shape[:-1], extent.rep_end)
-    return torch.cat([in_prefix, (column >= raw_start) & (column < raw_end)], dim=-1), empty
+    block = [(lo[..., None], hi[..., None]) for lo, hi in spans.at(start, stop, device)]
+    empty = torch.stack(torch.broadcast_tensors(*(lo >= hi for lo, hi in block))).all(0)
+    masks = []
+    for (lo, hi), hull in zip(block, hulls, strict=True):
+        entry = torch.arange(*hull, device=device)
+        masks.append((entry >= lo) & (entry < hi) | empty)
+    return torch.cat(masks, dim=-1), empty
 
 
 def attend_block(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.bounds import Windows
 from condense.ops.tensors.right_aligned import head_mean
+from condense.ops.types import SummarySpans
 
 
-def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+def summarize(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
     """See `condense.ops.summarize`."""
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -49,7 +49,7 @@ def _mean(queries: list[Tensor], wide: torch.dtype) -> Tensor:
     return total / len(queries)
 
 
-def _ragged(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+def _ragged(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
     """Windows that stand apart in each row, or reach beyond what is there."""
     (B, K, Q, D), L = tail.shape, q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)

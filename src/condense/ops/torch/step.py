@@ -66,9 +66,9 @@ def _append_entry(
     state: StepState, plan: StepSettings, t: Tensor, seen: Tensor, scale: float, represent: Represent
 ) -> None:
     rule, summary_delay = plan.rule, plan.summary_delay
-    chunk = rule.ready(t, summary_delay)
+    chunk = rule.pooled(t, summary_delay)
     first = state.prompt[:, 1] + chunk * rule.entries
-    due = (rule.ready(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
+    due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, plan.num_summary, rule.chunk)
     new_k, new_v = represent(
         _read(state.ring_k, chunk * rule.chunk, rule.chunk)[:, :, None],

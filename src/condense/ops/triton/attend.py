@@ -6,12 +6,13 @@ D and Dv widths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from condense.ops.bounds import Bounds, UniformBounds
+from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton.attend_forward import attend_fwd_kernel
 from condense.ops.triton.device.parts import descriptors, split_width
@@ -247,41 +248,33 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | Non
 _attend.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _describe(bounds: Bounds, L: int, device: torch.device) -> tuple[list[Tensor], list[int], list[int]]:
-    """Bounds as kernels take them: tensors on the device, the uniform rule, and where the only row starts.
+def _describe(spans: Spans, L: int, device: torch.device) -> tuple[list[Tensor], list[int], list[int]]:
+    """Spans as kernels take them: tensors on the device, the uniform rule, and where the only row starts.
 
     No tensor: the rule, alike in all rows. One, int32 ``[B, 4]``: the rule, rows starting apart. Three, int32
     ``[B|1, K|1, L]``: bounds as they are.
     """
-    if not isinstance(bounds, UniformBounds):
-        arrays = torch.broadcast_tensors(*bounds.arrays(0, L, device))
+    if not (isinstance(spans, RuleSpans) and isinstance(spans.rule, UniformRule)):
+        entries, window = spans.at(0, L, device)
+        arrays = torch.broadcast_tensors(entries.hi, *window)
         return [x.to(torch.int32).contiguous() for x in arrays], [1, 1, 1, 1], [0, 0, 0, 0]
-    rule = bounds.rule
+    rule = spans.rule
     limits = (_UNLIMITED if x is None else min(x, _UNLIMITED) for x in (rule.window, rule.max_chunks))
-    window, max_chunks = limits
-    numbers = [min(rule.chunk, _UNLIMITED), window, rule.entries, max_chunks]
-    start = bounds.same_in_all_rows()
+    window_size, max_chunks = limits
+    numbers = [min(rule.chunk, _UNLIMITED), window_size, rule.entries, max_chunks]
+    start = spans.same_in_all_rows()
     if start is not None:
         return [], numbers, list(start)
-    return [bounds.starts().to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0, 0]
+    return [spans.starts().to(device, torch.int32, non_blocking=True)], numbers, [0, 0, 0, 0]
 
 
-def attend(
-    q: Tensor,
-    entries_k: Tensor,
-    entries_v: Tensor,
-    window_k: Tensor,
-    window_v: Tensor,
-    bounds: Bounds,
-    *,
-    scale: float,
-    prefix_bias: Tensor | float | None,
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend`."""
-    bias, level = (prefix_bias, 0.0) if isinstance(prefix_bias, Tensor) else (None, prefix_bias or 0.0)
+    entries, window = sources
+    bias, level = (entries.bias, 0.0) if isinstance(entries.bias, Tensor) else (None, entries.bias or 0.0)
     if scale <= 0:  # the kernels count on a positive scale
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     out: tuple[Tensor, Tensor] = _attend(
-        q, entries_k, entries_v, window_k, window_v, bias, *_describe(bounds, q.shape[2], q.device), scale, level
+        q, entries.k, entries.v, window.k, window.v, bias, *_describe(spans, q.shape[2], q.device), scale, level
     )
     return out

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from condense.ops.bounds import Windows
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, power_of_2
 from condense.ops.triton.pool_kernels import (
@@ -21,6 +20,7 @@ from condense.ops.triton.pool_kernels import (
     summarize_bwd_kernel,
     summarize_fwd_kernel,
 )
+from condense.ops.types import SummarySpans
 
 
 class _Tile(NamedTuple):
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
     rows: Tensor | None
 
 
-def _place(windows: Windows, num_rows: int, device: torch.device) -> _Place:
+def _place(windows: SummarySpans, num_rows: int, device: torch.device) -> _Place:
     agreed = windows.int_if_equal()
     if agreed is not None:
         return _Place(agreed, None)
@@ -62,7 +62,7 @@ class _Summarize(torch.autograd.Function):
     """See `summarize`."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+    def forward(ctx: Any, q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
         q, tail = dense_rows(q), dense_rows(tail)
         B, H, L, D = q.shape
         K, Q, G, R = tail.shape[1], tail.shape[2], windows.num, H // tail.shape[1]
@@ -85,7 +85,7 @@ class _Summarize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None]:
         place: _Place = ctx.place
-        windows: Windows = ctx.windows
+        windows: SummarySpans = ctx.windows
         (B, H, L, D), K = ctx.shape, ctx.num_kv_heads
         d_out = dense_rows(d_out)
         dq = d_out.new_empty(ctx.shape, dtype=ctx.dtype)
@@ -167,7 +167,7 @@ def _strides(k: Tensor, v: Tensor, summary: Tensor | None) -> tuple[int, ...]:
     return (*k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if summary is None else summary.stride()[:3]))
 
 
-def summarize(q: Tensor, tail: Tensor, windows: Windows) -> Tensor:
+def summarize(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
     """See `condense.ops.summarize`."""
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):

@@ -1,0 +1,20 @@
+"""Sources and spans as most tests want them: condensed entries, then the window."""
+
+import torch
+
+from condense.ops import ArraySpans, Source, Span
+
+
+def two_sources(entries_k, entries_v, window_k, window_v, bias=None):
+    """The two sources of a method, in order."""
+    return Source(entries_k, entries_v, bias), Source(window_k, window_v)
+
+
+def array_spans(last_entry, first, last):
+    """Entries ``[0, last_entry)`` and tokens ``[first, last)`` of the window, int64 ``[B|1, K|1, L]`` each."""
+    return ArraySpans((Span(torch.zeros_like(last_entry), last_entry), Span(first, last)))
+
+
+def as_arrays(spans, length, device=None):
+    """The same spans, query by query."""
+    return ArraySpans(tuple(spans.at(0, length, device or torch.device("cpu"))))
