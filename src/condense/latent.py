@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.functional import Context, each_document, extend
-from condense.methods.base import Method
-from condense.methods.latent import for_latents
-from condense.ops import Source, attend
+from condense.functional import each_document, extend
+from condense.methods import Context, Method
+from condense.ops import Source
 from condense.ops.checks import DTYPES, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
+from condense.plan import ForwardPlan
 
 
 class UpProjection(NamedTuple):
@@ -85,21 +85,21 @@ def latent_attention(
         _check_alike(q_nope, q_rope=q_rope, c=c, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
         q, up = torch.cat([q_nope, q_rope], dim=-1), UpProjection(w_uk, w_uv)
         scale = check_scale(scale, q)
-        view = for_latents(method, c.shape[-1])
+        latent_method = method.for_latents(c.shape[-1])
 
         def run(q: Tensor, entries: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
             context, _ = extend(
-                view,
+                latent_method,
                 None,
                 entries,
                 entries[..., :0],
                 summary_queries(method, q, up),
                 scale=scale,
-                counts=counts,
+                plan=ForwardPlan(q.shape[2], counts),
                 backend=backend,
                 keep=False,
             )
-            return attend_to_latents(context, q, up, scale=scale, backend=backend, return_lse=return_lse)
+            return attend_to_latents(method, context, q, up, scale=scale, backend=backend, return_lse=return_lse)
 
         entries = torch.cat([c, k_rope], dim=-1)[:, None]
         out, lse = each_document(run, (q, entries), cu_seqlens, padding)
@@ -117,7 +117,7 @@ def summary_queries(
     the same scores and anchors; it also says how many heads there are.
     """
     H, d_c, d_n = up.w_uk.shape
-    if method.num_summary == 0:
+    if method.layout.num_summary == 0:
         return q[:, :1, :, :0]
     wide = torch.promote_types(q.dtype, torch.float32)
     # summed over heads and channels inside one product, so in float32 or wider
@@ -129,6 +129,7 @@ def summary_queries(
 
 
 def attend_to_latents(
+    method: Method,
     context: Context,
     q: Tensor,
     up: UpProjection,
@@ -154,15 +155,8 @@ def attend_to_latents(
         sources = [Source(k, k[..., :d_c], bias) for k, _, bias in context.sources]
     else:
         sources = [Source(*up.expand(entries.k), entries.bias), Source(*_expanded_window(window.k, up, new))]
-    out, lse = attend(
-        q,
-        sources,
-        context.spans,
-        scale=scale,
-        dropout_p=dropout_p,
-        backend=backend,
-        return_lse=return_lse,
-    )
+    context = context._replace(sources=tuple(sources))
+    out, lse = method.attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
     if absorb:
         out = up.project_out(out)
     return out, lse

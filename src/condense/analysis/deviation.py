@@ -114,7 +114,7 @@ def _check_lengths(model: Any, method: Method, texts: Mapping[str, Tensor], leng
     positions = max_learned_positions(model.config.get_text_config(decoder=True))
     for length in lengths:
         check_int("length", length, 1)
-        if method.rule.closed(length) == 0:
+        if method.layout.rule.closed(length) == 0:
             raise ValueError(f"length must be such that {method} condenses something, got {length}")
         if positions is not None and length > positions:
             raise ValueError(f"length must fit the model's {positions} learned positions, got {length}")
@@ -153,7 +153,7 @@ def _measure(
         text=name,
         length=length,
         sequences=len(parts),
-        tokens=len(parts) * int(method.rule.closed(length)) * method.rule.chunk,
+        tokens=len(parts) * int(method.layout.rule.closed(length)) * method.layout.rule.chunk,
         keys=_over_layers([report.keys for report in reports]),
         values=_over_layers([report.values for report in reports]),
         layers=reports,
@@ -177,7 +177,7 @@ class _Observer(CondensedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Context, None]:
         """As the base class, of which the sources hold the whole sequence: it is read in one forward."""
         sources, nothing = super().update(key_states, value_states, *args, **kwargs)
-        closed, g = int(self.method.rule.closed(key_states.shape[2])), self.method.rule.chunk
+        closed, g = int(self.method.layout.rule.closed(key_states.shape[2])), self.method.layout.rule.chunk
         for start in range(0, closed, _GROUPS_AT_ONCE):
             stop = min(start + _GROUPS_AT_ONCE, closed)
             tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (sources.window.k, sources.window.v)))

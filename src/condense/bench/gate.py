@@ -97,12 +97,12 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
     group begins, makes the same newest entries.
     """
     q, k, v = inputs
-    L, rule = q.shape[2], method.rule
+    L, rule = q.shape[2], method.layout.rule
     assert rule.max_chunks is None, "methods that pool have entries all along"
     kept = sources.entries.k.shape[2]
     start = 0
     if L > WHOLE:
-        reach = method.summary_delay + method.num_summary + (TAIL + 1) * rule.chunk
+        reach = method.layout.summary_delay + method.layout.num_summary + (TAIL + 1) * rule.chunk
         start = max(0, L - reach) // rule.chunk * rule.chunk
         kept = min(kept, TAIL * rule.entries)
     want, yardstick = exact_and_plain(method, Inputs(q[:, :, start:], k[:, :, start:], v[:, :, start:]))

@@ -144,8 +144,8 @@ def _with_own_mask(methods: Mapping[str, Method]) -> list[Method]:
     """
     first: dict[UniformRule, Method] = {}
     for method in methods.values():
-        if not method.reads_prompt:
-            first.setdefault(method.rule, method)
+        if method.prompt is None:
+            first.setdefault(method.layout.rule, method)
     return list(first.values())
 
 
@@ -202,7 +202,7 @@ def _row(
 
 def _mask(method: Method) -> str:
     """Rows of the same name let the same queries see the same places."""
-    return str(method) if method.reads_prompt else str(method.rule)
+    return str(method) if method.prompt is not None else str(method.layout.rule)
 
 
 def _verdict(task: Task, work: Work, short: Mapping[tuple[str, str], Verdict | str]) -> Verdict | None:

@@ -20,7 +20,7 @@ class ModelGate:
 
     def __init__(self, model: PreTrainedModel, method: MethodChoice, seed: int) -> None:
         self.model, self.method = model, method
-        rules = [each.rule for each in methods_of(method)]
+        rules = [each.layout.rule for each in methods_of(method)]
         chunk = max(rule.chunk for rule in rules)
         # past the window, and over the ends of groups in every kind of call
         self.steps = chunk + 3
@@ -32,7 +32,7 @@ class ModelGate:
 
         None if the method's prompts are meant to differ from its steps.
         """
-        if any(method.looks_ahead for method in methods_of(self.method)):
+        if any(method.layout.lookahead for method in methods_of(self.method)):
             return None
         dense = _rms(self._at_once() - self._in_pieces())
         with use_choice(self.model, self.method):

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from condense.functional import SLACK, Context, extend, first_needed, num_entries
+from condense.functional import extend
 from condense.methods import DGA, Method
 from condense.ops import RuleSpans, Source, Spans
 from condense.ops.tensors.sampling import sampled_queries
@@ -96,8 +96,8 @@ class Setting:
             )
         )
         pads = torch.zeros(1, dtype=torch.int64)
-        spans = RuleSpans(method.rule, seen - 1, seen - N, pads)
-        entries = Source(entries_k, entries_v, method.prefix_bias(M, self.device))
+        spans = RuleSpans(method.layout.rule, seen - 1, seen - N, pads)
+        entries = Source(entries_k, entries_v, entry_bias(method, M, self.device))
         return q, Context((entries, Source(window_k, window_v)), spans)
 
 
@@ -109,7 +109,7 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
 
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
     """True if prompts of so many tokens are read at once and not all of their tokens stay exact."""
-    return isinstance(method, DGA) and method.reads_prompt and bool(method.num_focal_of_prompt(length) < length)
+    return isinstance(method, DGA) and method.prompt is not None and FocalPrompt(method).num_focal(length) < length
 
 
 def sampled(method: DGA, length: int, device: torch.device) -> Tensor:
@@ -148,17 +148,17 @@ def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
     """
     B, H, L, D = inputs.q.shape
     if reads_at_once(method, L):
-        focal = int(method.num_focal_of_prompt(L))
-        written = int(method.prompt_entries(L)) + L - focal
+        focal = int(FocalPrompt(method).num_focal(L))
+        written = int(prompt_entries(method, L)) + L - focal
         queries = (L - focal) // method.group_size + (method.num_recent + method.num_random) * (method.focal == "top")
         widths = shape.num_kv * (shape.width + shape.value_width)
         return B * ((L + written) * widths + min(L, queries) * H * D) * inputs.q.itemsize
     entries = int(num_entries(method, torch.tensor([L])))
-    groups = entries // method.rule.entries
+    groups = entries // method.layout.rule.entries
     per_entry = shape.num_kv * (shape.width + shape.value_width)
     # the prompt's end serves all groups; other summaries have queries of their own
-    queries = method.num_summary * (1 if method.looks_ahead else groups)
-    read = groups * method.rule.chunk * per_entry + min(L, queries) * H * D
+    queries = method.layout.num_summary * (1 if method.layout.lookahead else groups)
+    read = groups * method.layout.rule.chunk * per_entry + min(L, queries) * H * D
     return B * (read + entries * per_entry) * inputs.q.itemsize
 
 

@@ -31,7 +31,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
     chunk: tokens read at a time by plain forwards; generate itself reads the rest, at least one token.
     Raises ValueError for a chunk smaller than the prompt where a method looks ahead in it.
     """
-    ahead = next((method for method in condensed_layers(model).values() if method.looks_ahead), None)
+    ahead = next((method for method in condensed_layers(model).values() if method.layout.lookahead), None)
     if ahead is not None and chunk is not None and chunk < ids.shape[1]:
         raise ValueError(f"{ahead} needs the whole prompt in one forward: leave prefill_chunk out")
     cache, done = DynamicCache(config=model.config.get_text_config(decoder=True)), 0

@@ -72,10 +72,10 @@ def has_op(op: str, method: Method, length: int) -> bool:
         case "importance":
             return reads_at_once(method, length) and method.focal == "top"
         case "pooling":
-            makes_entries = method.rule.window is not None and method.rule.max_chunks is None
-            return reads_at_once(method, length) if method.reads_prompt else makes_entries
+            makes_entries = method.layout.rule.window is not None and method.layout.rule.max_chunks is None
+            return reads_at_once(method, length) if method.prompt is not None else makes_entries
         case "backward" | "decode":
-            return not method.reads_prompt
+            return method.prompt is None
     return True
 
 
@@ -107,7 +107,7 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
     def pooling() -> Work:
         def check() -> Verdict:
             sources = pooled(method, inputs, backend)
-            if method.reads_prompt:
+            if method.prompt is not None:
                 return gate_prompt.check_prompt(method, inputs, sources, backend)
             return gate.check_entries(method, inputs, sources)
 

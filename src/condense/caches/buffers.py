@@ -1,7 +1,7 @@
 """What stands in the buffers of decode steps, and how it gets there and back.
 
 A ring holds the token at position t of its row in slot ``t % W``.
-Shapes: B rows, K KV heads, M prefix entries, W ring slots, N columns, D width.
+Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.functional import Past, num_entries
-from condense.methods import Method
+from condense.methods import Method, entry_bias
 from condense.ops import StepState
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.right_aligned import per_entry
+from condense.state import LayerState, num_entries
 
 
-def empty_state(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
+def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
     """Buffers for rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v, with nothing in them."""
     (B, K, _, D), Dv = k.shape, v.shape[3]
     buffers = [k.new_zeros(B, K, *size) for size in ((M, D), (M, Dv), (W, D), (W, Dv), (Q, D))]
@@ -24,48 +24,50 @@ def empty_state(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
     return StepState._make([*buffers, *numbers])
 
 
-def read_past(method: Method, state: StepState, seen: PerRow, origin: PerRow, num_band: int, num_queries: int) -> Past:
-    """What the buffers hold, in order: the newest tokens and queries, at most so many. seen and origin as in `Past`."""
-    num_prefix = max_row(num_entries(method, seen, origin))
-    return Past(
-        state.entries_k[:, :, :num_prefix],
-        state.entries_v[:, :, :num_prefix],
-        newest_columns(state.ring_k, seen, num_band),
-        newest_columns(state.ring_v, seen, num_band),
-        newest_columns(state.ring_q, seen, num_queries),
+def read_state(
+    method: Method, buffers: StepState, seen: PerRow, prompt_tokens: PerRow, num_window: int, num_queries: int
+) -> LayerState:
+    """What the buffers hold, in order: the newest tokens and queries, at most so many.
+
+    seen and prompt_tokens as in `condense.state.LayerState`.
+    """
+    made = max_row(num_entries(method, seen, prompt_tokens))
+    return LayerState(
+        (buffers.entries_k[:, :, :made], buffers.entries_v[:, :, :made]),
+        newest_columns(buffers.ring_k, seen, num_window),
+        newest_columns(buffers.ring_v, seen, num_window),
+        newest_columns(buffers.ring_q, seen, num_queries),
         seen,
-        origin,
+        prompt_tokens,
     )
 
 
-def write_past(method: Method, state: StepState, before: Past | None, past: Past) -> None:
-    """Bring the buffers from what they held ``before``, None for nothing, to the past."""
-    first = 0 if before is None else min_row(num_entries(method, before.seen, before.origin))
-    last = max_row(num_entries(method, past.seen, past.origin))
-    state.entries_k[:, :, first:last].copy_(past.entries_k[:, :, first:last])
-    state.entries_v[:, :, first:last].copy_(past.entries_v[:, :, first:last])
-    for ring, columns in zip(state[2:5], past[2:5], strict=True):
-        store_newest(ring, columns, past.seen)
-    rows = state.seen.shape[0]
+def write_state(method: Method, buffers: StepState, before: LayerState | None, state: LayerState) -> None:
+    """Bring the buffers from what they held ``before``, None for nothing, to the state."""
+    first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
+    last = max_row(num_entries(method, state.seen, state.prompt_tokens))
+    for buffer, made in zip((buffers.entries_k, buffers.entries_v), state.entries, strict=True):
+        buffer[:, :, first:last].copy_(made[:, :, first:last])
+    store_newest(buffers.ring_k, state.window_k, state.seen)
+    store_newest(buffers.ring_v, state.window_v, state.seen)
+    store_newest(buffers.ring_q, state.summary_q, state.seen)
+    rows = buffers.seen.shape[0]
     # from pageable memory: staged before the call returns, and no wait for the GPU
-    state.seen.copy_(as_rows(past.seen, rows), non_blocking=True)
-    if before is None and method.reads_prompt:
-        write_prompt(method, state, past.origin)
+    buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
+    if before is None and method.prompt is not None:
+        tokens = state.prompt_tokens
+        numbers = (tokens, method.prompt.num_entries(tokens), method.prompt.num_focal(tokens))
+        buffers.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
 
 
-def write_prompt(method: Method, state: StepState, origin: PerRow) -> None:
-    """Remember prompts of ``origin`` tokens that were read at once."""
-    numbers = (origin, method.prompt_entries(origin), method.num_focal_of_prompt(origin))
-    rows = state.prompt.shape[0]
-    state.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
-
-
-def entry_bias(method: Method, rows: int, capacity: int, device: torch.device, origin: PerRow = 0) -> Tensor | None:
-    """Bias ``[B|1, 1, M]`` of entries after prompts of ``origin`` tokens; None: there is none, or a plan tells it."""
-    if method.pooling is not None:
+def static_bias(
+    method: Method, rows: int, capacity: int, device: torch.device, prompt_tokens: PerRow = 0
+) -> Tensor | None:
+    """Bias ``[B|1, 1, M]`` of entries after prompts of so many tokens, None where the step's settings tell it."""
+    if method.layout.pooling is not None:
         return None
-    bias = per_entry(method.prefix_bias(capacity, device, origin), capacity, device)
-    if bias is None or not method.reads_prompt:
+    bias = per_entry(entry_bias(method, capacity, device, prompt_tokens), capacity, device)
+    if bias is None or method.prompt is None:
         return bias
     return bias.expand(rows, 1, capacity).contiguous()
 

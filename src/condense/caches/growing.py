@@ -1,8 +1,8 @@
 """A growing condensed cache layer under transformers' cache contract.
 
 It reports the tokens it has *seen* as its length, while what it stores is entries, the exact window and
-a little slack. Pieces of several tokens are read by `condense.functional.extend`, which makes a new past; where the
-Triton step runs, single tokens are taken into buffers in place. Shapes as in `condense.functional`.
+a little slack. Several tokens are read by `condense.functional.extend`, which makes a new state; where the Triton step
+runs, single tokens are taken into buffers in place. Shapes as in `condense.state`.
 """
 
 from __future__ import annotations
@@ -15,92 +15,90 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
+from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.caches.ring import RingState
-from condense.functional import Context, Past, extend, first_needed, num_entries, step_settings
-from condense.methods import Method, for_latents
+from condense.functional import extend
+from condense.methods import Context, Method, step_settings
 from condense.ops import StepSettings, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
+from condense.state import LayerState, first_needed, num_entries
 
 
 class CondensedLayer(CacheLayerMixin):
-    """One attention layer's condensed past. All state follows beams, selection, repetition, crop and reset."""
+    """One attention layer's condensed past. All state follows beams, selection, repetition, crop and reset.
+
+    A single token goes through `step` where `can_step`, everything else through `read`, by way of transformers'
+    `update`.
+    """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
-    supports_early_init = False
 
     def __init__(self, method: Method) -> None:
         super().__init__()
         self.method = method
-        # at most one of them: going over costs a copy, and is put off until tokens come that need it
-        self._past: Past | None = None
-        self._steps: RingState | None = None
+        # only one of `_state` (after a prefill) and `_ring` (buffers, while decoding) is set; converting copies, so it
+        # waits for the next call that needs the other
+        self._state: LayerState | None = None
+        self._ring: RingState | None = None
         self.device = torch.device("cpu")
         self._num_slots = 0
         # newest slots that hold a real token in every row: what may be cropped without looking at padding
         self._num_real_slots = 0
+        # slots of a prompt whose entries all depend on its end, and that crop may not reach into
+        self._num_fixed_slots = 0
 
     @property
-    def past(self) -> Past | None:
+    def state(self) -> LayerState | None:
         """What is kept between calls, None before the first tokens. Made anew while single tokens are read."""
-        return self._past if self._steps is None else self._steps.past()
+        return self._state if self._ring is None else self._ring.state()
 
-    @past.setter
-    def past(self, past: Past | None) -> None:
-        self._past, self._steps = past, None
+    @state.setter
+    def state(self, state: LayerState | None) -> None:
+        self._state, self._ring = state, None
 
     @cached_property
-    def _plan(self) -> StepSettings:
+    def _settings(self) -> StepSettings:
         return step_settings(self.method)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember where the state lives; tensors are made by the first `update`."""
+        """Remember where the state lives; tensors are made by the first `read`."""
         self.device = key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Context, None]:
+    def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens and return what their queries attend to.
 
-        key_states ``[B, K, L, D]`` and value_states ``[B, K, L, Dv]``, right-aligned per row. Keywords, given by
-        the attention function of `condense.apply`: query_states, the queries ``[B, H, L, D]``;
-        scale, the softmax scale; counts, real tokens per row (int64 CPU ``[B]``) or None; trailing, slots at the
-        end that were real in every row before alignment (default: the smallest count); latent_width, as in
-        `condense.methods.for_latents` (default: ordinary keys and values).
-        Raises ValueError, state unchanged, if called by anything else and for another dtype than that of the past.
+        k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, right-aligned per row.
+        Raises ValueError, state unchanged, for another dtype than that of the past.
         """
-        refuse_stock_tokens(kwargs)
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        past = self.past
-        if past is not None:
-            refuse_other_dtype(past.window_k.dtype, key_states.dtype)
-        counts: Tensor | None = kwargs.get("counts")
-        latent_width: int | None = kwargs.get("latent_width")
-        sources, past = extend(
-            self.method if latent_width is None else for_latents(self.method, latent_width),
-            past,
-            key_states,
-            value_states,
-            kwargs["query_states"],
-            scale=kwargs["scale"],
-            counts=counts,
-        )
-        L = key_states.shape[2]
-        self.past = past
-        trailing = kwargs.get("trailing", L if counts is None else int(counts.min()))
-        self._count(L, trailing)
-        return sources, None
+            self.lazy_initialization(k, v)
+        before = self.state
+        if before is not None:
+            refuse_other_dtype(before.window_k.dtype, k.dtype)
+        method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
+        context, self.state = extend(method, before, k, v, request.q, scale=request.scale, plan=request.plan)
+        if before is None and method.layout.lookahead is not None:
+            self._num_fixed_slots = k.shape[2]
+        self._count(k.shape[2], request.trailing)
+        return context
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
+    ) -> tuple[Context, None]:
+        """`read` as transformers calls it. Raises ValueError, state unchanged, for any caller but a condensed model."""
+        return self.read(key_states, value_states, check_request(request)), None
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True if `step` reads tokens like k ``[B, K, 1, D]`` and v: there is a past, and the Triton step runs here."""
-        if self._steps is not None:
-            return self._steps.fits(k)
-        if self._past is None or self._past.window_k.dtype != k.dtype:
+        if self._ring is not None:
+            return self._ring.fits(k)
+        if self._state is None or self._state.window_k.dtype != k.dtype:
             return False
         widths, latent = (k.shape[3], v.shape[3]), latent_width or 0
-        return step_backend(k.device, k.dtype, widths, self._plan, latent=latent) == "triton"
+        return step_backend(k.device, k.dtype, widths, self._settings, latent=latent) == "triton"
 
     def step(
         self,
@@ -117,11 +115,11 @@ class CondensedLayer(CacheLayerMixin):
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer CPU ``[B]``: rows whose token
         counts. latent_width as in `condense.caches.StaticCondensedLayer.step`. No host waits for the device.
         """
-        if self._steps is None:
-            assert self._past is not None
-            self._steps = RingState(self.method, self._plan, self._past, latent_width or 0)
-            self._past = None
-        out = self._steps.step(q, k, v, scale=scale, real=real)
+        if self._ring is None:
+            assert self._state is not None
+            self._ring = RingState(self.method, self._settings, self._state, latent_width or 0)
+            self._state = None
+        out = self._ring.step(q, k, v, scale=scale, real=real)
         self._count(1, 1 if real is None else int(real.min()))
         return out
 
@@ -133,18 +131,18 @@ class CondensedLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:
         """Exact keys of the window ``[B, K, N, D]``."""
-        past = self.past
-        return None if past is None else past.window_k
+        state = self.state
+        return None if state is None else state.window_k
 
     @keys.setter
     def keys(self, value: None) -> None:
-        """Transformers' base class initialises the attribute; the state itself is `past`."""
+        """Transformers' base class initialises the attribute; the keys themselves are in `state`."""
 
     @property
     def values(self) -> Tensor | None:
         """Exact values of the window ``[B, K, N, Dv]``."""
-        past = self.past
-        return None if past is None else past.window_v
+        state = self.state
+        return None if state is None else state.window_v
 
     @values.setter
     def values(self, value: None) -> None:
@@ -166,38 +164,44 @@ class CondensedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.past = None
+        self.state = None
         self.is_initialized = False
-        self._num_slots = self._num_real_slots = 0
+        self._num_slots = self._num_real_slots = self._num_fixed_slots = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest ``-tokens_to_remove`` tokens (assisted decoding).
 
-        Exact for at least `condense.functional.SLACK` tokens. Raises ValueError, state unchanged, for more than
-        is kept, for padding among them, and for a positive number.
+        Exact for at least `condense.state.SLACK` tokens. Raises ValueError, state unchanged, for more than is kept, for
+        tokens of a prompt whose entries depend on its end (``summary="prompt"``), for padding among them, also that of
+        rows that were dropped since, and for a positive number.
         """
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count < 0:
             raise ValueError(f"tokens_to_remove must be <= 0, got {-count}")
-        if count == 0 or (self._past is None and self._steps is None):
+        if count == 0 or (self._state is None and self._ring is None):
             return
         if count > self._num_real_slots:
             raise ValueError(
                 f"crop: the last {count} tokens include padding or more than the {self._num_slots} seen; "
                 "start from a new cache instead"
             )
-        if self._steps is not None:
-            self._check_crop(count, self._steps.seen - count, self._steps.num_band, self._steps.num_queries)
-            self._steps.crop(count)
+        if self._num_slots - count < self._num_fixed_slots:
+            raise ValueError(
+                f"crop: {count} tokens reach into the prompt of {self._num_fixed_slots} tokens, by whose last queries "
+                f"{self.method} made its entries; start from a new cache instead"
+            )
+        if self._ring is not None:
+            self._check_crop(count, self._ring.seen - count, self._ring.num_window, self._ring.num_queries)
+            self._ring.crop(count)
         else:
-            self._crop_past(count)
+            self._crop_state(count)
         self._num_slots -= count
         self._num_real_slots -= count
 
     def _check_crop(self, count: int, seen: PerRow, N: int, Q: int) -> None:
         """Refuse to take tokens back beyond what then is needed; N columns of tokens and Q of queries are at hand."""
         needed = max_row(seen - first_needed(self.method, seen))
-        queries_needed = min(max(0, self.method.num_summary - 1), max_row(seen))
+        queries_needed = min(max(0, self.method.layout.num_summary - 1), max_row(seen))
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
         if too_few or min_row(seen) < 0:  # a prompt read at once is condensed to its last token
             raise ValueError(
@@ -205,18 +209,18 @@ class CondensedLayer(CacheLayerMixin):
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
             )
 
-    def _crop_past(self, count: int) -> None:
-        past = self._past
-        assert past is not None
-        N, Q, seen = past.window_k.shape[2], past.summary_q.shape[2], past.seen - count
+    def _crop_state(self, count: int) -> None:
+        state = self._state
+        assert state is not None
+        N, Q, seen = state.window_k.shape[2], state.summary_q.shape[2], state.seen - count
         self._check_crop(count, seen, N, Q)
-        num_prefix = max_row(num_entries(self.method, seen, past.origin))
-        self._past = past._replace(
-            entries_k=past.entries_k[:, :, :num_prefix],
-            entries_v=past.entries_v[:, :, :num_prefix],
-            window_k=past.window_k[:, :, : N - count],
-            window_v=past.window_v[:, :, : N - count],
-            summary_q=past.summary_q[:, :, : max(0, Q - count)],
+        before, after = (max_row(num_entries(self.method, n, state.prompt_tokens)) for n in (state.seen, seen))
+        self._state = state._replace(
+            # the method's own tensors have as many columns per entry as they have now
+            entries=tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries),
+            window_k=state.window_k[:, :, : N - count],
+            window_v=state.window_v[:, :, : N - count],
+            summary_q=state.summary_q[:, :, : max(0, Q - count)],
             seen=seen,
         )
 
@@ -247,7 +251,7 @@ class CondensedLayer(CacheLayerMixin):
     def _map_tensors(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
     ) -> None:
-        if self._past is not None:
-            self._past = Past(*map(change, self._past.tensors), *map(change_number, self._past[5:]))
-        if self._steps is not None:
-            self._steps.map_tensors(change, change_number)
+        if self._state is not None:
+            self._state = self._state.map(change, change_number)
+        if self._ring is not None:
+            self._ring.map_tensors(change, change_number)

@@ -3,11 +3,11 @@
 What it can hold is known from the start: entries for ``max_cache_len`` tokens and a ring for the exact ones. One new
 token is a `condense.ops.decode_step`; several are read as by the growing cache and written back in place.
 
-Of a prompt that is read all at once (`condense.methods.Method.reads_prompt`) other entries remain than of as many
-tokens in chunks. If it is the first that comes, there is room for its entries and the chunks that can follow; if a step
-comes first, as before a CUDA graph is captured, for the most entries of any prompt and what follows: for DGA
-some ``min_focal * (1 - p / c)`` more than all tokens take in chunks, as short prompts stay exact.
-Shapes as in `condense.functional` and `condense.ops.types`.
+Of a prompt that is read all at once (`condense.Method.prompt`) other entries remain than of as many tokens in chunks.
+If it is the first that comes, there is room for its entries and the chunks that can follow; if a step comes first, as
+before a CUDA graph is captured, for the most entries of any prompt and what follows: for DGA some
+``min_focal * (1 - p / c)`` more than all tokens take in chunks, as short prompts stay exact.
+Shapes as in `condense.state` and `condense.ops.types`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.buffers import empty_state, entry_bias, read_past, write_past
-from condense.caches.refusals import refuse_other_dtype, refuse_stock_tokens
-from condense.functional import Context, Past, extend, most_entries, num_entries, step_settings
-from condense.methods import Method, for_latents
+from condense.caches.buffers import empty_buffers, read_state, static_bias, write_state
+from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
+from condense.functional import extend
+from condense.methods import Context, Method, step_settings
 from condense.ops import StepState, decode_step, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
+from condense.state import LayerState, most_entries, num_entries
 
 
 class StaticCondensedLayer(CacheLayerMixin):
@@ -45,10 +46,10 @@ class StaticCondensedLayer(CacheLayerMixin):
     def __init__(self, method: Method, max_cache_len: int) -> None:
         self.method = method
         self.max_cache_len = max_cache_len
-        self.plan = step_settings(method)
-        self.state: StepState | None = None
+        self.settings = step_settings(method)
+        self.buffers: StepState | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
-        self.awaits_prompt = method.reads_prompt
+        self.awaits_prompt = method.prompt is not None
         # num_slots on the host, None where a step that is replayed may have counted
         self._known_slots: int | None = 0
         self._is_replayed = False
@@ -63,22 +64,22 @@ class StaticCondensedLayer(CacheLayerMixin):
     ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
-        latent_width: as in `condense.methods.for_latents`, None for ordinary keys. capacity: entries that the prefix
+        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. capacity: entries that the prefix
         has room for, None: all that ``max_cache_len`` tokens can need.
         """
-        B, rule, N = key_states.shape[0], self.method.rule, self.max_cache_len
+        B, rule, N = key_states.shape[0], self.method.layout.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
         M = most_entries(self.method, N) if capacity is None else capacity
-        self.state = empty_state(key_states, value_states, M, W, self.plan.num_summary)
+        self.buffers = empty_buffers(key_states, value_states, M, W, self.settings.num_summary)
         device, widths = key_states.device, (key_states.shape[3], value_states.shape[3])
         self.num_slots = self.num_slots.to(device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.latent_width = latent_width or 0
-        self.view = for_latents(self.method, latent_width) if latent_width else self.method
-        self.backend = step_backend(device, self.dtype, widths, self.plan, latent=self.latent_width)
-        self.prefix_bias = entry_bias(self.method, B, M, device)
+        self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
+        self.backend = step_backend(device, self.dtype, widths, self.settings, latent=self.latent_width)
+        self.bias = static_bias(self.method, B, M, device)
         if not torch.compiler.is_compiling():
-            for tensor in (*self.state, self.num_slots):
+            for tensor in (*self.buffers, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
@@ -104,17 +105,17 @@ class StaticCondensedLayer(CacheLayerMixin):
         Raises ValueError, state unchanged, for other rows or another dtype and for a full cache. While being compiled
         or captured it cannot look how full it is; then a step too many stays inside the buffers.
         """
-        state = self._for(k, v, latent_width)
+        buffers = self._checked_buffers(k, v, latent_width)
         out = decode_step(
             q,
             k,
             v,
-            state,
-            self.plan,
+            buffers,
+            self.settings,
             scale=scale,
             real=real,
-            represent=self.view.represent,
-            prefix_bias=self.prefix_bias,
+            represent=self.latent_method.represent,
+            entry_bias=self.bias,
             latent=self.latent_width,
             backend=self.backend,
         )
@@ -125,31 +126,40 @@ class StaticCondensedLayer(CacheLayerMixin):
             self._advance(1)
         return out
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Context, None]:
-        """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.update`.
+    def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
+        """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.read`.
 
         The first ones are the prompt where a method reads it at once. Waits for the device. Raises ValueError, state
-        unchanged, for other rows or another dtype, for more tokens than there is room for, and if called by anything
-        but a condensed model.
+        unchanged, for other rows or another dtype, for more tokens than there is room for, and for what
+        `condense.functional.extend` refuses.
         """
-        refuse_stock_tokens(kwargs)
-        counts: Tensor | None = kwargs.get("counts")
-        fresh, L = self.count_slots() == 0, key_states.shape[2]
+        fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
+        held = self.buffers
         needed = None
-        if fresh and self.method.reads_prompt:
-            needed = max_row(num_entries(self.method, max(0, self.max_cache_len - L), L if counts is None else counts))
-        state = self._for(key_states, value_states, kwargs.get("latent_width"), needed)
-        past = None if fresh else self._past(state)
-        sources, new = extend(
-            self.view, past, key_states, value_states, kwargs["query_states"], scale=kwargs["scale"], counts=counts
-        )
-        assert new is not None
-        write_past(self.method, state, past, new)
-        if fresh and self.method.reads_prompt:
-            self._set_bias(new.origin)
+        if fresh and self.method.prompt is not None:
+            later = max(0, self.max_cache_len - L)
+            needed = max_row(num_entries(self.method, later, plan.num_tokens - plan.padding))
+        buffers = self._checked_buffers(k, v, request.latent_width, needed)
+        before = None if fresh else self._state(buffers)
+        try:
+            context, after = extend(self.latent_method, before, k, v, request.q, scale=request.scale, plan=plan)
+        except ValueError:
+            # nothing was read: a first call leaves no memory behind, nor the rows and dtype that it was taken for
+            self.buffers, self.is_initialized = held, held is not None
+            raise
+        assert after is not None
+        write_state(self.method, buffers, before, after)
+        if fresh and self.method.prompt is not None:
+            self._set_bias(after.prompt_tokens)
         self._advance(L)
         self.awaits_prompt = False
-        return sources, None
+        return context
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
+    ) -> tuple[Context, None]:
+        """`read` as transformers calls it. Raises ValueError, state unchanged, for any caller but a condensed model."""
+        return self.read(key_states, value_states, check_request(request)), None
 
     def skip_prompt(self) -> None:
         """Go on as after an empty prompt: `step` reads the next token."""
@@ -160,7 +170,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         return int(self.num_slots) if self._known_slots is None else self._known_slots
 
     def know_slots(self, count: int | None) -> None:
-        """Say that ``num_slots`` is ``count``, and stays so until the next call; None: that it may change unseen."""
+        """Set the length on the host, so that no layer reads it from a GPU. None: unknown, a replay may advance it."""
         self._known_slots = count
 
     def _advance(self, L: int) -> None:
@@ -168,8 +178,8 @@ class StaticCondensedLayer(CacheLayerMixin):
         if self._known_slots is not None:
             self._known_slots += L
 
-    def _for(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> StepState:
-        """The state, if these new tokens fit in. needed: entries that a prompt read at once wants room for."""
+    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> StepState:
+        """The buffers, if these new tokens fit in. needed: entries that a prompt read at once wants room for."""
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
             if self.max_cache_len < L:
@@ -184,16 +194,17 @@ class StaticCondensedLayer(CacheLayerMixin):
             refuse_other_dtype(self.dtype, k.dtype)
             if not _is_recorded(self.device) and (num_slots := self.count_slots()) + L > self.max_cache_len:
                 self._refuse_length(num_slots, L)
-        assert self.state is not None
-        if needed is not None and needed > self.state.entries_k.shape[2]:
-            self._enlarge(self.state, needed)
-        return self.state
+        assert self.buffers is not None
+        if needed is not None and needed > self.buffers.entries_k.shape[2]:
+            self._enlarge(self.buffers, needed)
+        return self.buffers
 
-    def _enlarge(self, state: StepState, capacity: int) -> None:
-        """Another prefix with more room; nothing stands in the old one."""
-        entries_k, entries_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in state[:2])
-        self.state = state._replace(entries_k=entries_k, entries_v=entries_v)
-        self.prefix_bias = entry_bias(self.method, self.batch_size, capacity, self.device)
+    def _enlarge(self, buffers: StepState, capacity: int) -> None:
+        """Buffers with room for more entries; nothing stands in the old ones."""
+        old = (buffers.entries_k, buffers.entries_v)
+        entries_k, entries_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in old)
+        self.buffers = buffers._replace(entries_k=entries_k, entries_v=entries_v)
+        self.bias = static_bias(self.method, self.batch_size, capacity, self.device)
         for tensor in (entries_k, entries_v):
             torch._dynamo.mark_static_address(tensor)
 
@@ -203,31 +214,32 @@ class StaticCondensedLayer(CacheLayerMixin):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _past(self, state: StepState) -> Past:
+    def _state(self, buffers: StepState) -> LayerState:
         """What the buffers hold, in order."""
-        seen, origin = int_if_equal(state.seen.cpu()), int_if_equal(state.prompt[:, 0].cpu())
-        return read_past(self.method, state, seen, origin, max_row(seen), max_row(seen))
+        seen, prompt_tokens = int_if_equal(buffers.seen.cpu()), int_if_equal(buffers.prompt[:, 0].cpu())
+        return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen))
 
-    def _set_bias(self, origin: PerRow) -> None:
-        """Which entries have one after prompts of ``origin`` tokens, where the plan does not tell."""
-        assert self.state is not None
-        bias = entry_bias(self.method, self.batch_size, self.state.entries_k.shape[2], self.device, origin)
-        if self.prefix_bias is not None and bias is not None:
-            self.prefix_bias.copy_(bias)
+    def _set_bias(self, prompt_tokens: PerRow) -> None:
+        """Which entries have one after prompts of so many tokens, where the step's settings do not tell."""
+        assert self.buffers is not None
+        capacity = self.buffers.entries_k.shape[2]
+        bias = static_bias(self.method, self.batch_size, capacity, self.device, prompt_tokens)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
 
     @property
     def keys(self) -> Tensor | None:
         """Exact keys ``[B, K, W, D]``, a ring."""
-        return None if self.state is None else self.state.ring_k
+        return None if self.buffers is None else self.buffers.ring_k
 
     @keys.setter
     def keys(self, value: None) -> None:
-        """Transformers' base class initialises the attribute; the state itself is `state`."""
+        """Transformers' base class initialises the attribute; the keys themselves are in `buffers`."""
 
     @property
     def values(self) -> Tensor | None:
         """Exact values ``[B, K, W, Dv]``, a ring."""
-        return None if self.state is None else self.state.ring_v
+        return None if self.buffers is None else self.buffers.ring_v
 
     @values.setter
     def values(self, value: None) -> None:
@@ -249,20 +261,20 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything, in place."""
-        if self.state is not None:
-            for tensor in (*self.state, self.num_slots):
+        if self.buffers is not None:
+            for tensor in (*self.buffers, self.num_slots):
                 tensor.zero_()
-            if self.method.reads_prompt:
+            if self.method.prompt is not None:
                 self._set_bias(0)
-        self.awaits_prompt = self.method.reads_prompt
+        self.awaits_prompt = self.method.prompt is not None
         # a graph of somebody else's could be replayed before the next prompt
         self._known_slots = None if self._is_replayed else 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
-        of_rows = [*(self.state or ())]
-        if of_rows and self.method.reads_prompt and self.prefix_bias is not None:
-            of_rows.append(self.prefix_bias)
+        of_rows = [*(self.buffers or ())]
+        if of_rows and self.method.prompt is not None and self.bias is not None:
+            of_rows.append(self.bias)
         for tensor in of_rows:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 

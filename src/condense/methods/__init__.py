@@ -1,12 +1,31 @@
-"""One file per method: its settings, who sees what, how tokens become representatives."""
+"""One file per method: its settings, who sees what, how tokens become entries."""
 
-from condense.methods.base import ChunkPooling, Method
+from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, step_settings
 from condense.methods.cca import CCA
 from condense.methods.dense import Dense
 from condense.methods.dga import DGA
-from condense.methods.latent import for_latents
+from condense.methods.layout import ChunkPooling, Layout, Lookahead, first_tokens
 from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.streaming_llm import StreamingLLM
+from condense.ops import Chunks
 
-__all__ = ["CCA", "DGA", "LCA", "ChunkPooling", "Dense", "LMInfinite", "Method", "StreamingLLM", "for_latents"]
+__all__ = [
+    "CCA",
+    "DGA",
+    "LCA",
+    "ChunkPooling",
+    "Chunks",
+    "Context",
+    "Dense",
+    "LMInfinite",
+    "Layout",
+    "Lookahead",
+    "Method",
+    "Prompt",
+    "StreamingLLM",
+    "check_trainable",
+    "entry_bias",
+    "first_tokens",
+    "step_settings",
+]

@@ -1,158 +1,153 @@
-"""What a method is: the rule of who sees what, and how a chunk of tokens becomes prefix entries.
+"""What a method is: a layout, and how a chunk of tokens becomes entries.
 
 A new method is one file in this folder: a frozen dataclass derived from `Method` with a ``name``.
 Training, prefill, chunked prefill, decode, caches and Hugging Face models work with it unchanged.
 
-Shapes: B rows, K KV heads, N band tokens, G chunks of c tokens, p entries per chunk, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, L new tokens, N tokens of the window, G chunks of c tokens, p entries per
+chunk, D and Dv widths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict
-from condense.ops import Pooling, Source, Spans, UniformRule
-from condense.ops.tensors.per_row import PerRow
-from condense.ops.tensors.right_aligned import chunks
+from condense.methods.layout import Layout
+from condense.ops import Chunks, Source, Spans, StepSettings, attend
+from condense.ops.tensors.per_row import PerRow, broadcast_rows
+from condense.ops.tensors.sampling import Sample
+
+
+class Context(NamedTuple):
+    """All that attention reads besides the queries.
+
+    sources: the condensed entries first, the window last; spans: one per source. extra: tensors of the method's own, as
+    its `Method.represent` made them, for its `Method.attend`.
+    """
+
+    sources: tuple[Source, ...]
+    spans: Spans
+    extra: tuple[Tensor, ...] = ()
+
+    @property
+    def entries(self) -> Source:
+        """The first source, the condensed one."""
+        return self.sources[0]
+
+    @property
+    def window(self) -> Source:
+        """The last source, exact tokens."""
+        return self.sources[-1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values of all sources, source by source."""
+        return tuple(x for source in self.sources for x in (source.k, source.v))
 
 
 class Prompt(NamedTuple):
-    """What a method makes of a whole prompt at once: all that its queries attend to, and the entries that stay.
+    """What a method makes of a whole prompt at once: what its queries attend to, and the entries that stay.
 
-    entries_k ``[B, K, E, D]``, entries_v ``[B, K, E, Dv]``, window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``,
-    bounds and prefix_bias (``[B|1, K|1, E]`` or None) are those of `condense.ops.attend`. kept: makes the keys and
-    values that stand for the prompt afterwards, detached, left-aligned per row, in the order of `Method.prefix_bias`.
+    kept: makes the keys and values that stand for the prompt afterwards, detached, left-aligned per row; those that are
+    tokens of their own (`PromptReader.num_focal`) come first.
     """
 
-    sources: tuple[Source, Source]
-    spans: Spans
+    context: Context
     kept: Callable[[], tuple[Tensor, Tensor]]
 
 
-class ChunkPooling(NamedTuple):
-    """A method's `Method.represent` as data, for kernels.
+class PromptReader(Protocol):
+    """How a method reads a whole prompt at once, where it does. Later tokens' chunks count from the prompt's end."""
 
-    key, value: how a chunk's tokens become its last entry. num_focal: those with the highest scores, ties to the
-    earlier, are not pooled but entries of their own, ahead of it and in order of position. weight_scale: scale of the
-    scores, None: attention's.
-    """
+    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
+        """A prompt q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; right-aligned, k, v are 0 in padding."""
+        ...
 
-    key: Pooling
-    value: Pooling
-    num_focal: int = 0
-    weight_scale: float | None = None
+    def num_entries(self, tokens: PerRow) -> PerRow:
+        """Entries that are kept of prompts of so many tokens, both an int or int64 CPU ``[B]``."""
+        ...
+
+    def num_focal(self, tokens: PerRow) -> PerRow:
+        """Those of `num_entries` that are tokens of their own. Arguments as there."""
+        ...
+
+
+class PromptPlan(Protocol):
+    """What reading a prompt asks of `condense.plan.ForwardPlan`."""
+
+    def tokens(self, num_rows: int) -> Tensor:
+        """Real tokens per row, int64 CPU ``[B]``."""
+        ...
+
+    def sample(self, num_rows: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
+        """See `condense.ops.tensors.sampling.sampled_queries`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method(MethodConfig):
-    """Base of all methods. The defaults describe a method that keeps no representatives."""
+    """Base of all methods: `layout`, `represent`, `prompt`, `attend` and `for_latents` are all that one can say."""
 
     @property
-    def rule(self) -> UniformRule:
-        """The three numbers that say who sees what."""
-        raise TypeError(f"{type(self).__name__} must define `rule`")
+    def layout(self) -> Layout:
+        """Who sees what, and when entries are made."""
+        raise TypeError(f"{type(self).__name__} must define `layout`")
 
-    @property
-    def summary_delay(self) -> int:
-        """Tokens after a chunk's last one until its entries can be made; at most the rule's window."""
-        return 0
+    def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
+        """Entries of G chunks: keys ``[B, K, G * p, D]`` and values ``[B, K, G * p, Dv]`` in the dtype of k and v.
 
-    @property
-    def num_summary(self) -> int:
-        """Queries, ending ``summary_delay`` tokens after a chunk's last, whose mean weighs it; 0: none needed."""
-        return 0
-
-    @property
-    def looks_ahead(self) -> bool:
-        """True if entries of a prompt depend on queries after the tokens that see them (inference only)."""
-        return False
-
-    @property
-    def permits_future(self) -> bool:
-        """True if the user consents to gradients through a method that looks ahead."""
-        return False
-
-    @property
-    def causal_setting(self) -> str:
-        """For a method that looks ahead: the setting with which it does not, as errors name it."""
-        return "summary='streaming'"
-
-    @property
-    def pooling(self) -> ChunkPooling | None:
-        """How a chunk becomes its entries, if that says all of `represent`, else None.
-
-        `prefix_bias` is then 0 for entries that are tokens of their own and one number for the pooled ones.
+        summary ``[B, K, G, D]`` float32 or wider, None if the layout's ``num_summary`` is 0. Further tensors
+        ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`. By default each token stands for
+        itself. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
         """
-        stands_for_itself = self.rule.chunk == self.rule.entries == 1 and type(self).represent is Method.represent
-        return ChunkPooling("mean", "mean") if stands_for_itself else None
-
-    def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        """Prefix entries of G chunks: ``[B, K, G * p, D]`` and ``[B, K, G * p, Dv]`` in the dtype of k and v.
-
-        k ``[B, K, G, c, D]``, v ``[B, K, G, c, Dv]``; summary ``[B, K, G, D]`` float32 or wider, None if
-        `num_summary` is 0; first_chunk: the number of each row's first chunk, an int or, where they differ, int64
-        ``[B]``. By default each token stands for itself. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv
-        is 0 (`condense.latent`).
-        """
+        k, v = chunks.tokens()
         return k.flatten(2, 3), v.flatten(2, 3)
 
-    def represent_band(
-        self,
-        window_k: Tensor,
-        window_v: Tensor,
-        start: PerRow,
-        num_chunks: int,
-        summary: Tensor | None,
-        *,
-        first_chunk: PerRow,
-        scale: float,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        """`represent` of the chunks that stand one after another in the band from column ``start`` on.
-
-        window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``, start an int or int64 CPU ``[B]``. This is what
-        `condense.functional` calls; a method whose kernels find the chunks themselves overrides it and saves the
-        copy that rows of different lengths need.
-        """
-        k, v = (chunks(x, start, num_chunks, self.rule.chunk) for x in (window_k, window_v))
-        return self.represent(k, v, summary, first_chunk=first_chunk, scale=scale, backend=backend)
-
-    def prefix_bias(self, num_entries: int, device: torch.device, origin: PerRow = 0) -> Tensor | float | None:
-        """Additive bias on the scaled scores of prefix entries: one for all, float64 ``[B|1, 1, num_entries]`` or None.
-
-        origin: tokens per row that `read_prompt` took, whose entries come first, an int or int64 CPU ``[B]``.
-        """
+    @property
+    def prompt(self) -> PromptReader | None:
+        """How a whole prompt is read at once, None for a method that reads it as any other tokens."""
         return None
 
-    @property
-    def reads_prompt(self) -> bool:
-        """True if a row's first tokens are a prompt that is read all at once, by `read_prompt`."""
-        return False
+    def attend(
+        self,
+        q: Tensor,
+        context: Context,
+        *,
+        scale: float,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of q ``[B, H, L, D]`` over the context: `condense.ops.attend`, which see."""
+        return attend(
+            q,
+            context.sources,
+            context.spans,
+            scale=scale,
+            dropout_p=dropout_p,
+            backend=backend,
+            return_lse=return_lse,
+        )
 
-    def read_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, *, scale: float, backend: str
-    ) -> Prompt:
-        """All of a prompt at once, where `reads_prompt`. Later tokens' chunks count from the prompt's end.
+    def for_latents(self, latent_width: int) -> Method:
+        """The method for one KV head with keys ``[c ; k_rope]``, whose values, of width 0, are part of the keys.
 
-        q ``[B, H, L, D]``, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` are right-aligned, k and v zero in the padding;
-        counts int64 CPU ``[B]``: real tokens per row (None: all).
+        Methods that treat all channels alike are the same there: a kept token stands for itself, and a group of DGA is
+        the weighted mean of its whole entries. Raises ValueError for a method that reads prompts at once, since heads
+        share one summary query there.
         """
-        raise TypeError(f"{type(self).__name__} must define `read_prompt`")
-
-    def prompt_entries(self, tokens: PerRow) -> PerRow:
-        """Entries that `read_prompt` keeps of prompts of so many tokens, both an int or int64 CPU ``[B]``."""
-        return tokens * 0
-
-    def num_focal_of_prompt(self, tokens: PerRow) -> PerRow:
-        """Those of `prompt_entries` that are tokens of their own; they come first. Arguments as there."""
-        return tokens * 0
+        if self.prompt is not None:
+            assert self.layout.lookahead is not None
+            raise ValueError(
+                f"{self} chooses a prompt's tokens by each head's own queries, which latents (MLA) do not keep apart: "
+                f"use {self.layout.lookahead.causal_setting}"
+            )
+        return self
 
     @classmethod
     def parse(cls, settings: Self | dict[str, object]) -> Method:
@@ -163,29 +158,48 @@ class Method(MethodConfig):
         return method
 
 
-class PoolsInPlace(Method):
-    """Base of methods whose `represent_band` makes entries from the band itself; `represent` takes it from there."""
-
-    def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        """Chunks laid one after another are a band; see `Method.represent` for shapes."""
-        return self.represent_band(
-            k.flatten(2, 3),
-            v.flatten(2, 3),
-            0,
-            k.shape[2],
-            summary,
-            first_chunk=first_chunk,
-            scale=scale,
-            backend=backend,
-        )
-
-
 def check_trainable(method: Method) -> None:
     """Raise ValueError if gradients may not flow through ``method``: it looks ahead, and nobody consented."""
-    if method.looks_ahead and not method.permits_future:
+    lookahead = method.layout.lookahead
+    if lookahead is not None and not lookahead.permitted:
         raise ValueError(
             f"{method} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
-            f"{method.causal_setting} or pass allow_future=True"
+            f"{lookahead.causal_setting} or pass allow_future=True"
         )
+
+
+def entry_bias(
+    method: Method, num_entries: int, device: torch.device, prompt_tokens: PerRow = 0
+) -> Tensor | float | None:
+    """Bias of a source's entries after prompts of so many tokens: a number, or float64 ``[B|1, 1, num_entries]``.
+
+    The entries of a prompt that was read at once come first: its tokens of their own without bias, its groups with the
+    bias of a chunk's last entry.
+    """
+    bias, reader = method.layout.bias, method.prompt
+    if not any(bias):
+        return None
+    has_prompt = reader is not None and (isinstance(prompt_tokens, Tensor) or prompt_tokens > 0)
+    if len(set(bias)) == 1 and not has_prompt:
+        return bias[0]
+    entry, period = torch.arange(num_entries, device=device)[None], len(bias)
+    values = torch.tensor(bias, dtype=torch.float64, device=device)
+    if not has_prompt:
+        return values[entry % period][:, None]
+    assert reader is not None
+    num_focal, num_prompt = (
+        broadcast_rows(x, 2, device) for x in (reader.num_focal(prompt_tokens), reader.num_entries(prompt_tokens))
+    )
+    of_prompt = torch.where(entry >= num_focal, values[-1], 0.0)
+    return torch.where(entry < num_prompt, of_prompt, values[(entry - num_prompt) % period])[:, None]
+
+
+def step_settings(method: Method) -> StepSettings:
+    """The method as `condense.ops.decode_step` wants it."""
+    layout = method.layout
+    fixed = (layout.rule, layout.summary_delay, layout.num_summary)
+    if layout.pooling is None:
+        return StepSettings(*fixed, None, None, 0.0, reads_prompt=method.prompt is not None)
+    bias = layout.bias[-1] if layout.bias else 0.0
+    key, value, num_focal, weight_scale = layout.pooling
+    return StepSettings(*fixed, key, value, bias, num_focal, weight_scale, reads_prompt=method.prompt is not None)

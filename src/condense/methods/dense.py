@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from condense.methods.base import Method
-from condense.ops import UniformRule
+from condense.methods.layout import Layout, first_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,6 @@ class Dense(Method):
     name: ClassVar[str] = "dense"
 
     @property
-    def rule(self) -> UniformRule:
-        """Nothing ever closes."""
-        return UniformRule(chunk=1, window=None, max_chunks=0)
+    def layout(self) -> Layout:
+        """No token is ever pooled."""
+        return first_tokens(window=None, kept=0)

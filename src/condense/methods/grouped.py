@@ -1,4 +1,7 @@
-"""Groups of g tokens, one representative each: what CCA and LCA share. They differ in defaults only."""
+"""Groups of g tokens, one entry each: what CCA and LCA share. They differ in defaults only.
+
+Shapes: B rows, K KV heads, N tokens of the window, G groups, D and Dv widths, d_c latent width.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ import torch
 from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int
-from condense.methods.base import ChunkPooling, PoolsInPlace
-from condense.ops import POOLINGS, Pooling, UniformRule, pool_groups
-from condense.ops.tensors.per_row import PerRow
+from condense.methods.base import Method
+from condense.methods.layout import ChunkPooling, Layout, Lookahead
+from condense.ops import POOLINGS, Chunks, Pooling, UniformRule, pool_groups
 
 Summary = Literal["last", "streaming", "prompt"]
 RepBias = Literal["none", "log_size"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPooling(PoolsInPlace):
+class GroupPooling(Method):
     """Far tokens pooled in groups of ``group_size``, the last ``window`` tokens and the open group exact.
 
     group_size: tokens per group, >= 1. window: exact local tokens, >= 0.
@@ -55,62 +58,39 @@ class GroupPooling(PoolsInPlace):
         check_bool("allow_future", self.allow_future)
 
     @property
-    def rule(self) -> UniformRule:
-        """Groups of g behind the window, one entry each."""
-        return UniformRule(chunk=self.group_size, window=self.window)
+    def layout(self) -> Layout:
+        """Groups of g behind the window, one entry each.
 
-    @property
-    def summary_delay(self) -> int:
-        """A group's last query is at hand at once; the others come when the group leaves the window."""
-        return 0 if self.summary == "last" else self.window
+        A group's own last query is at hand when the group is complete; later ones when it leaves the window. The bias
+        of ``rep_bias="log_size"`` is ln(g) (LCA, the version that Theorem 1 bounds).
+        """
+        scored = bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
+        num_summary = 1 if self.summary == "last" else self.num_summary_queries or self.group_size
+        own = type(self).represent is not GroupPooling.represent
+        ahead = self.summary == "prompt" and scored
+        return Layout(
+            rule=UniformRule(chunk=self.group_size, window=self.window),
+            summary_delay=0 if self.summary == "last" else self.window,
+            num_summary=num_summary if scored else 0,
+            pooling=None if own else ChunkPooling(self.key_pooling, self.value_pooling),
+            bias=() if self.rep_bias == "none" else (math.log(self.group_size),),
+            lookahead=Lookahead(self.allow_future, "summary='streaming'") if ahead else None,
+        )
 
-    @property
-    def num_summary(self) -> int:
-        """Queries in the summary, 0 if neither pooling looks at scores."""
-        if not self._needs_scores:
-            return 0
-        return 1 if self.summary == "last" else self.num_summary_queries or self.group_size
+    def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
+        """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the window."""
+        return self.pool(chunks, chunks.window_v, summary, scale=scale, backend=backend)
 
-    @property
-    def looks_ahead(self) -> bool:
-        """The prompt summary uses queries of the prompt's end."""
-        return self.summary == "prompt" and self._needs_scores
-
-    @property
-    def permits_future(self) -> bool:
-        """``allow_future``."""
-        return self.allow_future
-
-    @property
-    def pooling(self) -> ChunkPooling | None:
-        """``key_pooling`` and ``value_pooling``, unless a subclass has a `represent` of its own."""
-        if type(self).represent is not GroupPooling.represent:
-            return None
-        return ChunkPooling(self.key_pooling, self.value_pooling)
-
-    @property
-    def _needs_scores(self) -> bool:
-        return bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
-
-    def represent_band(
-        self,
-        window_k: Tensor,
-        window_v: Tensor,
-        start: PerRow,
-        num_chunks: int,
-        summary: Tensor | None,
-        *,
-        first_chunk: PerRow,
-        scale: float,
-        backend: str,
+    def pool(
+        self, chunks: Chunks, values: Tensor, summary: Tensor | None, *, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the band."""
+        """Pooled keys ``[B, K, G, D]`` and ``values``, ``[B, K, N, any]`` of the window's tokens, pooled alike."""
         return pool_groups(
-            window_k,
-            window_v,
+            chunks.window_k,
+            values,
             summary,
-            start=start,
-            num_groups=num_chunks,
+            start=chunks.start,
+            num_groups=chunks.num,
             group_size=self.group_size,
             scale=scale,
             key_pooling=self.key_pooling,
@@ -118,8 +98,38 @@ class GroupPooling(PoolsInPlace):
             backend=backend,
         )
 
-    def prefix_bias(self, num_entries: int, device: torch.device, origin: PerRow = 0) -> Tensor | float | None:
-        """ln(g) on every representative with ``rep_bias="log_size"`` (LCA, the version Theorem 1 bounds)."""
-        if self.rep_bias == "none" or self.group_size == 1:
-            return None
-        return math.log(self.group_size)
+    def for_latents(self, latent_width: int) -> Method:
+        """Rope keys pooled by ``key_pooling``, latents by ``value_pooling``."""
+        return LatentGroups(groups=self, latent_width=latent_width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentGroups(Method):
+    """`GroupPooling` on MLA's latents: the first ``latent_width`` channels of an entry ``[c ; k_rope]`` are pooled by
+    ``value_pooling``, the others by ``key_pooling``.
+
+    Made where a model's latents are known: no setting of the user's, so without a name.
+    """  # fmt: skip
+
+    groups: GroupPooling
+    latent_width: int
+
+    @property
+    def layout(self) -> Layout:
+        """As for ordinary keys."""
+        return self.groups.layout
+
+    def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
+        """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
+
+        window_k ``[B, 1, N, D]``, window_v ``[B, 1, N, 0]``, summary ``[B, 1, G, D]``: the mean over heads of the
+        absorbed queries. Latents are pooled as the values of their own keys: ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
+        """
+        d_c = self.latent_width
+        latents = chunks.window_k[..., :d_c]
+        positional, semantic = self.groups.pool(chunks, latents, summary, scale=scale, backend=backend)
+        entries = torch.cat([semantic, positional[..., d_c:]], dim=-1)
+        return entries, entries[..., :0]
+
+    def __str__(self) -> str:
+        return str(self.groups)

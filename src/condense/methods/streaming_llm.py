@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from condense.config import check_int
 from condense.methods.base import Method
-from condense.ops import UniformRule
+from condense.methods.layout import Layout, first_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,6 @@ class StreamingLLM(Method):
         check_int("window", self.window, 1)
 
     @property
-    def rule(self) -> UniformRule:
-        """Tokens close one by one; the sinks go on as their own entries."""
-        return UniformRule(chunk=1, window=self.window, max_chunks=self.sink)
+    def layout(self) -> Layout:
+        """Tokens outside the window are dropped, except the first ``sink``."""
+        return first_tokens(self.window, self.sink)

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method, for_latents
+from condense.methods import Method
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
+from condense.models.forward import ForwardBoard
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -142,7 +143,7 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
         for module in condensed:
             previous = module.condense_previous
             module.__class__ = type(module).__mro__[2]  # after the thin class and its mixin comes the stock one
-            del module.condense_method, module.condense_previous
+            del module.condense_method, module.condense_previous, module.condense_board
             _rebind_hooks(module)
         delattr(config, _CONFIG_KEY)
         if config._attn_implementation == IMPLEMENTATION:
@@ -160,6 +161,7 @@ def _config(attentions: dict[int, nn.Module]) -> Any:
 
 def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method], implementation: str) -> None:
     """Condense the modules and note on each which implementation the model had (any part of it can be restored)."""
+    board = ForwardBoard()
     for index, module in attentions.items():
         if implementation != IMPLEMENTATION:
             module.condense_previous = implementation  # type: ignore[assignment]
@@ -167,6 +169,7 @@ def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)
         module.condense_method = assignment.get(index)  # type: ignore[assignment]
+        module.condense_board = board  # type: ignore[assignment]
 
 
 def _rebind_hooks(module: nn.Module) -> None:
@@ -250,4 +253,4 @@ def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module
     for index, method in methods.items():
         module: Any = attentions[index]
         if is_latent(module):
-            for_latents(method, module.kv_lora_rank)
+            method.for_latents(module.kv_lora_rank)

@@ -9,7 +9,6 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys at hand, D and D
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.functional import attend_to
 from condense.methods import Method
 from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
-from condense.models.layers import ensure_layers, num_seen, read_tokens
+from condense.models.forward import AttentionCall, Forward, ForwardBoard, refuse_cached_documents
+from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
-from condense.models.padding import ALL_REAL, Padding, documents_of, is_real, padding_of, refuse_cached_documents
+from condense.models.padding import ALL_REAL, is_real
 from condense.models.sharding import head_group
 from condense.models.stock import StockAttention
 from condense.ops.tensors.autocast import outside_autocast
@@ -58,7 +57,7 @@ def condense_attention(
         raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
-        out = condense_state.attend(module, q, k, v, attention_mask, scale, dropout, kwargs)
+        out = condense_state.attend(AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs))
     return out.transpose(1, 2), None
 
 
@@ -85,32 +84,21 @@ class CacheProxy:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["cache"], name)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        dropout: float,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
-        with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if q.shape[2] == 1 and not with_gradients and dropout == 0 and kwargs.get("cu_seq_lens_q") is None:
-            out = self._step(module, q, k, v, mask, scale, all_real=ALL_REAL in kwargs)
+        with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
+        is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
+        if is_step and not with_gradients:
+            out = self._step(call)
             if out is not None:
                 return out
-        read = self._read_eagerly if isinstance(self.cache, StaticCache) else self._read
-        return read(module, q, k, v, mask, scale, dropout, kwargs)
+        return self._read_eagerly(call) if isinstance(self.cache, StaticCache) else self._read(call)
 
-    def _step(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, all_real: bool
-    ) -> Tensor | None:
+    def _step(self, call: AttentionCall) -> Tensor | None:
         """Attention of one token per row, taken into the real cache in place, or None where that cannot be done."""
         if self.cache is None:
             return None
+        module, q, k, v = call.module, call.q, call.k, call.v
         method: Method = module.condense_method  # type: ignore[assignment]
         ensure_layers(self.cache, {self.layer_idx: method})
         layer: CondensedLayer | StaticCondensedLayer = self.cache.layers[self.layer_idx]
@@ -121,85 +109,70 @@ class CacheProxy:
         # an offloading cache brings its layers back when it is updated
         if self.cache.offloading or not layer.can_step(k, v, latent_width):
             return None
-        real = None if all_real else _real_rows(layer, mask, q.shape[0], self.layer_idx)
+        real = None if ALL_REAL in call.options else self._real_rows(call, layer)
         if latent_width is not None:
             if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
                 return None
-            return step_on_latents(module, layer, q, k, scale=scale, real=real)
-        return layer.step(q, k, v, scale=scale, real=real)
+            return step_on_latents(module, layer, q, k, scale=call.scale, real=real)
+        return layer.step(q, k, v, scale=call.scale, real=real)
+
+    def _real_rows(self, call: AttentionCall, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
+        """Rows whose one new token is real, None for all; a growing layer's host knows, a static one's never looks."""
+        if call.mask is None:
+            return None
+        if isinstance(layer, StaticCondensedLayer):
+            return is_real(call.mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
+        padding = self._forward_of(call).padding(layer.get_seq_length(), 1)
+        return None if padding is None else padding.counts
+
+    def _forward_of(self, call: AttentionCall) -> Forward:
+        board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
+        return board.forward_of(call, self.cache, self.layer_idx)
 
     @torch.compiler.disable
-    def _read_eagerly(self, *args: Any) -> Tensor:
+    def _read_eagerly(self, call: AttentionCall) -> Tensor:
         """Reading a prompt into a static cache looks at counts on the host: a compiled forward breaks here."""
-        return self._read(*args)
+        return self._read(call)
 
-    def _read(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        dropout: float,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        B, _, L, _ = q.shape
-        tensors: tuple[Tensor, ...] = (q, k, v)
+    def _read(self, call: AttentionCall) -> Tensor:
+        tensors: tuple[Tensor, ...] = (call.q, call.k, call.v)
         if self.latents is not None:
-            tensors += (self.latents.to(q.dtype),)
-        kind = _condensed if self.latents is None else condensed_latents
-        condensed = partial(kind, module, scale=scale, dropout=dropout)
+            tensors += (self.latents.to(call.q.dtype),)
+        condensed = _condensed if self.latents is None else condensed_latents
+        forward = self._forward_of(call)
         seen = 0 if self.cache is None else num_seen(self.cache, self.layer_idx)
-        all_real = ALL_REAL in kwargs
-        padding = None if all_real else padding_of(mask, seen, B, L, self.layer_idx)
-        plain = self.cache is None and padding is None and not all_real
-        documents = documents_of(kwargs, B, L, self.layer_idx, plain=plain)
+        all_real = ALL_REAL in call.options
+        padding = None if all_real else forward.padding(seen, forward.L)
+        documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
         if documents is not None:
-            refuse_cached_documents(module, self.cache, seen)
+            refuse_cached_documents(call.module, self.cache, seen)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
-            return torch.cat([condensed(None, 0, None, *part) for part in parts], dim=2)
+            no_cache = Target(call, None, 0)
+            return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
+        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(padding))
         if padding is None:
-            return condensed(self.cache, self.layer_idx, None, *tensors)
-        return padding.restore(condensed(self.cache, self.layer_idx, padding, *map(padding.align, tensors)))
+            return condensed(target, *tensors)
+        return padding.restore(condensed(target, *map(padding.align, tensors)))
 
 
-def _real_rows(
-    layer: CondensedLayer | StaticCondensedLayer, mask: Tensor | None, B: int, layer_idx: int
-) -> Tensor | None:
-    """Which rows' one new token is real, None for all; a growing layer's host knows, a static one's never looks."""
-    if isinstance(layer, StaticCondensedLayer):
-        return is_real(mask, layer.num_slots, layer.max_cache_len, B)
-    padding = padding_of(mask, layer.get_seq_length(), B, 1, layer_idx)
-    return None if padding is None else padding.counts
-
-
-def _condensed(
-    module: nn.Module,
-    cache: Cache | None,
-    layer_idx: int,
-    padding: Padding | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    method: Method = module.condense_method  # type: ignore[assignment]
-    sources = read_tokens(cache, layer_idx, method, padding, k, v, q, scale=scale)
-    return attend_to(sources, q, scale=scale, dropout_p=dropout)[0]
+def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention ``[B, H, L, Dv]`` of new tokens, aligned, over the past in the cache."""
+    call = target.call
+    method: Method = call.module.condense_method  # type: ignore[assignment]
+    context = read_tokens(target, method, q, k, v)
+    return method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
 
 
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
     condense_method: None for a layer that stays as it is. condense_previous: the attention implementation that
-    `condense.restore` goes back to.
+    `condense.restore` goes back to. condense_board: where the layers of one forward find what they share.
     """
 
     condense_method: Method | None
     condense_previous: str
+    condense_board: ForwardBoard
 
     def forward(self, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
         """The stock forward, with the proxy as its cache and the state on its way to `condense_attention`."""

@@ -78,7 +78,7 @@ class GraphDecoder:
         B, L = self._check_prompt(input_ids, attention_mask)
         chunk = L if chunk is None else chunk
         check_int("chunk", chunk, 1)
-        ahead = next((method for method in self.methods.values() if method.looks_ahead), None)
+        ahead = next((method for method in self.methods.values() if method.layout.lookahead), None)
         if ahead is not None and chunk < L:
             raise ValueError(f"{ahead} needs the whole prompt in one forward: leave chunk out")
         if not self._is_prepared:

@@ -106,7 +106,7 @@ def _check_generation(
             f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays small "
             "while it grows, or choose 'static'"
         )
-    ahead = next((method for method in methods.values() if method.looks_ahead), None)
+    ahead = next((method for method in methods.values() if method.layout.lookahead), None)
     if ahead is not None:
         _check_whole_prompt(ahead, generation_config, mode)
     positions = max_learned_positions(model.config.get_text_config(decoder=True))
@@ -127,6 +127,8 @@ def _check_whole_prompt(method: Method, generation_config: GenerationConfig, mod
         reason = "generate without assistant or prompt lookup"
     else:
         return
+    lookahead = method.layout.lookahead
+    assert lookahead is not None
     raise ValueError(
-        f"{method} needs the whole prompt, alone, in one forward: {reason}, or use {method.causal_setting}"
+        f"{method} needs the whole prompt, alone, in one forward: {reason}, or use {lookahead.causal_setting}"
     )

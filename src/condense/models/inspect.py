@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from condense.config import check_int
-from condense.functional import SLACK, first_needed, num_entries, step_settings
-from condense.methods import DGA, Dense, Method
+from condense.methods import DGA, Dense, Method, step_settings
+from condense.methods.prompt import FocalPrompt
 from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
 from condense.models.families import is_latent, sliding_window
 from condense.ops.checks import settings_obstacle
+from condense.state import SLACK, first_needed, num_entries, prompt_entries
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 
 
 def _remark(method: Method, length: int) -> str | None:
-    if _selects(method) and int(method.num_focal_of_prompt(torch.tensor([length]))) == length:
+    if _selects(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
     obstacle = settings_obstacle(step_settings(method))
@@ -141,9 +142,11 @@ class _Heads:
 
     def pays_from(self, method: Method) -> int | None:
         """Searched up to 64 windows and chunks and 8 ``min_focal``: a method that does not pay there never does."""
-        if method.rule.window is None:
+        if method.layout.rule.window is None:
             return None
-        limit = 64 * (method.rule.window + method.rule.chunk) + (8 * method.min_focal if _selects(method) else 0)
+        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk) + (
+            8 * method.min_focal if _selects(method) else 0
+        )
         seen = torch.arange(1, limit + 1)
         flops = self._selected(method, seen) if _selects(method) else self._cumulative(method, limit)
         dearer = (flops >= seen.cumsum(0) * self._per_key).nonzero()
@@ -157,20 +160,20 @@ class _Heads:
 
     def _cumulative(self, method: Method, length: int) -> torch.Tensor:
         """FLOPs for prompts of 1 to ``length`` tokens, ``[length]``."""
-        rule, seen = method.rule, torch.arange(1, length + 1)
+        rule, seen = method.layout.rule, torch.arange(1, length + 1)
         closed = rule.closed(seen)
         visible = rule.visible_entries(closed) + seen - closed * rule.chunk
         entries = num_entries(method, seen)
         chunks = entries // rule.entries
         pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
-        if method.num_summary > 0:
+        if method.layout.num_summary > 0:
             # scores of all tokens of a chunk, and the mean over each KV head's queries
             pooled = pooled + chunks * rule.chunk * 2 * self.scored + seen * self.summary_flops
         return visible.cumsum(0) * self._per_key + pooled
 
     def _selected(self, method: DGA, tokens: torch.Tensor) -> torch.Tensor:
         """FLOPs for prompts of so many tokens, int64 as ``tokens``, if focal tokens spread evenly over them."""
-        focal, g = method.num_focal_of_prompt(tokens), method.group_size
+        focal, g = FocalPrompt(method).num_focal(tokens), method.group_size
         groups = (tokens - focal) // g
         # half of the entries on average, and of the members of the group in progress
         visible = ((tokens + 1) * (focal + groups) + tokens * (g - 1) * (groups > 0)) // 2
@@ -186,7 +189,7 @@ def _kept(method: Method, length: int) -> tuple[int, int]:
     if isinstance(method, Dense):
         return length, 0
     if _selects(method):
-        return int(method.prompt_entries(seen)), 0
+        return int(prompt_entries(method, seen)), 0
     exact = min(length, int(seen - first_needed(method, seen - SLACK)))
-    tail = min(length, method.num_summary - 1 + SLACK) if method.num_summary > 1 else 0
+    tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
     return int(num_entries(method, seen)) + exact, tail

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer
 
-from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.functional import Context, extend
-from condense.methods import Method, for_latents
+from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer
+from condense.functional import extend
+from condense.methods import Context, Method
+from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
+from condense.plan import ForwardPlan
+
+
+class Target(NamedTuple):
+    """Where new tokens go: a layer of a cache, or nowhere without one. Their plan, and how they were aligned."""
+
+    call: AttentionCall
+    cache: Cache | None
+    layer_idx: int
+    padding: Padding | None = None
+    plan: ForwardPlan | None = None
 
 
 def read_tokens(
-    cache: Cache | None,
-    layer_idx: int,
-    method: Method,
-    padding: Padding | None,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    *,
-    scale: float,
-    latent_width: int | None = None,
+    target: Target, method: Method, q: Tensor, k: Tensor, v: Tensor, *, latent_width: int | None = None
 ) -> Context:
     """`condense.functional.extend` on the past in a layer of the cache, or on none and nothing kept without a cache.
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``, aligned by ``padding``. latent_width: as in
-    `condense.methods.for_latents`, None for ordinary keys.
+    q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, aligned. latent_width: as in
+    `condense.Method.for_latents`, None for ordinary keys.
     """
-    counts = None if padding is None else padding.counts
+    cache, scale = target.cache, target.call.scale
     if cache is None:
-        method = method if latent_width is None else for_latents(method, latent_width)
-        return extend(method, None, k, v, q, scale=scale, counts=counts, keep=False)[0]
-    ensure_layers(cache, {layer_idx: method})
-    trailing = q.shape[2] if padding is None else padding.trailing
-    return cache.update(
-        k, v, layer_idx, query_states=q, scale=scale, counts=counts, trailing=trailing, latent_width=latent_width
-    )[0]
+        method = method if latent_width is None else method.for_latents(latent_width)
+        return extend(method, None, k, v, q, scale=scale, plan=target.plan, keep=False)[0]
+    assert target.plan is not None
+    ensure_layers(cache, {target.layer_idx: method})
+    trailing = q.shape[2] if target.padding is None else target.padding.trailing
+    request = ReadRequest(q, scale, target.plan, trailing, latent_width)
+    return cache.update(k, v, target.layer_idx, request=request)[0]
 
 
 def num_seen(cache: Cache, layer_idx: int) -> int:

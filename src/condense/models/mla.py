@@ -10,33 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.latent import UpProjection, attend_to_latents, summary_queries
-from condense.models.layers import read_tokens
-from condense.models.padding import Padding
+from condense.models.layers import Target, read_tokens
 from condense.models.sharding import head_group, sum_gradients, sum_over
 
 
-def condensed_latents(
-    module: nn.Module,
-    cache: Cache | None,
-    layer_idx: int,
-    padding: Padding | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    entries: Tensor,
-    *,
-    scale: float,
-    dropout: float,
-) -> Tensor:
-    """Condensed attention ``[B, H, L, d_v]`` of new tokens, aligned by ``padding``, over the past in the cache.
+def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
+    """Condensed attention ``[B, H, L, d_v]`` of new tokens, aligned, over the past in the cache.
 
     q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
     entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys, which is all that is cached.
     """
+    call = target.call
+    module = call.module
     up = up_projection(module, q.shape[1], q)
     method: Any = module.condense_method
     num_heads: Any = module.num_heads
@@ -47,20 +35,13 @@ def condensed_latents(
         # the stock projection sums the gradients of the rope keys itself
         c, k_rope = entries.split([up.w_uk.shape[1], entries.shape[-1] - up.w_uk.shape[1]], dim=-1)
         entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
-    sources = read_tokens(
-        cache,
-        layer_idx,
-        method,
-        padding,
-        entries,
-        entries[..., :0],
-        summary_queries(method, q, up, over_ranks),
-        scale=scale,
-        latent_width=up.w_uk.shape[1],
-    )
+    latent_width = up.w_uk.shape[1]
+    summary_q = summary_queries(method, q, up, over_ranks)
+    context = read_tokens(target, method, summary_q, entries, entries[..., :0], latent_width=latent_width)
     # with padding between old tokens and new ones, the new ones are not the last columns of every row
-    joined = padding is None or sources.window.k.shape[2] == q.shape[2]
-    return attend_to_latents(sources, q, up, scale=scale, new=(k, v) if joined else None, dropout_p=dropout)[0]
+    joined = target.padding is None or context.window.k.shape[2] == q.shape[2]
+    expanded = (k, v) if joined else None
+    return attend_to_latents(method, context, q, up, scale=call.scale, new=expanded, dropout_p=call.dropout)[0]
 
 
 def step_on_latents(

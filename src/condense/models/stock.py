@@ -5,14 +5,13 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys at hand, D and D
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, StaticCache
 
-from condense.models.padding import documents_of, is_real, padding_of, refuse_cached_documents
+from condense.models.forward import AttentionCall, ForwardBoard, refuse_cached_documents
+from condense.models.padding import is_real
 from condense.ops import RuleSpans, Source, UniformRule, attend
 
 
@@ -31,35 +30,22 @@ class StockAttention:
         seen = 0 if cache is None else cache.get_seq_length(layer_idx)
         self.seen: Tensor | int = seen.clone() if isinstance(seen, Tensor) else seen
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        dropout: float,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attention ``[B, H, L, Dv]`` over keys that end with the new tokens, or with room for more if static."""
         if not self.is_static:
-            return self._read(module, q, k, v, mask, scale, dropout, kwargs)
-        if q.shape[2] == 1:
-            return self._step(q, k, v, mask, scale, dropout)
-        return self._read_eagerly(module, q, k, v, mask, scale, dropout, kwargs)
+            return self._read(call)
+        return self._step(call) if call.q.shape[2] == 1 else self._read_eagerly(call)
 
     @torch.compiler.disable
-    def _read_eagerly(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any
-    ) -> Tensor:
+    def _read_eagerly(self, call: AttentionCall) -> Tensor:
         """The filled part of a static layer; a compiled forward breaks here, as in condensed layers."""
         self.seen = int(self.seen)
-        S = self.seen + q.shape[2]
-        return self._read(module, q, k[:, :, :S], v[:, :, :S], None if mask is None else mask[..., :S], *args)
+        S = self.seen + call.q.shape[2]
+        return self._read(call, S)
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    def _step(self, call: AttentionCall) -> Tensor:
         """One new token over all slots of a static layer, without a look from the host."""
+        q, k, mask = call.q, call.k, call.mask
         S = k.shape[2]
         slot = torch.as_tensor(self.seen, device=q.device)
         real = is_real(mask, slot, S, q.shape[0])
@@ -69,40 +55,33 @@ class StockAttention:
             sees = sees & mask | pad
         # heads that share a KV head become rows of one call
         rows = q[:, :, 0].unflatten(1, (k.shape[1], -1))
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=sees, dropout_p=dropout, scale=scale)
+        out = F.scaled_dot_product_attention(rows, k, call.v, attn_mask=sees, dropout_p=call.dropout, scale=call.scale)
         out = out.flatten(1, 2)[:, :, None]
         return out if pad is None else out.masked_fill(pad, 0)
 
-    def _read(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        dropout: float,
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        B, _, L, _ = q.shape
+    def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:
+        """filled: keys of a static layer that hold something, None: all of a growing one's."""
+        board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
+        forward = board.forward_of(call, self.cache, self.layer_idx)
+        q, k, v, L = call.q, call.k[:, :, :filled], call.v[:, :, :filled], call.q.shape[2]
         S = k.shape[2]
         # a sliding layer's mask covers the keys at hand only: both are counted from its end
-        num_columns = 0 if mask is None else mask.shape[-1]
-        keys = padding_of(mask, num_columns - S, B, S, self.layer_idx)
-        queries = keys if S == L else padding_of(mask, num_columns - L, B, L, self.layer_idx)
-        documents = documents_of(kwargs, B, L, self.layer_idx, plain=self.cache is None and keys is None)
+        num_columns = 0 if call.mask is None else call.mask[..., :filled].shape[-1]
+        keys = forward.padding(num_columns - S, S)
+        queries = keys if S == L else forward.padding(num_columns - L, L)
+        documents = forward.documents(plain=self.cache is None and call.mask is None)
         if documents is not None:
-            refuse_cached_documents(module, self.cache, int(self.seen))
+            refuse_cached_documents(call.module, self.cache, int(self.seen))
             parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
-            return torch.cat([self._band(a, b, c, a.shape[2], scale, dropout) for a, b, c in parts], dim=2)
+            return torch.cat([self._attend(call, a, b, c, a.shape[2]) for a, b, c in parts], dim=2)
         if keys is None:
-            return self._band(q, k, v, self.seen + L, scale, dropout)
+            return self._attend(call, q, k, v, self.seen + L)
         q = q if queries is None else queries.align(q)
-        # positions may start anywhere as long as queries and keys agree: count what is still at hand
-        out = self._band(q, keys.align(k), keys.align(v), keys.counts, scale, dropout)
+        # only distances matter to a stock layer: count positions from the first cached key
+        out = self._attend(call, q, keys.align(k), keys.align(v), keys.counts)
         return out if queries is None else queries.restore(out)
 
-    def _band(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | int, scale: float, dropout: float) -> Tensor:
+    def _attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | int) -> Tensor:
         spans = RuleSpans(self.rule, seen - q.shape[2], seen - k.shape[2])
         sources = (Source(k[:, :, :0], v[:, :, :0]), Source(k, v))
-        return attend(q, sources, spans, scale=scale, dropout_p=dropout)[0]
+        return attend(q, sources, spans, scale=call.scale, dropout_p=call.dropout)[0]

@@ -11,11 +11,12 @@ from condense.ops.api import (
 )
 from condense.ops.checks import resolve_backend, resolve_pooling, step_backend
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
-from condense.ops.types import POOLINGS, Pooling, StepSettings, StepState, SummarySpans
+from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummarySpans
 
 __all__ = [
     "POOLINGS",
     "ArraySpans",
+    "Chunks",
     "Hull",
     "Pooling",
     "RuleSpans",

@@ -18,7 +18,7 @@ from condense.ops.reference import pool as reference_pool
 from condense.ops.spans import Source, Spans
 from condense.ops.tensors.per_row import PerRow
 from condense.ops.tensors.right_aligned import chunks
-from condense.ops.tensors.sampling import sampled_queries
+from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import attend as torch_attend
 from condense.ops.torch import importance as torch_importance
 from condense.ops.torch import pool as torch_pool
@@ -138,14 +138,14 @@ def decode_step(
     scale: float,
     real: Tensor | None = None,
     represent: Represent,
-    prefix_bias: Tensor | None = None,
+    entry_bias: Tensor | None = None,
     latent: int = 0,
     backend: str,
 ) -> Tensor:
     """One token per row over a cache that changes in place; `condense.ops.types` says how.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
-    ``[B]``: rows whose token counts (None: all). ``represent``: `condense.methods.Method.represent`. prefix_bias
+    ``[B]``: rows whose token counts (None: all). ``represent``: `condense.Method.represent`. entry_bias
     ``[B|1, 1, M]``: instead of what the plan says of the entries' bias. latent: values are
     the first so many columns of the keys, Dv is 0 (absorbed MLA). ``backend``: what `step_backend` said.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
@@ -155,7 +155,7 @@ def decode_step(
 
         return triton_step.step(q, k, v, state, plan, scale=scale, real=real, latent=latent)
     return torch_step.step(
-        q, k, v, state, plan, scale=scale, real=real, represent=represent, prefix_bias=prefix_bias, latent=latent
+        q, k, v, state, plan, scale=scale, real=real, represent=represent, entry_bias=entry_bias, latent=latent
     )
 
 
@@ -181,28 +181,15 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
 
 
 @torch.no_grad()
-def importance(
-    q: Tensor,
-    k: Tensor,
-    tokens: Tensor,
-    *,
-    scale: float,
-    num_recent: int,
-    num_random: int,
-    seed: int,
-    backend: str = "auto",
-) -> Tensor:
+def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: str = "auto") -> Tensor:
     """Attention that each token gets, on average, from the sampled queries that may see it (DGA, Eq. 16 and 17).
 
-    q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows of ``tokens`` (int64 CPU ``[B]``) real tokens. Returns
+    q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows; sample: whose queries are asked. Returns
     ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
-    ``[B, K, L]`` float32 or wider; padding gets 0. Sampled are a row's newest ``num_recent`` queries and ``num_random``
-    others, drawn from seed and position alone. No gradients.
+    ``[B, K, L]`` float32 or wider; padding gets 0. No gradients.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
-    L = q.shape[2]
-    sample = sampled_queries(tokens, L, num_recent, num_random, seed, q.device)
-    match resolve_backend(backend, q.device, q.dtype, (q.shape[3],), num_queries=L):
+    match resolve_backend(backend, q.device, q.dtype, (q.shape[3],), num_queries=q.shape[2]):
         case "triton":
             from condense.ops.triton.importance import importance as compute
         case "reference":

@@ -1,7 +1,7 @@
 """The contract of one decode step: the state that it changes in place, and its fixed settings.
 
 A backend's ``step(q, k, v, state, plan, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also takes
-``represent`` and ``prefix_bias``, for methods whose plan does not tell how entries are made):
+``represent`` and ``entry_bias``, for methods whose plan does not tell how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
@@ -29,12 +29,34 @@ from torch import Tensor
 
 from condense.ops.spans import UniformRule
 from condense.ops.tensors.per_row import PerRow, as_rows, int_if_equal
+from condense.ops.tensors.right_aligned import chunks
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 
-# `condense.methods.Method.represent`
-Represent = Callable[..., tuple[Tensor, Tensor]]
+
+class Chunks(NamedTuple):
+    """G chunks of ``size`` tokens that stand one after another in the window, from column ``start`` on.
+
+    window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``; start >= 0 and first, the number of each row's first chunk:
+    an int, or int64 ``[B]`` where rows differ.
+    """
+
+    window_k: Tensor
+    window_v: Tensor
+    start: PerRow
+    num: int
+    size: int
+    first: PerRow
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, K, G, c, D]`` and values ``[B, K, G, c, Dv]``."""
+        k, v = (chunks(x, self.start, self.num, self.size) for x in (self.window_k, self.window_v))
+        return k, v
+
+
+# `condense.Method.represent`
+Represent = Callable[..., tuple[Tensor, ...]]
 
 
 class SummarySpans(NamedTuple):

@@ -5,7 +5,6 @@ Shapes: B rows, L columns, S sampled queries.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,23 +35,15 @@ class Sample(NamedTuple):
     num_later: Tensor
 
 
+@torch.inference_mode(False)
 def sampled_queries(
     tokens: Tensor, L: int, num_recent: int, num_random: int, seed: int, device: torch.device
 ) -> Sample:
     """The newest ``num_recent`` queries, and ``num_random`` of the others, whose places in the row alone decide.
 
-    tokens int64 CPU ``[B]``: real tokens per row of L. The layers of a model ask for the same: do not change it.
+    tokens int64 CPU ``[B]``: real tokens per row of L.
     """
-    return _sampled(tuple(tokens.tolist()), L, num_recent, num_random, seed, device)
-
-
-# a sample is tens of small operations, which host time would make dearer than the scores of short prompts
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)
-def _sampled(
-    tokens: tuple[int, ...], L: int, num_recent: int, num_random: int, seed: int, device: torch.device
-) -> Sample:
-    start = (L - torch.tensor(tokens)).to(device)[:, None]
+    start = (L - tokens).to(device)[:, None]
     recent = torch.arange(max(0, L - num_recent), L, device=device).expand(len(tokens), -1)
     column = torch.arange(L - recent.shape[1], device=device)
     lots = scramble(column - start, seed).masked_fill(column < start, -1)

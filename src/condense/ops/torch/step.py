@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import attend_block
-from condense.ops.types import Represent, StepSettings, StepState
+from condense.ops.types import Chunks, Represent, StepSettings, StepState
 
 
 def step(
@@ -26,13 +26,13 @@ def step(
     scale: float,
     real: Tensor | None = None,
     represent: Represent,
-    prefix_bias: Tensor | None = None,
+    entry_bias: Tensor | None = None,
     latent: int = 0,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.types`.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
-    prefix_bias float ``[B|1, 1, M]``: instead of what the plan says of the entries' bias.
+    entry_bias float ``[B|1, 1, M]``: instead of what the plan says of the entries' bias.
     latent: values are the first so many columns of the keys, 0: they are values of their own.
     """
     t = state.seen
@@ -44,7 +44,7 @@ def step(
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _append_entry(state, plan, t, seen, scale, represent)
-    out = _attend(q, state, plan, seen, alive, scale, prefix_bias, latent)
+    out = _attend(q, state, plan, seen, alive, scale, entry_bias, latent)
     state.seen.copy_(seen)
     return out
 
@@ -70,14 +70,8 @@ def _append_entry(
     first = state.prompt[:, 1] + chunk * rule.entries
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, plan.num_summary, rule.chunk)
-    new_k, new_v = represent(
-        _read(state.ring_k, chunk * rule.chunk, rule.chunk)[:, :, None],
-        _read(state.ring_v, chunk * rule.chunk, rule.chunk)[:, :, None],
-        summary,
-        first_chunk=chunk,
-        scale=scale,
-        backend="torch",
-    )
+    due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
+    new_k, new_v = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
     _write(state.entries_k, first, new_k, due)
     _write(state.entries_v, first, new_v, due)
 
@@ -123,7 +117,7 @@ def _attend(
     seen: Tensor,
     alive: Tensor,
     scale: float,
-    prefix_bias: Tensor | None,
+    entry_bias: Tensor | None,
     latent: int,
 ) -> Tensor:
     M, W = state.entries_k.shape[2], state.ring_k.shape[2]
@@ -136,8 +130,8 @@ def _attend(
         [torch.arange(M, device=q.device) < rep_end[:, None], (position >= raw_start[:, None]) & (position >= 0)], dim=1
     )
     empty = ~(alive & sees.any(1))[:, None, None, None]
-    if prefix_bias is None and plan.bias != 0.0:
-        prefix_bias = _bias(state, plan)
+    if entry_bias is None and plan.bias != 0.0:
+        entry_bias = _bias(state, plan)
     keys = torch.cat([state.entries_k, state.ring_k], dim=2)
     return attend_block(
         q,
@@ -145,6 +139,6 @@ def _attend(
         keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2),
         sees[:, None, None] | empty,
         empty,
-        prefix_bias,
+        entry_bias,
         scale=scale,
     )[0]

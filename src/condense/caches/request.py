@@ -1,0 +1,44 @@
+"""What growing and static condensed layers ask of their caller, and both refuse."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.plan import ForwardPlan
+
+
+class ReadRequest(NamedTuple):
+    """What a condensed model hands to a layer beside new keys and values.
+
+    q ``[B, H, L, D]``: queries of which summaries are made. scale: softmax scale. plan: which of the tokens are real.
+    trailing: slots at the end that are real in every row, before rows were aligned. latent_width: as in
+    `condense.Method.for_latents`, None for ordinary keys and values.
+    """
+
+    q: Tensor
+    scale: float
+    plan: ForwardPlan
+    trailing: int
+    latent_width: int | None = None
+
+
+def check_request(request: object) -> ReadRequest:
+    """The request that came with new tokens. Raises ValueError for a caller that is not a condensed model."""
+    if not isinstance(request, ReadRequest):
+        raise ValueError(
+            "this cache holds condensed layers, which only a condensed model can fill: call condense.apply(model, "
+            "...) on the model, or give the stock model a new cache"
+        )
+    return request
+
+
+def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
+    """Raise ValueError for tokens of another dtype than those that a layer holds."""
+    if new != held:
+        raise ValueError(
+            f"condensed cache: wanted {held}, for which it was made, got {new}; make a new cache, and use autocast in "
+            "all calls or in none"
+        )

@@ -1,0 +1,189 @@
+"""A whole prompt under DGA (Algorithms 1 and 2): which tokens are focal, the groups of the others, who sees what.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, E entries, N tokens in groups, G groups of g tokens, D and Dv
+widths. Rows are right-aligned: row b's tokens stand in the last ``tokens[b]`` columns. focal: bool ``[B, K, L]``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.methods.base import Context, Prompt, PromptPlan
+from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, group_scores, importance, pool
+from condense.ops.tensors.per_row import PerRow, int_if_equal, map_rows
+from condense.ops.tensors.sampling import Sample, scramble
+
+if TYPE_CHECKING:
+    from condense.methods.dga import DGA
+
+
+class FocalPrompt(NamedTuple):
+    """How `condense.DGA` with ``selection="prompt"`` reads a prompt: a `condense.methods.base.PromptReader`."""
+
+    method: DGA
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
+        """The paper's prefill (Algorithm 1): rank all tokens, keep the highest, group the others."""
+        method, B = self.method, k.shape[0]
+        tokens = plan.tokens(B)
+        num_focal = self.num_focal(tokens)
+        assert isinstance(num_focal, Tensor)
+        if torch.equal(num_focal, tokens):
+            return exact_prompt(k, v, tokens)
+        if method.focal == "random":
+            scores = self.lots(tokens, k)
+        else:
+            sample = plan.sample(B, method.num_recent, method.num_random, method.seed, q.device)
+            scores = self.ranking(q, k, sample, scale=scale, backend=backend)
+        focal = highest(scores, num_focal, tokens).expand(-1, k.shape[1], -1)
+        return self.grouped_around(focal, q, k, v, tokens, scale=scale, backend=backend)
+
+    def ranking(self, q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: str) -> Tensor:
+        """Attention that each token gets from the sampled queries (Eq. 16 and 17), ``[B, K, L]``; see `importance`."""
+        return importance(q, k, sample, scale=scale, backend=backend)
+
+    def lots(self, tokens: Tensor, k: Tensor) -> Tensor:
+        """A random number per token in place of a score, int64 ``[B, 1, L]``, drawn from its position and the seed."""
+        L = k.shape[2]
+        starts = (tokens - L).to(k.device, non_blocking=True)
+        return scramble(torch.arange(L, device=k.device) + starts[:, None], self.method.seed)[:, None]
+
+    def grouped_around(
+        self, focal: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, backend: str
+    ) -> Prompt:
+        """Whole prompts whose focal tokens are chosen, bool ``[B, K, L]``: the others in groups."""
+        method, num_focal = self.method, self.num_focal(tokens)
+        assert isinstance(num_focal, Tensor)
+        grouping = Grouping(
+            size=method.group_size,
+            weight_scale=scale if method.weight_scale is None else method.weight_scale,
+            complementary=method.complementary,
+            bias=math.log(method.group_size) if method.rep_bias == "log_size" else 0.0,
+        )
+        return focal_prompt(q, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend=backend)
+
+    def num_focal(self, tokens: PerRow) -> PerRow:
+        """Focal tokens of prompts of so many tokens: with them the rest fills its groups."""
+        method = self.method
+        focal = map_rows(lambda n: min(n, max(method.share(n), method.min_focal)), tokens)
+        return focal + (tokens - focal) % method.group_size
+
+    def num_entries(self, tokens: PerRow) -> PerRow:
+        """Focal tokens and groups."""
+        focal = self.num_focal(tokens)
+        return focal + (tokens - focal) // self.method.group_size
+
+
+class FocalTokens(NamedTuple):
+    """focal: bool ``[B, K, L]``; num_focal and tokens: int64 CPU ``[B]``, how many are focal, and real, in each row."""
+
+    focal: Tensor
+    num_focal: Tensor
+    tokens: Tensor
+
+
+class Grouping(NamedTuple):
+    """What becomes of the tokens that are not focal: groups of ``size``, weighed by scores times ``weight_scale``.
+
+    complementary: queries see the members of a group that is not complete yet; without, only themselves. bias: what is
+    added to the scaled score of a group.
+    """
+
+    size: int
+    weight_scale: float
+    complementary: bool
+    bias: float
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """``[..., n, D]``: vectors of x ``[..., L, D]`` by ``index`` ``[..., n]``."""
+    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
+
+
+def highest(scores: Tensor, num_focal: Tensor, tokens: Tensor) -> Tensor:
+    """The ``num_focal[b]`` tokens of each row with the highest scores >= 0 ``[B, K, L]``, ties to the earlier."""
+    first = torch.arange(scores.shape[2], device=scores.device) < _on(num_focal, scores.device)
+    scores = scores.masked_fill(~_real(tokens, scores.shape[2], scores.device), -1)
+    order = scores.argsort(stable=True, descending=True)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, order, first.expand_as(scores))
+
+
+def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
+    """All tokens focal: plain causal attention. The tokens are what stays."""
+    L = k.shape[2]
+    start = int_if_equal(tokens) - L
+    spans = RuleSpans(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
+
+    def kept() -> tuple[Tensor, Tensor]:
+        columns = _columns(_real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
+        return take(k.detach(), columns), take(v.detach(), columns)
+
+    return Prompt(Context((Source(k[:, :, :0], v[:, :, :0]), Source(k, v)), spans), kept)
+
+
+def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping: Grouping, *, backend: str) -> Prompt:
+    """Entries: focal tokens and groups by their last position. Window: the tokens that are in groups, in order.
+
+    Query t sees the entries that end at or before t, and of the window the members of the first group not complete at t
+    that are not after t: each token up to t once. Without complementary tokens, of those members only its own token.
+    """
+    g, K, L = grouping.size, k.shape[1], k.shape[2]
+    focal, num_focal, tokens = chosen
+    grouped = _real(tokens, L, k.device) & ~focal
+    focal_seen, grouped_seen = focal.cumsum(2), grouped.cumsum(2)
+    complete = grouped_seen // g
+    closing = grouped & (grouped_seen % g == 0)
+    first = complete * g if grouping.complementary else grouped_seen - (grouped & ~closing).long()
+    last_entry = focal_seen + complete
+    spans = ArraySpans((Span(torch.zeros_like(last_entry), last_entry), Span(first, grouped_seen)))
+
+    band = _columns(grouped, int((tokens - num_focal).max()))
+    window_k, window_v = take(k, band), take(v, band)
+    last = band[:, :, g - 1 :: g]
+    queries = take(q.unflatten(1, (K, -1)), last[:, :, None].expand(-1, -1, q.shape[1] // K, -1))
+    # rounded to the dtype of q, as every summary query; a shorter row's missing groups must not read its padding
+    absent = torch.arange(last.shape[2], device=k.device) >= _on((tokens - num_focal) // g, k.device)
+    summary = queries.mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    summary = summary.masked_fill(absent[..., None], 0)
+    members_k, members_v = (x.unflatten(2, (-1, g)) for x in (window_k, window_v))
+    scores = group_scores(summary, members_k, scale=grouping.weight_scale, backend=backend)
+    groups_k = pool(members_k, scores, how="weighted", backend=backend)
+    groups_v = pool(members_v, scores, how="weighted", backend=backend)
+
+    num_entries = num_focal + (tokens - num_focal) // g
+    ends = _columns(focal | closing, int(num_entries.max()))
+    is_group = closing.gather(2, ends)
+    number = (complete.gather(2, ends) - 1).clamp(min=0)
+    entries_k, entries_v = (
+        torch.where(is_group[..., None], take(groups, number), take(exact, ends))
+        for groups, exact in ((groups_k, k), (groups_v, v))
+    )
+    bias = is_group.double() * grouping.bias if grouping.bias else None
+
+    def kept() -> tuple[Tensor, Tensor]:
+        # seen whole by every later query: focal entries first, so that the bias needs no state
+        past_end = torch.arange(is_group.shape[2], device=k.device) >= _on(num_entries, k.device)
+        order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
+        return take(entries_k.detach(), order), take(entries_v.detach(), order)
+
+    return Prompt(Context((Source(entries_k, entries_v, bias), Source(window_k, window_v)), spans), kept)
+
+
+def _on(per_row: Tensor, device: torch.device) -> Tensor:
+    return per_row.to(device, non_blocking=True)[:, None, None]
+
+
+def _real(tokens: Tensor, L: int, device: torch.device) -> Tensor:
+    """Columns that hold a row's own tokens, bool ``[B, 1, L]``."""
+    return torch.arange(L, device=device) >= L - _on(tokens, device)
+
+
+def _columns(mask: Tensor, size: int) -> Tensor:
+    """The columns where mask ``[B, K, L]`` holds, in order: int64 ``[B, K, size]``, 0 past a row's last."""
+    place = (mask.cumsum(2) - 1).masked_fill(~mask, size)
+    column = torch.arange(mask.shape[2], device=mask.device).expand_as(place)
+    return place.new_zeros(*mask.shape[:2], size + 1).scatter_(2, place, column)[..., :size]

@@ -1,0 +1,94 @@
+"""What one layer keeps between calls, and how much of it a method needs.
+
+Shapes: B rows, K KV heads, M condensed entries, N tokens of the window, Q summary queries, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.methods import Method
+from condense.ops.tensors.per_row import PerRow, at_least, max_row
+
+# exact tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
+# assisted decoding proposes at once by default
+SLACK = 20
+
+
+class LayerState(NamedTuple):
+    """What one layer keeps between calls. The numbers are known on the host: no step waits for a GPU.
+
+    entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, then the
+    method's own tensors as `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v
+    ``[B, K, N, Dv]``: exact tokens, right-aligned. summary_q ``[B, K, Q, D]``: the newest summary queries, right-aligned. seen: real tokens per
+    row since its prompt; prompt_tokens: those of a prompt that was read at once before, whose entries come first. Both
+    are an int where the rows agree, else int64 CPU ``[B]``.
+    """
+
+    entries: tuple[Tensor, ...]
+    window_k: Tensor
+    window_v: Tensor
+    summary_q: Tensor
+    seen: PerRow
+    prompt_tokens: PerRow
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All but the numbers."""
+        return *self.entries, self.window_k, self.window_v, self.summary_q
+
+    def map(
+        self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
+    ) -> LayerState:
+        """The state with all tensors, and the numbers of rows, changed."""
+        return LayerState(
+            tuple(map(change, self.entries)),
+            change(self.window_k),
+            change(self.window_v),
+            change(self.summary_q),
+            change_number(self.seen),
+            change_number(self.prompt_tokens),
+        )
+
+
+def empty_state(k: Tensor, v: Tensor) -> LayerState:
+    """The state of rows that have seen nothing; k ``[B, K, L, D]`` and v give shapes, dtype and device."""
+    no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
+    return LayerState((no_k, no_v), no_k, no_v, no_k, 0, 0)
+
+
+def first_needed(method: Method, seen: PerRow) -> PerRow:
+    """Position of the earliest token that must still be at hand, exact, once ``seen`` tokens have been read."""
+    rule = method.layout.rule
+    return rule.closed(at_least(seen, 0)) * rule.chunk
+
+
+def prompt_entries(method: Method, prompt_tokens: PerRow) -> PerRow:
+    """Entries that stand for prompts of so many tokens that were read at once, both an int or int64 CPU ``[B]``."""
+    return prompt_tokens * 0 if method.prompt is None else method.prompt.num_entries(prompt_tokens)
+
+
+def num_entries(method: Method, seen: PerRow, prompt_tokens: PerRow = 0) -> PerRow:
+    """Condensed entries once ``seen`` tokens have been read after prompts of ``prompt_tokens`` tokens.
+
+    All three are an int or int64 CPU ``[B]``.
+    """
+    layout = method.layout
+    pooled = layout.rule.pooled(seen, layout.summary_delay)
+    return pooled * layout.rule.entries + prompt_entries(method, prompt_tokens)
+
+
+def most_entries(method: Method, tokens: int) -> int:
+    """The most condensed entries that a row of up to ``tokens`` tokens has, whatever part of them is its prompt."""
+    return max_row(num_entries(method, tokens)) if method.prompt is None else _most_after_prompts(method, tokens)
+
+
+@lru_cache(maxsize=64)  # once for all layers of a model
+def _most_after_prompts(method: Method, tokens: int) -> int:
+    prompts = torch.arange(tokens + 1)
+    return max_row(num_entries(method, tokens - prompts, prompts))
