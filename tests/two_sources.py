@@ -2,7 +2,7 @@
 
 import torch
 
-from condense.ops import ArraySpans, Source, Span
+from condense.ops import ArraySpans, Source, Span, attend
 
 
 def two_sources(entries_k, entries_v, window_k, window_v, bias=None):
@@ -18,3 +18,8 @@ def array_spans(last_entry, first, last):
 def as_arrays(spans, length, device=None):
     """The same spans, query by query."""
     return ArraySpans(tuple(spans.at(0, length, device or torch.device("cpu"))))
+
+
+def attend_to(context, q, **options):
+    """`condense.ops.attend` over a context, as all methods attend that have no way of their own."""
+    return attend(q, context.sources, context.spans, **options)

@@ -4,11 +4,11 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from two_sources import attend_to
 
 import condense
 from condense.bench import flex
 from condense.bench.problems import HeadShape, Setting, pooled
-from condense.functional import attend_to
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float64, torch.device("cpu"), 0)
 METHODS = {

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from two_sources import attend_to
 
 import condense
 from condense.bench import gate
 from condense.bench.problems import HeadShape, Setting, pooled
-from condense.functional import Context, attend_to, attention
+from condense.functional import attention
+from condense.methods import Context
 from condense.ops import Source
 
 METHODS = {

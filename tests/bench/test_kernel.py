@@ -6,7 +6,8 @@ import torch
 import condense
 from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, gate, tasks
 from condense.caches import StaticCondensedLayer
-from condense.methods import dga_prompt
+from condense.methods import Method, prompt
+from condense.methods.prompt import FocalPrompt
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float32, torch.device("cpu"), 0)
 METHODS = {"cca": condense.CCA(group_size=4, window=16), "window": condense.StreamingLLM(sink=2, window=16)}
@@ -83,28 +84,32 @@ def wrong_scores(self, *arguments, **options):
 
 
 def other_tokens(*arguments):
-    return dga_prompt.highest(*arguments).roll(1, -1)
+    return STOCK_HIGHEST(*arguments).roll(1, -1)
 
 
 def other_entries(self, *arguments, **options):
-    prompt = STOCK_GROUPS(self, *arguments, **options)
-    return prompt._replace(entries_v=prompt.entries_v.roll(1, 2)) if options["backend"] == "auto" else prompt
+    made = STOCK_GROUPS(self, *arguments, **options)
+    if options["backend"] != "auto":
+        return made
+    entries, window = made.context.sources
+    wrong = entries._replace(v=entries.v.roll(1, 2))
+    return made._replace(context=made.context._replace(sources=(wrong, window)))
 
 
-STOCK_RANKING, STOCK_GROUPS = condense.DGA.ranking, condense.DGA.grouped_around
+STOCK_RANKING, STOCK_GROUPS, STOCK_HIGHEST = FocalPrompt.ranking, FocalPrompt.grouped_around, prompt.highest
 
 
 @pytest.mark.parametrize(
     ("target", "wrong", "ops"),
     [
-        ("DGA.ranking", wrong_scores, {"importance", "pooling"}),
+        ("FocalPrompt.ranking", wrong_scores, {"importance", "pooling"}),
         # whoever ranks chooses: the layer is right about what was chosen
         ("highest", other_tokens, {"pooling"}),
-        ("DGA.grouped_around", other_entries, {"pooling", "layer"}),
+        ("FocalPrompt.grouped_around", other_entries, {"pooling", "layer"}),
     ],
 )
 def test_a_prompt_that_is_condensed_wrongly_is_not_timed(target, wrong, ops, monkeypatch):
-    monkeypatch.setattr(f"condense.methods.dga.{target}", wrong)
+    monkeypatch.setattr(f"condense.methods.prompt.{target}", wrong)
     _, content = run(methods={"prompt": PROMPT}, lengths=(64,), baselines=())
     assert {row["op"] for row in content["rows"] if row.get("error", "").startswith("wrong: ")} == ops
 
@@ -154,12 +159,14 @@ def test_what_needs_a_gpu_says_so(results):
 
 @pytest.mark.parametrize("op", ["forward", "backward", "decode"])
 def test_wrong_attention_is_not_timed(op, monkeypatch):
-    def wrong(sources, q, **options):
-        out, lse = condense.functional.attend_to(sources, q, **options)
+    attend = Method.attend
+
+    def wrong(*args, **options):
+        out, lse = attend(*args, **options)
         return out * 1.01, lse
 
     step = StaticCondensedLayer.step
-    monkeypatch.setattr(tasks, "attend_to", wrong)
+    monkeypatch.setattr(Method, "attend", wrong)
     monkeypatch.setattr(StaticCondensedLayer, "step", lambda *args, **options: step(*args, **options) * 1.01)
     _, content = run(ops=(op,), lengths=(64,), baselines=())
     for row in content["rows"]:
@@ -180,13 +187,15 @@ def test_wrong_pooling_is_not_timed(monkeypatch):
 
 
 def test_an_end_that_is_wrong_fails_a_long_problem_only(monkeypatch):
-    def wrong(sources, q, **options):
-        out, lse = condense.functional.attend_to(sources, q, **options)
+    attend = Method.attend
+
+    def wrong(*args, **options):
+        out, lse = attend(*args, **options)
         if out.shape[2] > 64:
             out[:, :, -1] = 0
         return out, lse
 
-    monkeypatch.setattr(tasks, "attend_to", wrong)
+    monkeypatch.setattr(Method, "attend", wrong)
     _, content = run(ops=("forward",), baselines=(), methods={"cca": METHODS["cca"]})
     assert ["error" in row for row in content["rows"]] == [False, True]
 

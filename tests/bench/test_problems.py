@@ -89,8 +89,8 @@ def test_a_step_is_over_the_cache_that_the_method_keeps(method):
     q, sources = SETTING.step(method, 37, draw=0)
     k, v = SETTING.normal(2, 38, 8, draw=1), SETTING.normal(2, 38, 6, draw=2)
     cache = condense.caches.CondensedLayer(method)
-    cache.update(k[:, :, :-1], v[:, :, :-1], query_states=SETTING.normal(4, 37, 8, draw=0), scale=1.0)
-    real, _ = cache.update(k[:, :, -1:], v[:, :, -1:], query_states=q, scale=1.0)
+    cache.read(k[:, :, :-1], v[:, :, :-1], condense.caches.read_request(SETTING.normal(4, 37, 8, draw=0), scale=1.0))
+    real = cache.read(k[:, :, -1:], v[:, :, -1:], condense.caches.read_request(q, scale=1.0))
     assert [x.shape for x in sources.tensors] == [x.shape for x in real.tensors]
     assert sources.spans.hulls([(0, 1)]) == real.spans.hulls([(0, 1)])
     assert step_bytes(q, sources) == 4 * (

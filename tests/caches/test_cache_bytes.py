@@ -93,7 +93,7 @@ def test_bytes_after_crop_and_row_changes():
     assert condense.cache_nbytes(cache) == 0
 
 
-STATIC = {name: method for name, method in METHODS.items() if not method.reads_prompt}
+STATIC = {name: method for name, method in METHODS.items() if method.prompt is None}
 
 
 @pytest.mark.parametrize("method", STATIC.values(), ids=STATIC.keys())
@@ -101,12 +101,12 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
     model = condense.apply(_model("llama", torch.float32), method)
     cache = StaticCache(model.config, max_cache_len=4096)
     g, focal = method.group_size, math.ceil(Fraction(str(getattr(method, "gamma", 0))) * method.group_size)
-    entries = (focal + 1) * ((4096 - method.summary_delay) // (g + focal)) + method.window + g + focal
+    entries = (focal + 1) * ((4096 - method.layout.summary_delay) // (g + focal)) + method.window + g + focal
     for L in (20, 1, 300):
         with torch.no_grad():
             model(tiny.tokens(1, L), past_key_values=cache)
         # two layers of two heads of width 8 in float32, and five numbers each: two counters, three of a prompt
-        assert condense.cache_nbytes(cache) == 2 * (2 * (2 * entries + method.num_summary) * 8 * 4 + 5 * 8)
+        assert condense.cache_nbytes(cache) == 2 * (2 * (2 * entries + method.layout.num_summary) * 8 * 4 + 5 * 8)
 
 
 def test_bytes_of_a_stock_cache():

@@ -9,10 +9,11 @@ import pytest
 import torch
 from models import tiny
 from torch.testing import assert_close
+from two_sources import attend_to
 
 import condense
-from condense.caches import CondensedLayer
-from condense.functional import SLACK, attend_to
+from condense.caches import CondensedLayer, read_request
+from condense.state import SLACK
 
 METHODS = tiny.METHODS | {
     "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9)
@@ -34,8 +35,8 @@ def _qkv(L, seed=0, B=B):
 def _read(layer, qkv, counts=None, **kwargs):
     """Outputs ``[B, H, L, D]`` of new tokens."""
     q, k, v = qkv
-    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts, **kwargs)
-    return attend_to(sources, q, scale=SCALE)[0]
+    request = read_request(q, scale=SCALE, counts=counts)._replace(**kwargs)
+    return attend_to(layer.read(k, v, request), q, scale=SCALE)[0]
 
 
 def _part(qkv, start, stop):
@@ -56,7 +57,7 @@ def _filled(method, qkv):
 
 def test_crop_is_exact_for_every_count_at_every_boundary(method):
     other = _qkv(12, seed=9)
-    for length in range(35, 35 + method.rule.chunk):
+    for length in range(35, 35 + method.layout.rule.chunk):
         qkv = _qkv(length)
         filled = _filled(method, qkv)
         for count in range(1, SLACK + 1):
@@ -93,14 +94,14 @@ def test_crop_beyond_the_slack_changes_nothing():
     qkv, other = _qkv(60), _qkv(5, seed=9)
     for method in (tiny.CCA, tiny.STREAMING_6, tiny.METHODS["streaming-llm"]):
         layer = _filled(method, qkv)
-        past, length = layer.past, layer.get_seq_length()
+        past, length = layer.state, layer.get_seq_length()
         with pytest.raises(ValueError, match="propose fewer tokens"):
             layer.crop(-50)
         with pytest.raises(ValueError, match="more than the 60 seen"):
             layer.crop(-61)
         with pytest.raises(ValueError, match="tokens_to_remove must be <= 0, got 3"):
             layer.crop(3)
-        assert layer.past is past
+        assert layer.state is past
         assert layer.get_seq_length() == length
         assert_close(_read(layer, other), _full(method, qkv, other)[:, :, -5:], rtol=0, atol=1e-12)
 
@@ -109,9 +110,9 @@ def test_crop_of_nothing():
     layer = CondensedLayer(tiny.CCA)
     layer.crop(-3)
     _read(layer, _qkv(20))
-    past = layer.past
+    past = layer.state
     layer.crop(0)
-    assert layer.past is past
+    assert layer.state is past
     layer.crop(-torch.tensor(3))  # as transformers 5.17 passes it
     assert layer.get_seq_length() == 17
     assert isinstance(layer.get_seq_length(), int)
@@ -125,10 +126,10 @@ PADDED = {"left": ([2, 9], 2, 2), "left-all-real-before": ([9, 9], 9, 15), "righ
 def test_crop_stops_at_padding(counts, trailing, allowed):
     layer = _filled(tiny.CCA, _qkv(6))
     _read(layer, _qkv(9, seed=1), torch.tensor(counts), trailing=trailing)
-    past = layer.past
+    past = layer.state
     with pytest.raises(ValueError, match="include padding"):
         layer.crop(-allowed - 1)
-    assert layer.past is past
+    assert layer.state is past
     layer.crop(-allowed)
     assert layer.get_seq_length() == 15 - allowed
 
@@ -166,7 +167,7 @@ def test_rows_of_an_empty_layer():
     layer = CondensedLayer(tiny.CCA)
     for change, _ in CHANGES.values():
         change(layer)
-    assert layer.past is None
+    assert layer.state is None
     assert layer.keys is None
     assert layer.values is None
 
@@ -191,10 +192,10 @@ def test_contract():
 
 def test_update_by_a_stock_model_is_refused_and_changes_nothing():
     layer = _filled(tiny.CCA, _qkv(20))
-    past = layer.past
+    past = layer.state
     with pytest.raises(ValueError, match="fill: call condense"):
         layer.update(*_qkv(3)[1:])
-    assert layer.past is past
+    assert layer.state is past
     assert layer.get_seq_length() == 20
 
 
@@ -202,4 +203,4 @@ def test_a_layer_keeps_no_graph():
     qkv = [x.requires_grad_() for x in _qkv(30)]
     layer = CondensedLayer(tiny.STREAMING_6)
     assert _read(layer, qkv).requires_grad
-    assert not any(x.requires_grad for x in layer.past.tensors)
+    assert not any(x.requires_grad for x in layer.state.tensors)

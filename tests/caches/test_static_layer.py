@@ -11,11 +11,12 @@ import torch
 from models import tiny
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_sources import attend_to
 
 import condense
-from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.functional import attend_to, most_entries, num_entries
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.ops.tensors.per_row import as_rows
+from condense.state import most_entries, num_entries
 
 METHODS = tiny.METHODS | {
     "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
@@ -49,16 +50,15 @@ def _read(layer, qkv, counts=None):
     q, k, v = qkv
     if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1 and not layer.awaits_prompt:
         return layer.step(q, k, v, scale=SCALE, real=None if counts is None else counts > 0)
-    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts)
-    return attend_to(sources, q, scale=SCALE)[0]
+    return attend_to(layer.read(k, v, read_request(q, scale=SCALE, counts=counts)), q, scale=SCALE)[0]
 
 
 def _snapshot(layer):
-    return [x.clone() for x in (*layer.state, layer.num_slots)]
+    return [x.clone() for x in (*layer.buffers, layer.num_slots)]
 
 
 def _unchanged(layer, snapshot):
-    return all(torch.equal(x, y) for x, y in zip((*layer.state, layer.num_slots), snapshot, strict=True))
+    return all(torch.equal(x, y) for x, y in zip((*layer.buffers, layer.num_slots), snapshot, strict=True))
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
@@ -68,15 +68,15 @@ def test_300_steps_and_chunks_equal_the_growing_layer(method, ragged):
     for seed, L in enumerate((9, *[1] * 60, 30, 1, 2, *[1] * 180, 17, *[1] * 60)):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
         qkv = _qkv(L, seed)
-        addresses = None if static.state is None else [x.data_ptr() for x in static.state]
+        addresses = None if static.buffers is None else [x.data_ptr() for x in static.buffers]
         got, want = _read(static, qkv, counts), _read(growing, qkv, counts)
         for row in range(B):
             n = L if counts is None else int(counts[row])
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
-        assert static.state.seen.tolist() == as_rows(growing.past.seen, B).tolist()
-        assert static.state.prompt[:, 0].tolist() == as_rows(growing.past.origin, B).tolist()
+        assert static.buffers.seen.tolist() == as_rows(growing.state.seen, B).tolist()
+        assert static.buffers.prompt[:, 0].tolist() == as_rows(growing.state.prompt_tokens, B).tolist()
         assert int(static.get_seq_length()) == static.count_slots() == growing.get_seq_length()
-        assert addresses is None or [x.data_ptr() for x in static.state] == addresses
+        assert addresses is None or [x.data_ptr() for x in static.buffers] == addresses
 
 
 def test_entries_after_chunks_are_those_of_the_growing_layer(method):
@@ -85,8 +85,10 @@ def test_entries_after_chunks_are_those_of_the_growing_layer(method):
     for qkv, n in ((_qkv(33), counts), (_qkv(1, 1), None), (_qkv(12, 2), torch.tensor([12, 0, 5])), (_qkv(1, 3), None)):
         _read(static, qkv, n)
         _read(growing, qkv, n)
-    for row, made in enumerate(as_rows(num_entries(method, *growing.past[5:]), B).tolist()):
-        for mine, theirs in zip(static.state[:2], growing.past[:2], strict=True):
+    for row, made in enumerate(
+        as_rows(num_entries(method, growing.state.seen, growing.state.prompt_tokens), B).tolist()
+    ):
+        for mine, theirs in zip(static.buffers[:2], growing.state.entries, strict=True):
             assert_close(mine[row, :, :made], theirs[row, :, :made], rtol=0, atol=1e-14)
 
 
@@ -96,10 +98,10 @@ def test_reorder_is_in_place(method):
     for layer in (static, growing):
         layer.reorder_cache(torch.tensor([2, 1, 0]))  # nothing there yet
         _read(layer, _qkv(33), counts)
-    addresses = [x.data_ptr() for x in static.state]
+    addresses = [x.data_ptr() for x in static.buffers]
     for layer in (static, growing):
         layer.reorder_cache(torch.tensor([2, 0, 0]))
-    assert [x.data_ptr() for x in static.state] == addresses
+    assert [x.data_ptr() for x in static.buffers] == addresses
     for i in range(20):
         assert_close(_read(static, _qkv(1, i)), _read(growing, _qkv(1, i)), **EXACT)
 
@@ -108,16 +110,16 @@ def test_reset_is_in_place(method):
     layer = StaticCondensedLayer(method, LENGTH)
     layer.reset()
     _read(layer, _qkv(33))
-    addresses = [x.data_ptr() for x in (*layer.state, layer.num_slots)]
+    addresses = [x.data_ptr() for x in (*layer.buffers, layer.num_slots)]
     layer.reset()
     assert int(layer.get_seq_length()) == 0
-    assert not any(bool(x.any()) for x in layer.state)
-    assert layer.awaits_prompt == method.reads_prompt
+    assert not any(bool(x.any()) for x in layer.buffers)
+    assert layer.awaits_prompt == (method.prompt is not None)
     fresh = StaticCondensedLayer(method, LENGTH)
-    fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.state.entries_k.shape[2])
+    fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.buffers.entries_k.shape[2])
     for L in (21, 1, 1, 5):
         assert torch.equal(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)))
-    assert [x.data_ptr() for x in (*layer.state, layer.num_slots)] == addresses
+    assert [x.data_ptr() for x in (*layer.buffers, layer.num_slots)] == addresses
 
 
 class Reads(TorchDispatchMode):
@@ -131,7 +133,7 @@ class Reads(TorchDispatchMode):
 
 
 # a selection looks at how many tokens each row chooses, on the host
-@pytest.mark.parametrize("method", [method for method in METHODS.values() if not method.reads_prompt], ids=str)
+@pytest.mark.parametrize("method", [method for method in METHODS.values() if method.prompt is None], ids=str)
 def test_the_host_looks_at_nothing_for_a_prompt_and_eager_steps(method):
     layer = StaticCondensedLayer(method, LENGTH)
     for _ in range(2):
@@ -167,16 +169,16 @@ def test_the_first_tokens_may_come_one_by_one(method):
     qkv = _qkv(40)
     got = torch.cat([_read(layer, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     # token by token there is no prompt to look ahead in
-    if method.reads_prompt:  # nothing but the first
+    if method.prompt is not None:  # nothing but the first
         growing = CondensedLayer(method)
         want = torch.cat([_read(growing, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     else:
-        streaming = method.replace(summary="streaming") if method.looks_ahead else method
+        streaming = method.replace(summary="streaming") if method.layout.lookahead else method
         want = condense.attention(*qkv, method=streaming, scale=SCALE)
     assert_close(got, want, **EXACT)
 
 
-SELECTIONS = {name: method for name, method in METHODS.items() if method.reads_prompt}
+SELECTIONS = {name: method for name, method in METHODS.items() if method.prompt is not None}
 
 
 @pytest.mark.parametrize("method", SELECTIONS.values(), ids=SELECTIONS)
@@ -185,7 +187,7 @@ def test_prompts_of_any_length_follow_one_another_at_the_same_addresses(method):
     layer = StaticCondensedLayer(method, 90)
     layer.skip_prompt()
     _read(layer, _qkv(1))
-    addresses = [x.data_ptr() for x in (*layer.state, layer.num_slots)]
+    addresses = [x.data_ptr() for x in (*layer.buffers, layer.num_slots)]
     for L, counts in ((90, None), (1, None), (3, (0, 3, 1)), (70, (70, 11, 5)), (25, (25, 24, 2))):
         layer.reset()
         growing = CondensedLayer(method)
@@ -194,7 +196,7 @@ def test_prompts_of_any_length_follow_one_another_at_the_same_addresses(method):
             got, want = _read(layer, qkv, n), _read(growing, qkv, n)
         if L < 90:
             assert_close(got, want, **EXACT)
-        assert [x.data_ptr() for x in (*layer.state, layer.num_slots)] == addresses
+        assert [x.data_ptr() for x in (*layer.buffers, layer.num_slots)] == addresses
 
 
 @pytest.mark.parametrize("method", SELECTIONS.values(), ids=SELECTIONS)
@@ -202,17 +204,17 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
     layer = StaticCondensedLayer(method, 90)
     _read(layer, _qkv(40), torch.tensor([40, 33, 27]))
     rooms = {n: num_entries(method, 50, n) for n in (40, 33, 27)}
-    assert layer.state.entries_k.shape[2] == max(rooms.values())
+    assert layer.buffers.entries_k.shape[2] == max(rooms.values())
     for i in range(50):
         _read(layer, _qkv(1, i))
-    before = layer.state
+    before = layer.buffers
     layer.reset()
     growing = CondensedLayer(method)
     for qkv in (_qkv(80), *(_qkv(1, i) for i in range(10))):  # a prompt that leaves more: only its prefix moves
         got, want = _read(layer, qkv), _read(growing, qkv)
     assert_close(got, want, **EXACT)
-    assert all(x is y for x, y in zip(before[2:], layer.state[2:], strict=True))
-    assert layer.state.entries_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
+    assert all(x is y for x, y in zip(before[2:], layer.buffers[2:], strict=True))
+    assert layer.buffers.entries_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
 
 
 def test_contract():
@@ -241,7 +243,7 @@ def test_gradients_reach_new_tokens_and_no_graph_is_kept():
     qkv = [x.requires_grad_() for x in _qkv(30)]
     _read(layer, qkv).sum().backward()
     assert all(x.grad is not None for x in qkv)
-    assert not any(x.requires_grad for x in layer.state)
+    assert not any(x.requires_grad for x in layer.buffers)
 
 
 REFUSED = {
@@ -310,7 +312,7 @@ def test_a_method_with_a_list_among_its_settings():
 def _nbytes(method, length):
     layer = StaticCondensedLayer(method, length)
     layer.lazy_initialization(*[torch.zeros(1, 1, 0, 8)] * 2)
-    return sum(x.untyped_storage().nbytes() for x in (*layer.state, layer.num_slots))
+    return sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
 
 
 def _dense_nbytes(length):
@@ -332,7 +334,7 @@ def test_entries_after_a_prompts_selection(prompt, length):
     layer = StaticCondensedLayer(method, length)
     needed = num_entries(method, length - prompt, prompt)
     layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, capacity=needed)
-    assert sum(x.shape[2] for x in (layer.state.entries_k, layer.state.ring_k)) <= 1.02 * wanted
+    assert sum(x.shape[2] for x in (layer.buffers.entries_k, layer.buffers.ring_k)) <= 1.02 * wanted
     streaming = num_entries(method.replace(selection="streaming"), length)
     assert needed <= most_entries(method, length) <= streaming + (1024 + 16) * (1 - 3 / 18) + 3
 

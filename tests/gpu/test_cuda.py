@@ -5,9 +5,10 @@ import pytest
 import torch
 from budget import DTYPES, METHODS, SHAPES, band, errors, inputs_for
 from models import tiny
+from two_sources import attend_to
 
 import condense
-from condense.functional import attend_to, extend
+from condense.functional import extend
 
 STREAMING = condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size")
 

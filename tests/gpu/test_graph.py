@@ -125,5 +125,5 @@ def test_a_graph_leaves_the_state_where_the_prompt_left_it():
     decoder.prefill(ids)
     assert [int(layer.num_slots) for layer in decoder.cache.layers] == [90] * tiny.NUM_LAYERS
     decoder.step(ids[:, 0])
-    assert [layer.state.seen.tolist() for layer in decoder.cache.layers] == [[91]] * tiny.NUM_LAYERS
+    assert [layer.buffers.seen.tolist() for layer in decoder.cache.layers] == [[91]] * tiny.NUM_LAYERS
     assert int(decoder._positions) == 91

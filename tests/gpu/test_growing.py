@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from triton_kernels.test_growing_layer import Counting
 
 import condense
-from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.functional import SLACK
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.state import SLACK
 
 METHODS = {
     "cca": condense.CCA(group_size=16, window=64),
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_the_static_cache(method):
     ids, mask = _padded()
     growing = _greedy(model, ids, mask)
     static = _greedy(model, ids, mask, cache_implementation="static")
-    assert all(layer._steps is not None for layer in growing.past_key_values.layers)
+    assert all(layer._ring is not None for layer in growing.past_key_values.layers)
     assert {layer.backend for layer in static.past_key_values.layers} == {"triton"}
     _agree(growing, static, 1e-3)
 
@@ -69,7 +69,7 @@ def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):
     q, k, v = (x.cuda() for x in oracle.random_qkv(2, 8, 2, 300, 128, 128, dtype=torch.bfloat16))
     growing, static = CondensedLayer(method), StaticCondensedLayer(method, 300)
     for layer in (growing, static):
-        layer.update(k[:, :, :100], v[:, :, :100], query_states=q[:, :, :100], scale=0.1)
+        layer.read(k[:, :, :100], v[:, :, :100], read_request(q[:, :, :100], scale=0.1))
     for t in range(100, 300):
         now = [x[:, :, t : t + 1] for x in (q, k, v)]
         got, want = (layer.step(*now, scale=0.1).float() for layer in (growing, static))
@@ -85,7 +85,7 @@ def test_tokens_on_latents_are_those_of_the_static_cache(name):
     model = _model(METHODS["cca"], name=name)
     ids, mask = _padded()
     growing, static = (_greedy(model, ids, mask, **kind) for kind in ({}, {"cache_implementation": "static"}))
-    assert all(layer._steps is not None for layer in growing.past_key_values.layers)
+    assert all(layer._ring is not None for layer in growing.past_key_values.layers)
     _agree(growing, static, 1e-3)
 
 
@@ -118,7 +118,7 @@ def test_tokens_taken_back(name):
                 tiny.in_chunks(model, other[:, i : i + 1], (1,), cache)
             cache.crop(-SLACK)
         parts.append(tiny.in_chunks(model, ids[:, start : start + 20], (1,) * 20, cache))
-    assert all(layer._steps is not None for layer in cache.layers)
+    assert all(layer._ring is not None for layer in cache.layers)
     assert float((torch.cat(parts, 1) - want).abs().max()) <= 1e-3 * float(want.abs().max())
 
 

@@ -63,4 +63,4 @@ def test_what_uses_the_whole_prompt_does_look_ahead(backend, method):
     q[:, :, -1] *= -5
     after = condense.attention(q, k, v, method=method, backend=backend)
     assert not torch.equal(before[:, :, 20:-1], after[:, :, 20:-1])
-    assert method.looks_ahead
+    assert method.layout.lookahead

@@ -12,13 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.test_counting import dense, weights
+from two_sources import attend_to
 
 import condense
 from condense import DGA
-from condense.functional import Context, attend_to, extend
-from condense.methods.dga_prompt import focal_prompt
-from condense.ops import importance
+from condense.functional import extend
+from condense.methods.prompt import FocalTokens, Grouping, focal_prompt
+from condense.ops import Chunks, importance
+from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import importance as torch_importance
+from condense.plan import ForwardPlan
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
@@ -63,13 +66,11 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
         focal[b, h, order[: int(num_focal[b])]] = True
     q, k, _ = oracle.random_qkv(2, 4, K, L, 3, 1)
     v = torch.eye(L, dtype=torch.float64).expand(2, K, L, L)
-    prompt = focal_prompt(
-        q * 0, k, v, focal, num_focal, tokens,
-        group_size=g, weight_scale=0.3, complementary=True, group_bias=math.log(g), backend="torch",
-    )  # fmt: skip
-    for x in (y for span in prompt.spans.spans for y in span):
+    grouping = Grouping(size=g, weight_scale=0.3, complementary=True, bias=math.log(g))
+    prompt = focal_prompt(q * 0, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend="torch")
+    for x in (y for span in prompt.context.spans.spans for y in span):
         assert bool((x.diff(dim=-1) >= 0).all())
-    out, _ = attend_to(Context(prompt.sources, prompt.spans), q * 0, scale=1.0)
+    out, _ = attend_to(prompt.context, q * 0, scale=1.0)
     for b, n in enumerate(tokens.tolist()):
         torch.testing.assert_close(out[b, :, L - n :, L - n :], once(n).expand(4, n, n), **EXACT)
         assert bool((out[b, :, :, : L - n] == 0).all())
@@ -119,16 +120,16 @@ def test_all_focal_is_dense(backend, method):
     torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
     sources, past = extend(method.replace(allow_future=True), None, k, v, q, scale=0.5)
     assert sources.spans.is_causal(41, 41)
-    assert past.entries_k.shape[2] == 41
-    assert torch.equal(past.entries_k, k)
-    assert past.entries_k.data_ptr() != k.data_ptr()
+    assert past.entries[0].shape[2] == 41
+    assert torch.equal(past.entries[0], k)
+    assert past.entries[0].data_ptr() != k.data_ptr()
 
 
 @pytest.mark.parametrize(("gamma", "window"), [(0, 0), (0.3, 1), (1, 5)])
 def test_before_the_first_chunk_closes_it_is_dense(backend, gamma, window):
     method = DGA(group_size=4, gamma=gamma, window=window)
     q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
-    first = method.rule.chunk + window - 1
+    first = method.layout.rule.chunk + window - 1
     got = condense.attention(q, k, v, method=method, backend=backend)
     torch.testing.assert_close(got[:, :, :first], dense(q, k, v)[:, :, :first], **EXACT)
     assert not torch.allclose(got[:, :, first], dense(q, k, v)[:, :, first])
@@ -148,14 +149,14 @@ def test_no_focal_tokens_is_cca_with_the_same_window(backend):
 def chunk(method, k, summary):
     """Entries ``[p, D]`` of one chunk with keys ``[c, D]``; values are the one-hot places."""
     v = torch.eye(len(k), dtype=torch.float64)
-    one = [x[None, None, None] for x in (k, v, summary)]
-    entries = method.represent(*one, first_chunk=FIRST, scale=1.0, backend="torch")
+    one = Chunks(k[None, None], v[None, None], 0, 1, len(k), FIRST)
+    entries = method.represent(one, summary[None, None, None], scale=1.0, backend="torch")
     return [x[0, 0] for x in entries]
 
 
 def test_focal_tokens_are_the_best_in_order_of_position_and_ties_go_to_the_earlier():
     method, summary = DGA(group_size=3, gamma=1), torch.ones(1, dtype=torch.float64)
-    assert method.rule.chunk == 6
+    assert method.layout.rule.chunk == 6
     for scores, focal in (
         ([0.0, 5, 1, 9, 2, 3], [1, 3, 5]),
         ([1.0, 2, 2, 2, 2, 1], [1, 2, 3]),
@@ -173,15 +174,15 @@ def test_focal_tokens_are_the_best_in_order_of_position_and_ties_go_to_the_earli
 
 def test_gamma_means_what_is_written():
     # in floating point 0.55 * 100 is above 55 and 0.07 * 100 above 7
-    assert DGA(group_size=100, gamma=0.55).rule.chunk == 155
-    assert DGA(group_size=100, gamma=0.07).rule.chunk == 107
-    assert DGA(group_size=16).rule == condense.ops.UniformRule(chunk=18, window=1, entries=3)
-    assert DGA(gamma=0).rule.entries == 1
-    assert DGA(gamma=1).rule.chunk == 32
+    assert DGA(group_size=100, gamma=0.55).layout.rule.chunk == 155
+    assert DGA(group_size=100, gamma=0.07).layout.rule.chunk == 107
+    assert DGA(group_size=16).layout.rule == condense.ops.UniformRule(chunk=18, window=1, entries=3)
+    assert DGA(gamma=0).layout.rule.entries == 1
+    assert DGA(gamma=1).layout.rule.chunk == 32
     lengths = torch.tensor([0, 1, 7, 100, 101, 1000])
-    method = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt")
-    assert method.num_focal_of_prompt(lengths).tolist() == [0, 1, 3, 8, 9, 72]
-    assert method.prompt_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
+    reader = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt").prompt
+    assert reader.num_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
+    assert reader.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
 
 
 @pytest.mark.parametrize("selection", ["streaming", "prompt"])
@@ -194,9 +195,11 @@ def test_random_focal_tokens_are_alike_in_rows_and_heads_and_change_with_the_see
         """Weights ``[entries, tokens]`` of the tokens in each entry, with equal weights inside a group."""
         padded = [torch.cat([x.new_zeros(*x.shape[:2], pads, x.shape[3]), x], 2) for x in (q * 0, k, v)]
         counts = torch.full((3,), 48)
-        _, past = extend(method.replace(seed=seed), None, *padded[1:], padded[0], scale=1.0, counts=counts)
-        assert torch.equal(past.entries_v, past.entries_v[:1, :1].expand_as(past.entries_v))
-        return past.entries_v[0, 0]
+        _, past = extend(
+            method.replace(seed=seed), None, *padded[1:], padded[0], scale=1.0, plan=ForwardPlan(48 + pads, counts)
+        )
+        assert torch.equal(past.entries[1], past.entries[1][:1, :1].expand_as(past.entries[1]))
+        return past.entries[1][0, 0]
 
     got = entries(0)
     assert torch.equal(got, entries(0))
@@ -215,9 +218,9 @@ def test_importance_finds_what_the_queries_look_at():
     k[:, :, needles, 0] = 20
     q[..., 0] = 2
     _, past = extend(SELECT.replace(gamma=0.1), None, k, v, q, scale=8**-0.5)
-    assert past.entries_k.shape[2] == 20 + 45
+    assert past.entries[0].shape[2] == 20 + 45
     for head in range(2):
-        assert torch.equal(past.entries_k[0, head, past.entries_k[0, head, :, 0] == 20], k[0, head, needles])
+        assert torch.equal(past.entries[0][0, head, past.entries[0][0, head, :, 0] == 20], k[0, head, needles])
 
 
 @pytest.mark.parametrize("block", [1, 1000, 1 << 24])
@@ -228,7 +231,8 @@ def test_importance_is_the_papers(backend, monkeypatch, block, recent, random):
     q, k, _ = oracle.random_qkv(3, 4, 2, L, 3, 1)
     method = DGA(selection="prompt", num_recent=recent, num_random=random, seed=9)
     tokens = L - torch.tensor(pads)
-    got = importance(q, k, tokens, scale=0.7, num_recent=recent, num_random=random, seed=9, backend=backend)
+    sample = sampled_queries(tokens, q.shape[2], recent, random, 9, q.device)
+    got = importance(q, k, sample, scale=0.7, backend=backend)
     for b, n in enumerate(tokens.tolist()):
         assert bool((got[b, :, : L - n] == 0).all())
         for h in range(2):
@@ -243,7 +247,7 @@ def test_importance_ties_are_exact_and_go_to_the_earlier():
     q, _, _ = oracle.random_qkv(1, 2, 1, 37, 3, 1)
     v = torch.eye(37, dtype=torch.float64)[None, None]
     _, past = extend(method, None, torch.ones(1, 1, 37, 3).double(), v, q, scale=1.0)
-    assert past.entries_v[0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
+    assert past.entries[1][0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["select-random", "select-not-complementary"])

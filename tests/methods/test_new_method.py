@@ -10,11 +10,11 @@ from methods import test_parity as parity
 
 import condense
 from condense import config
-from condense.caches import StaticCondensedLayer
-from condense.functional import attend_to
+from condense.caches import StaticCondensedLayer, read_request
+from condense.methods import Layout
 from condense.ops import UniformRule
 
-SIZE, WINDOW, LAG = 5, 7, 3
+SIZE, WINDOW, DELAY = 5, 7, 3
 
 
 @pytest.fixture(scope="module")
@@ -27,25 +27,16 @@ def method():
         strength: float = 0.5
 
         @property
-        def rule(self):
-            return UniformRule(chunk=SIZE, window=WINDOW, entries=2)
+        def layout(self):
+            rule = UniformRule(chunk=SIZE, window=WINDOW, entries=2)
+            return Layout(rule, summary_delay=DELAY, num_summary=2, bias=(1.5, 0.0))
 
-        @property
-        def summary_delay(self):
-            return LAG
-
-        @property
-        def num_summary(self):
-            return 2
-
-        def represent(self, k, v, summary, *, first_chunk, scale, backend):
+        def represent(self, chunks, summary, *, scale, backend):
+            k, v = chunks.tokens()
             key = k[:, :, :, :-1].mean(3) + self.strength * summary.to(k.dtype)
             keys = torch.stack([key, k[:, :, :, -1]], dim=3)
             values = torch.stack([v[:, :, :, :-1].amax(3), v[:, :, :, -1]], dim=3)
             return keys.flatten(2, 3), values.flatten(2, 3)
-
-        def prefix_bias(self, num_entries, device, origin=None):
-            return torch.tensor([1.5, 0.0], dtype=torch.float64, device=device).repeat(num_entries // 2)[None, None]
 
     yield NewestAndRest()
     del config._REGISTRY["newest-and-rest"]
@@ -60,7 +51,7 @@ def by_hand(method, q, k, v, scale):
         keys, values, bias = [], [], []
         for j in range(closed):
             start, stop = j * SIZE, (j + 1) * SIZE
-            summary = qbar[stop + LAG - 2 : stop + LAG].mean(0)
+            summary = qbar[stop + DELAY - 2 : stop + DELAY].mean(0)
             keys += [k[start : stop - 1].mean(0) + method.strength * summary, k[stop - 1]]
             values += [v[start : stop - 1].amax(0), v[stop - 1]]
             bias += [1.5, 0.0]
@@ -101,7 +92,7 @@ def test_gradcheck(backend, method):
 
 def test_static_cache(method):
     """Two entries a chunk, with a bias that differs: no two poolings say this, so the step asks the method."""
-    assert method.pooling is None
+    assert method.layout.pooling is None
     qkv = oracle.random_qkv(2, 4, 2, 60, 3, 4)
     layer = StaticCondensedLayer(method, 60)
     parts = []
@@ -110,8 +101,8 @@ def test_static_cache(method):
         if stop - start == 1:
             parts.append(layer.step(q, k, v, scale=0.4))
         else:
-            sources, _ = layer.update(k, v, query_states=q, scale=0.4)
-            parts.append(attend_to(sources, q, scale=0.4)[0])
+            context = layer.read(k, v, read_request(q, scale=0.4))
+            parts.append(method.attend(q, context, scale=0.4)[0])
     want = condense.attention(*qkv, method=method, scale=0.4)
     torch.testing.assert_close(torch.cat(parts, dim=2), want, rtol=1e-12, atol=1e-12)
 

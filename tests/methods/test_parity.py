@@ -7,10 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_sources import attend_to
 
 import condense
-from condense.functional import SLACK, attend_to, extend, first_needed, num_entries
+from condense.functional import extend
 from condense.ops.tensors.per_row import as_rows, max_row
+from condense.plan import ForwardPlan
+from condense.state import SLACK, first_needed, num_entries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 K, H, D, Dv = 2, 4, 3, 4
@@ -43,7 +46,7 @@ def read_in_steps(method, data, steps, backend):
             v,
             q,
             scale=SCALE,
-            counts=torch.tensor(counts),
+            plan=ForwardPlan(L, torch.tensor(counts)),
             backend=backend,
         )
         out, lse = attend_to(sources, q, scale=SCALE, backend=backend, return_lse=True)
@@ -58,19 +61,21 @@ def read_in_steps(method, data, steps, backend):
 
 def check_past(method, past, position, B):
     """What stays is what is needed and the slack, in tensors that own their storage."""
-    assert as_rows(past.origin + past.seen, B).tolist() == position
+    assert as_rows(past.prompt_tokens + past.seen, B).tolist() == position
     seen = past.seen
     # NaN of the padding must not have got in
     assert all(bool(x.isfinite().all()) for x in past.tensors)
     for x in past.tensors:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
-    assert past.entries_k.shape[2] == past.entries_v.shape[2] == max_row(num_entries(method, seen, past.origin))
+    assert (
+        past.entries[0].shape[2] == past.entries[1].shape[2] == max_row(num_entries(method, seen, past.prompt_tokens))
+    )
     needed = max_row(seen - first_needed(method, seen))
     kept = past.window_k.shape[2]
-    assert needed <= kept <= needed + SLACK + method.rule.chunk
+    assert needed <= kept <= needed + SLACK + method.layout.rule.chunk
     assert past.window_v.shape[2] == kept
-    assert past.summary_q.shape[2] <= max(0, method.num_summary - 1 + SLACK)
+    assert past.summary_q.shape[2] <= max(0, method.layout.num_summary - 1 + SLACK)
 
 
 def check_rows(method, steps, backend, *, prompt=False):

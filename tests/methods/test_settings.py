@@ -128,6 +128,6 @@ def test_every_method_has_a_name():
     assert [method_class(name).name for name in method_names()] == method_names()
 
 
-def test_a_method_without_a_rule_says_so():
-    with pytest.raises(TypeError, match="Method must define `rule`"):
-        _ = Method().rule
+def test_a_method_without_a_layout_says_so():
+    with pytest.raises(TypeError, match="Method must define `layout`"):
+        _ = Method().layout

@@ -62,7 +62,7 @@ def test_prompts_with_a_selection_follow_one_another(method):
     for ids, mask in ((IDS, MASK), (IDS[:, :1], None), (tiny.tokens(3, 50, seed=8), None), (IDS, MASK)):
         want = _wanted(model, ids, torch.ones_like(ids) if mask is None else mask)
         assert torch.equal(decoder.generate(ids, mask, max_new_tokens=NEW), want)
-        states = [x.data_ptr() for layer in decoder.cache.layers for x in layer.state]
+        states = [x.data_ptr() for layer in decoder.cache.layers for x in layer.buffers]
         assert addresses in (None, states)
         addresses = states
 

@@ -43,9 +43,11 @@ def test_differs_from_dense_only_where_something_is_condensed(pair):
     ids = tiny.tokens()
     dense = tiny.logits(model, ids)
     difference = (tiny.logits(condense.apply(model, method), ids) - dense).abs().amax((0, 2))
-    first = tiny.LENGTH if isinstance(method, condense.Dense) else method.rule.window + method.rule.chunk - 1
-    if method.rule.max_chunks:
-        first += method.rule.max_chunks  # the first tokens to close are kept
+    first = (
+        tiny.LENGTH if isinstance(method, condense.Dense) else method.layout.rule.window + method.layout.rule.chunk - 1
+    )
+    if method.layout.rule.max_chunks:
+        first += method.layout.rule.max_chunks  # the first tokens to close are kept
     assert bool((difference[:first] < 1e-12).all())
     assert first == tiny.LENGTH or difference[first:].max() > 1
 

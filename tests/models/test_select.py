@@ -104,15 +104,15 @@ def test_rows_follow_with_prompts_of_different_lengths(llama):
     with torch.no_grad():
         cache = llama(ids, attention_mask=mask, past_key_values=DynamicCache(config=llama.config)).past_key_values
     layer = cache.layers[0]
-    origin = layer.past.origin
+    origin = layer.state.prompt_tokens
     assert origin.tolist() == [39, 26, 32, 3]
     layer.reorder_cache(torch.tensor([3, 0, 0, 2]))
-    assert layer.past.origin.tolist() == [3, 39, 39, 32]
+    assert layer.state.prompt_tokens.tolist() == [3, 39, 39, 32]
     layer.batch_repeat_interleave(2)
     layer.batch_select_indices(torch.tensor([0, 7]))
-    assert layer.past.origin.tolist() == [3, 32]
+    assert layer.state.prompt_tokens.tolist() == [3, 32]
     layer.reset()
-    assert layer.past is None
+    assert layer.state is None
 
 
 REFUSED = {

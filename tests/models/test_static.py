@@ -185,10 +185,10 @@ def test_a_full_cache_in_a_direct_call(whole, L):
     cache = StaticCache(whole.config, max_cache_len=40)
     tiny.in_chunks(whole, ROWS[0][None], (39,), cache)
     tiny.in_chunks(whole, ROWS[0][None, :1], (1,), cache)
-    before = [x.clone() for layer in cache.layers for x in layer.state]
+    before = [x.clone() for layer in cache.layers for x in layer.buffers]
     with pytest.raises(ValueError, match=f"wanted at most 40 tokens .* got 40 and {L} more; make it longer"):
         tiny.logits(whole, ROWS[0][None, :L], past_key_values=cache, use_cache=True)
-    assert all(torch.equal(x, y) for x, y in zip((x for la in cache.layers for x in la.state), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip((x for la in cache.layers for x in la.buffers), before, strict=True))
 
 
 def test_another_batch_in_a_used_cache(whole):

@@ -30,7 +30,7 @@ def main(folder: Path, names: list[str]) -> None:
             "logits": tiny.logits(model, ids),
             "chunks": tiny.in_chunks(model, ids, tiny.CHUNKS),
             "tokens": tiny.generate(model, ids),
-            "entries": [layer.past.entries_k for layer in cache.layers],
+            "entries": [layer.state.entries[0] for layer in cache.layers],
         }
         model.train()(ids, labels=ids, use_cache=False).loss.backward()
         result["gradients"] = {key: whole(p.grad) for key, p in model.named_parameters()}

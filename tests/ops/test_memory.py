@@ -3,9 +3,10 @@
 import oracle
 import pytest
 import torch
+from two_sources import attend_to
 
 import condense
-from condense.functional import attend_to, extend
+from condense.functional import extend
 from condense.ops.torch import attend as torch_attend
 
 METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")

@@ -7,11 +7,15 @@ import oracle
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from two_sources import attend_to
 
 import condense
-from condense.functional import attend_to, extend, num_entries, step_settings
-from condense.ops import StepState, checks, decode_step, step_backend
+from condense.caches.buffers import static_bias
+from condense.functional import extend
+from condense.methods import step_settings
+from condense.ops import Chunks, StepState, checks, decode_step, step_backend
 from condense.ops.checks import step_obstacle
+from condense.state import num_entries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
@@ -39,22 +43,22 @@ def method(request):
 
 def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
     """Buffers for ``length`` tokens, as `condense.ops.types` describes them; ``spare`` more slots in the rings."""
-    rule = method.rule
+    rule = method.layout.rule
     W = length if rule.window is None else rule.window + rule.chunk + spare
     M = int(num_entries(method, torch.tensor(length)))
-    shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.num_summary + spare, D))
+    shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.layout.num_summary + spare, D))
     buffers = [torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes]
     return StepState(*buffers, *(torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,))))
 
 
 def take(method, state, qkv, real=None):
-    fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, state), "backend": "torch"}
+    fixed = {"represent": method.represent, "entry_bias": own_bias(method, state), "backend": "torch"}
     return decode_step(*qkv, state, step_settings(method), scale=SCALE, real=real, **fixed)
 
 
-def entry_bias(method, state):
+def own_bias(method, state):
     """As a static layer has it: for methods whose entries differ."""
-    return method.prefix_bias(state.entries_k.shape[2], torch.device("cpu")) if method.pooling is None else None
+    return static_bias(method, B, state.entries_k.shape[2], torch.device("cpu"))
 
 
 def columns(qkv, start, stop):
@@ -94,9 +98,9 @@ def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
         new = columns(qkv, i, i + 1)
         _, past = extend(method, past, new[1], new[2], new[0], scale=SCALE, backend="torch")
         take(method, state, new)
-        n = past.entries_k.shape[2]
-        assert torch.equal(state.entries_k[:, :, :n], past.entries_k)
-        assert torch.equal(state.entries_v[:, :, :n], past.entries_v)
+        n = past.entries[0].shape[2]
+        assert torch.equal(state.entries_k[:, :, :n], past.entries[0])
+        assert torch.equal(state.entries_v[:, :, :n], past.entries[1])
     assert n == state.entries_k.shape[2]
 
 
@@ -159,7 +163,7 @@ def test_one_graph_for_all_steps(method):
 
     plan, qkv = step_settings(method), oracle.random_qkv(B, H, K, 40, D, DV)
     eager, traced = empty_state(method, 40), empty_state(method, 40)
-    fixed = {"represent": method.represent, "prefix_bias": entry_bias(method, eager), "backend": "torch"}
+    fixed = {"represent": method.represent, "entry_bias": own_bias(method, eager), "backend": "torch"}
 
     def step(q, k, v, real, *state):
         return decode_step(q, k, v, StepState(*state), plan, scale=SCALE, real=real, **fixed)
@@ -182,23 +186,14 @@ POOLINGS = {
 }
 
 
-def test_a_pooling_of_another_type_is_refused():
-    class Pair(condense.CCA):
-        @property
-        def pooling(self):
-            return "mean", "mean"
-
-    with pytest.raises(ValueError, match=r"pooling must be a condense\.methods\.ChunkPooling, got \('mean', 'mean'\)"):
-        step_settings(Pair())
-
-
 @pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
 def test_pooling_says_what_represent_does(method, pooling):
-    assert method.pooling == (*pooling, 0, None)
-    c = method.rule.chunk
+    assert method.layout.pooling == (*pooling, 0, None)
+    c = method.layout.rule.chunk
     k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
     first = torch.zeros(1, dtype=torch.int64)
-    got = method.represent(k, v, summary.double(), first_chunk=first, scale=0.5, backend="torch")
+    one = Chunks(k.flatten(2, 3), v.flatten(2, 3), 0, 3, c, first)
+    got = method.represent(one, summary.double(), scale=0.5, backend="torch")
     scores = condense.ops.group_scores(summary.double(), k, scale=0.5)
     want = (condense.ops.pool(x, scores, how=how) for x, how in zip((k, v), pooling, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
@@ -208,7 +203,7 @@ def test_plan():
     plan = step_settings(condense.LCA(group_size=8, window=5, rep_bias="log_size"))
     assert plan.bias == pytest.approx(torch.tensor(8.0).double().log().item(), abs=1e-15)
     assert (plan.summary_delay, plan.num_summary, plan.key_pooling, plan.value_pooling) == (5, 8, "select", "weighted")
-    assert plan.rule == condense.LCA(group_size=8, window=5).rule
+    assert plan.rule == condense.LCA(group_size=8, window=5).layout.rule
     assert step_settings(condense.CCA()).bias == 0.0
 
 

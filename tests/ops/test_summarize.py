@@ -5,7 +5,7 @@ import torch
 
 import condense
 from condense.functional import extend
-from condense.ops import POOLINGS, SummarySpans, group_scores, pool, pool_groups, summarize
+from condense.ops import POOLINGS, Chunks, SummarySpans, group_scores, pool, pool_groups, summarize
 
 BACKENDS = ["reference", "torch"]
 EXACT = {"rtol": 1e-13, "atol": 1e-13}
@@ -144,13 +144,15 @@ def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-def test_represent_of_chunks_is_represent_of_the_band(group):
+def test_chunks_are_represented_alike_wherever_they_stand_in_the_window(group):
     method = condense.LCA(group_size=group)
     k, v, summary = draw(2, 2, 3 * group, 4), draw(2, 2, 3 * group, 5, seed=1), draw(2, 2, 3, 4, seed=2)
-    keywords = {"first_chunk": numbers(0, 0), "scale": 0.4, "backend": "torch"}
-    whole = method.represent_band(k, v, numbers(0, 0), 3, summary, **keywords)
-    chunks = method.represent(k.unflatten(2, (3, group)), v.unflatten(2, (3, group)), summary, **keywords)
-    assert all(torch.equal(x, y) for x, y in zip(whole, chunks, strict=True))
+    wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, 5, 2)) for x in (k, v))
+    alone, inside = (
+        method.represent(Chunks(*window, start, 3, group, 0), summary, scale=0.4, backend="torch")
+        for window, start in (((k, v), 0), ((wide_k, wide_v), numbers(5, 5)))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(alone, inside, strict=True))
 
 
 def test_extend_with_the_groups_own_last_queries_looks_at_no_other():

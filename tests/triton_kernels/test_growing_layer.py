@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
+from two_sources import attend_to
 
 import condense
-from condense.caches import CondensedLayer, cache_nbytes, dynamic
+from condense.caches import CondensedLayer, cache_nbytes, dynamic, read_request
 from condense.caches.ring import room_for
-from condense.functional import SLACK, Context, attend_to
 from condense.ops import Source
 from condense.ops.tensors.per_row import as_rows
+from condense.state import SLACK
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SELECT = condense.DGA(
@@ -70,8 +71,8 @@ def _read(layer, qkv, counts=None, trailing=None):
     if q.shape[2] == 1 and layer.can_step(k, v):
         return layer.step(q, k, v, scale=SCALE, real=counts)
     trailing = {} if trailing is None else {"trailing": trailing}
-    sources, _ = layer.update(k, v, query_states=q, scale=SCALE, counts=counts, **trailing)
-    return attend_to(sources, q, scale=SCALE, backend="torch")[0]
+    request = read_request(q, scale=SCALE, counts=counts)._replace(**trailing)
+    return attend_to(layer.read(k, v, request), q, scale=SCALE, backend="torch")[0]
 
 
 def _pair(method):
@@ -95,9 +96,9 @@ def _agree(layers, L, seed, counts=None, rows=B):
 
 def _same_numbers(one, other, rows=B):
     assert one.get_seq_length() == other.get_seq_length()
-    mine, theirs = one.past, other.past
+    mine, theirs = one.state, other.state
     assert as_rows(mine.seen, rows).tolist() == as_rows(theirs.seen, rows).tolist()
-    assert as_rows(mine.origin, rows).tolist() == as_rows(theirs.origin, rows).tolist()
+    assert as_rows(mine.prompt_tokens, rows).tolist() == as_rows(theirs.prompt_tokens, rows).tolist()
     assert mine.entries_k.shape == theirs.entries_k.shape
 
 
@@ -109,8 +110,8 @@ def test_steps_and_chunks_equal_extend(method, ragged):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
         _agree(layers, L, seed, counts)
         _same_numbers(*layers)
-    assert layers[0]._steps is not None
-    assert layers[1]._steps is None
+    assert layers[0]._ring is not None
+    assert layers[1]._ring is None
 
 
 @pytest.mark.parametrize("name", ["cca", "lca", "lca-9-queries", "dga-streaming", "dga-prompt", "streaming-llm"])
@@ -123,7 +124,7 @@ def test_tokens_are_taken_back_in_the_middle_of_steps(name):
             _agree(layers, 1, 100 + i)
         for layer in layers:
             layer.crop(-count)
-        assert layers[0]._steps is not None
+        assert layers[0]._ring is not None
         _same_numbers(*layers)
     for seed, L in enumerate((1, 1, 1, 5, *[1] * 9)):
         _agree(layers, L, 200 + seed)
@@ -134,13 +135,13 @@ def test_a_crop_beyond_the_slack_changes_nothing():
     layers = _pair(METHODS["lca"])
     for L in (40, 1, 1):
         _agree(layers, L, L)
-    state = [x.clone() for x in layers[0]._steps.state]
+    state = [x.clone() for x in layers[0]._ring.buffers]
     for layer in layers:
         with pytest.raises(ValueError, match="propose fewer tokens"):
             layer.crop(-39)
         with pytest.raises(ValueError, match="more than the 42 seen"):
             layer.crop(-43)
-    assert all(torch.equal(x, y) for x, y in zip(state, layers[0]._steps.state, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(state, layers[0]._ring.buffers, strict=True))
     for i in range(6):
         _agree(layers, 1, i)
 
@@ -178,7 +179,7 @@ def test_rows_follow_in_the_middle_of_steps(change, rows, name):
         _agree(layers, 1, i)
     for layer in layers:
         change(layer)
-    assert layers[0]._steps is not None
+    assert layers[0]._ring is not None
     for seed, L in enumerate((*[1] * 9, 4, 1, 1)):
         _agree(layers, L, seed, rows=rows)
     _same_numbers(*layers, rows=rows)
@@ -197,13 +198,12 @@ def test_latents_are_stepped_over_and_read():
             if L == 1 and layer.can_step(k, k[..., :0], latent):
                 outs.append(layer.step(q, k, k[..., :0], scale=SCALE, latent_width=latent))
                 continue
-            keywords = {"query_states": q, "scale": SCALE, "latent_width": latent, "backend": "torch"}
-            sources, _ = layer.update(k, k[..., :0], **keywords)
-            latents = Context(tuple(Source(k, k[..., :latent], bias) for k, _, bias in sources.sources), sources.spans)
-            outs.append(attend_to(latents, q, scale=SCALE, backend="torch")[0])
+            context = layer.read(k, k[..., :0], read_request(q, scale=SCALE, latent_width=latent))
+            latents = tuple(Source(k, k[..., :latent], bias) for k, _, bias in context.sources)
+            outs.append(attend_to(context._replace(sources=latents), q, scale=SCALE, backend="torch")[0])
         _close(*outs)
         _same_numbers(*layers)
-    assert layers[0]._steps is not None
+    assert layers[0]._ring is not None
 
 
 class Counting(TorchDispatchMode):
@@ -225,10 +225,10 @@ def test_a_step_is_one_operation(method):
     _read(layer, _qkv(1))
     made_room = 0
     for i in range(20):
-        new, before = _qkv(1, i), layer._steps.state
+        new, before = _qkv(1, i), layer._ring.buffers
         with Counting() as counting:
             _read(layer, new)
-        if layer._steps.state is before:
+        if layer._ring.buffers is before:
             assert counting.names == ["condense.step.default"]
         else:
             made_room += 1
@@ -247,12 +247,12 @@ def test_room_to_spare_is_bounded(name):
             _read(each, _qkv(L, i))
         if i == 0:
             continue
-        past, state = plain.past, layer._steps.state
-        entries, tokens = past.entries_k.shape[2], past.seen
-        assert entries <= state.entries_k.shape[2] <= room_for(entries + method.rule.entries)
-        window = tokens if method.rule.window is None else method.rule.window
-        assert state.ring_k.shape[2] <= min(room_for(tokens), window + method.rule.chunk + SLACK + 16)
-        assert state.ring_q.shape[2] <= method.num_summary + SLACK - 1
+        past, state = plain.state, layer._ring.buffers
+        entries, tokens = past.entries[0].shape[2], past.seen
+        assert entries <= state.entries_k.shape[2] <= room_for(entries + method.layout.rule.entries)
+        window = tokens if method.layout.rule.window is None else method.layout.rule.window
+        assert state.ring_k.shape[2] <= min(room_for(tokens), window + method.layout.rule.chunk + SLACK + 16)
+        assert state.ring_q.shape[2] <= method.layout.num_summary + SLACK - 1
         whole = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state}
         assert cache_nbytes(_cache_of(layer)) == sum(whole.values())
 
@@ -274,7 +274,7 @@ def test_a_past_is_its_own():
     layer = CondensedLayer(METHODS["cca"])
     for L in (30, 1, 1):
         _read(layer, _qkv(L, L))
-    before = layer.past
+    before = layer.state
     kept = [x.clone() for x in before.tensors]
     layer.crop(-10)
     for i in range(10):
@@ -288,7 +288,7 @@ def test_reset_in_the_middle_of_steps():
         _agree(layers, L, L)
     for layer in layers:
         layer.reset()
-        assert layer.past is None
+        assert layer.state is None
         assert layer.keys is None
     for L in (11, 1, 1, 1):
         _agree(layers, L, L)
@@ -313,7 +313,7 @@ def test_a_past_made_in_inference_mode_goes_on_outside():
             _agree(layers, L, L)
     for i in range(9):
         _agree(layers, 1, i)
-    assert layers[0]._steps is not None
+    assert layers[0]._ring is not None
     with torch.inference_mode():
         _agree(layers, 1, 10)
 

@@ -9,6 +9,7 @@ import condense
 from condense.functional import extend
 from condense.ops import importance
 from condense.ops.checks import TRITON_WIDTHS
+from condense.ops.tensors.sampling import sampled_queries
 
 # B, H, K, L, D, pads
 SHAPES = {
@@ -28,7 +29,8 @@ MATRIX = [(DTYPES[0], WIDTH, shape, sample) for shape in SHAPES for sample in SA
 def compute(q, k, pads, sample, backend):
     tokens = q.shape[2] - torch.tensor(pads)
     recent, random = sample
-    return importance(q, k, tokens, scale=0.3, num_recent=recent, num_random=random, seed=1, backend=backend)
+    sampled = sampled_queries(tokens, q.shape[2], recent, random, 1, q.device)
+    return importance(q, k, sampled, scale=0.3, backend=backend)
 
 
 @pytest.mark.parametrize(("dtype", "width", "shape", "sample"), MATRIX, ids=lambda x: str(x))
@@ -70,5 +72,5 @@ def test_a_prompts_choice_is_the_definitions():
     q, k, v = oracle.random_qkv(1, 2, 2, 61, WIDTH, WIDTH, dtype=DTYPES[0])
     want = extend(method, None, k.double(), v.double(), q.double(), scale=0.2, backend="reference")[1]
     got = extend(method, None, *(x.to(DEVICE) for x in (k, v, q)), scale=0.2, backend="triton")[1]
-    num_focal = int(method.num_focal_of_prompt(torch.tensor([61])))
-    assert torch.equal(got.entries_k[:, :, :num_focal].cpu(), want.entries_k[:, :, :num_focal].to(DTYPES[0]))
+    num_focal = method.prompt.num_focal(61)
+    assert torch.equal(got.entries[0][:, :, :num_focal].cpu(), want.entries[0][:, :, :num_focal].to(DTYPES[0]))

@@ -13,6 +13,7 @@ import condense
 from condense.functional import extend
 from condense.ops import POOLINGS, SummarySpans, pool_groups, summarize
 from condense.ops.checks import MAX_POOLING_WIDTH, POOLING_DTYPES
+from condense.plan import ForwardPlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = POOLING_DTYPES if DEVICE == "cuda" else [torch.float32]
@@ -220,11 +221,12 @@ def test_chunks_give_what_one_call_gives(summary, queries):
     method = condense.CCA(group_size=4, window=6, summary=summary, num_summary_queries=queries)
     q, k, v = (x.to(DEVICE) for x in tensors((2, 6, 40, 24), (2, 2, 40, 24), (2, 2, 40, 16), dtype=DTYPES[0]))
     keywords = {"scale": 0.2, "backend": "triton"}
-    whole, _ = extend(method, None, k, v, q, counts=numbers(40, 33), **keywords)
+    whole, _ = extend(method, None, k, v, q, plan=ForwardPlan(40, numbers(40, 33)), **keywords)
     past = None
     for lo, hi in itertools.pairwise([0, 13, 26, 27, 28, 40]):
         parts = (x[:, :, lo:hi] for x in (k, v, q))
-        sources, past = extend(method, past, *parts, counts=(numbers(40, 33) - 40 + hi).clamp(0, hi - lo), **keywords)
+        plan = ForwardPlan(hi - lo, (numbers(40, 33) - 40 + hi).clamp(0, hi - lo))
+        sources, past = extend(method, past, *parts, plan=plan, **keywords)
     # the shorter row's surplus entries are seen by nobody
     for x, y in zip(sources.entries[:2], whole.entries[:2], strict=True):
         assert torch.equal(x[0], y[0])

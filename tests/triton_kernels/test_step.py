@@ -8,14 +8,16 @@ import oracle
 import pytest
 import torch
 from budget import band, errors
+from two_sources import attend_to
 
 import condense
-from condense.functional import attend_to, extend, most_entries, num_entries
-from condense.methods import for_latents
+from condense.functional import extend
 from condense.ops import UniformRule
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import step as triton_step
 from condense.ops.types import StepSettings, StepState
+from condense.plan import ForwardPlan
+from condense.state import most_entries, num_entries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,23 +27,23 @@ def plan_of(method):
     how = "weighted" if method.name == "dga" else "select"
     poolings = (getattr(method, f"{name}_pooling", how) for name in ("key", "value"))
     return StepSettings(
-        method.rule,
-        method.summary_delay,
-        method.num_summary,
+        method.layout.rule,
+        method.layout.summary_delay,
+        method.layout.num_summary,
         *poolings,
         bias,
-        num_focal=method.rule.entries - 1,
+        num_focal=method.layout.rule.entries - 1,
         weight_scale=getattr(method, "weight_scale", None),
-        reads_prompt=method.reads_prompt,
+        reads_prompt=method.prompt is not None,
     )
 
 
 def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
     """Room for ``tokens`` per row, NaN in every slot."""
-    rule = method.rule
+    rule = method.layout.rule
     M = rule.visible_entries(tokens // rule.chunk) + spare
     W = tokens if rule.window is None else min(tokens, rule.window + rule.chunk + spare)
-    sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.num_summary, D))
+    sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.layout.num_summary, D))
     slots = (torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes)
     numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (3,)))
     return StepState(*slots, *numbers)
@@ -149,10 +151,10 @@ def test_rows_that_come_and_go(heads):
 
 def filled_state(method, past, tokens):
     """`condense.functional.Past` at fixed addresses."""
-    B, K, _, D = past.entries_k.shape
-    state = empty_state(method, B, K, D, past.entries_v.shape[3], tokens, dtype=past.entries_k.dtype)
-    seen, M = past.seen, past.entries_k.shape[2]
-    state.entries_k[:, :, :M], state.entries_v[:, :, :M] = past.entries_k, past.entries_v
+    B, K, _, D = past.entries[0].shape
+    state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=past.entries[0].dtype)
+    seen, M = past.seen, past.entries[0].shape[2]
+    state.entries_k[:, :, :M], state.entries_v[:, :, :M] = past.entries[0], past.entries[1]
     for ring, new in ((state.ring_k, past.window_k), (state.ring_v, past.window_v), (state.ring_q, past.summary_q)):
         for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):
             ring[:, :, (seen - back) % ring.shape[2]] = new[:, :, -back]
@@ -181,8 +183,8 @@ def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
         out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max(), q.shape[3])
-        M = past.entries_k.shape[2]
-        for made, entries in ((state.entries_k, past.entries_k), (state.entries_v, past.entries_v)):
+        M = past.entries[0].shape[2]
+        for made, entries in ((state.entries_k, past.entries[0]), (state.entries_v, past.entries[1])):
             assert exact_to_rounding(made[:, :, :M], entries.cpu(), entries.abs().max())
             assert bool(made[:, :, M:].isnan().all())
         slot = t % state.ring_k.shape[2]
@@ -206,13 +208,13 @@ def after_prompts(method, q, k, v, lengths, tokens):
     """Past and buffers after prompts of so many tokens, read at once; NaN where nothing was written."""
     counts, L = torch.tensor(lengths), max(lengths)
     whole = [x[:, :, :L] for x in (k, v, q)]
-    _, past = extend(method, None, *whole, scale=0.3, counts=counts, backend="reference")
-    B, K, _, D = past.entries_k.shape
-    spare = most_entries(method, L + tokens) - method.rule.visible_entries(tokens // method.rule.chunk)
-    state = empty_state(method, B, K, D, past.entries_v.shape[3], tokens, dtype=k.dtype, spare=spare)
+    _, past = extend(method, None, *whole, scale=0.3, plan=ForwardPlan(L, counts), backend="reference")
+    B, K, _, D = past.entries[0].shape
+    spare = most_entries(method, L + tokens) - method.layout.rule.visible_entries(tokens // method.layout.rule.chunk)
+    state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=k.dtype, spare=spare)
     made = [method.prompt_entries(n) for n in lengths]
     for b, n in enumerate(made):
-        state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries_k[b, :, :n], past.entries_v[b, :, :n]
+        state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries[0][b, :, :n], past.entries[1][b, :, :n]
     state.prompt.copy_(
         torch.tensor([[n, m, method.num_focal_of_prompt(n)] for n, m in zip(lengths, made, strict=True)])
     )
@@ -225,7 +227,7 @@ def test_tokens_are_taken_back_from_larger_rings(name):
     method, L = CASES[name], 40
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, L, 16, 16, dtype=torch.float32))
     state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32, spare=6)
-    state = state._replace(ring_q=state.ring_q.repeat(1, 1, 3, 1)[:, :, : method.num_summary + 6])
+    state = state._replace(ring_q=state.ring_q.repeat(1, 1, 3, 1)[:, :, : method.layout.num_summary + 6])
     out = torch.empty_like(q)
     for start, end in ((0, 17), (17, 30), (30, L)):
         for t in range(start, end):
@@ -256,7 +258,7 @@ def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
     assert state.seen.tolist() == [steps] * 3
     for b, n in enumerate(lengths):
         M = num_entries(method, steps, n)
-        for made, entries in ((state.entries_k, past.entries_k), (state.entries_v, past.entries_v)):
+        for made, entries in ((state.entries_k, past.entries[0]), (state.entries_v, past.entries[1])):
             assert exact_to_rounding(made[b, :, :M], entries[b, :, :M].cpu(), entries.abs().max())
             assert bool(made[b, :, M:].isnan().all())
 
@@ -357,7 +359,7 @@ def latent_attention(method, q, k, latent, scale):
 
 def torch_decode(method, q, k, scale, latent):
     """Every token one step of the torch backend on absorbed latents, in their dtype."""
-    represent, plan, L = for_latents(method, latent).represent, plan_of(method), k.shape[2]
+    represent, plan, L = method.for_latents(latent).represent, plan_of(method), k.shape[2]
     state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
     state = StepState._make(x.zero_() for x in state)  # it reads all of the buffers, under a mask
     steps = (

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from condense.caches import CondensedLayer
+from condense.caches import CondensedLayer, ReadRequest
 from condense.config import check_int
-from condense.functional import Context
-from condense.methods import Method
+from condense.methods import Context, Method
 from condense.methods.grouped import GroupPooling
 from condense.models import attention_layers, condensed_layers, use
 from condense.models.families import is_latent, max_learned_positions
@@ -174,17 +173,17 @@ class _Observer(CondensedLayer):
         self.module = module
         self.keys_seen, self.values_seen = _Total(), _Total()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Context, None]:
-        """As the base class, of which the sources hold the whole sequence: it is read in one forward."""
-        sources, nothing = super().update(key_states, value_states, *args, **kwargs)
-        closed, g = int(self.method.layout.rule.closed(key_states.shape[2])), self.method.layout.rule.chunk
+    def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
+        """As the base class, whose context holds the whole sequence: it is read in one forward."""
+        context = super().read(k, v, request)
+        closed, g = int(self.method.layout.rule.closed(k.shape[2])), self.method.layout.rule.chunk
         for start in range(0, closed, _GROUPS_AT_ONCE):
             stop = min(start + _GROUPS_AT_ONCE, closed)
-            tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (sources.window.k, sources.window.v)))
-            entries = self._heads(*(x[:, :, start:stop] for x in (sources.entries.k, sources.entries.v)))
+            tokens = self._heads(*(x[:, :, start * g : stop * g] for x in (context.window.k, context.window.v)))
+            entries = self._heads(*(x[:, :, start:stop] for x in (context.entries.k, context.entries.v)))
             for total, exact, pooled in zip((self.keys_seen, self.values_seen), tokens, entries, strict=True):
                 total.add(exact.unflatten(2, (-1, g)), pooled[:, :, :, None])
-        return sources, nothing
+        return context
 
     def _heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not is_latent(self.module):

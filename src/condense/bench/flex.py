@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.functional import Context
+from condense.methods import Context
 from condense.ops.tensors.right_aligned import per_entry
 
 BLOCK = 128

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.bench.problems import Inputs, pooled
-from condense.functional import Context
-from condense.methods import Method
+from condense.methods import Context, Method
 from condense.ops.tensors.right_aligned import per_entry
 
 # the newest queries of a long problem that are checked: they see every entry

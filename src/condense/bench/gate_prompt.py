@@ -16,22 +16,26 @@ from torch import Tensor
 from condense.bench import gate
 from condense.bench.gate import Verdict, judge, mean_queries
 from condense.bench.problems import Inputs, reads_at_once, sampled
-from condense.functional import Context
-from condense.methods import DGA, Method
+from condense.methods import DGA, Context, Method
+from condense.methods.prompt import FocalPrompt
 from condense.ops import ArraySpans
 
 
 def ranked(method: DGA, inputs: Inputs, backend: str) -> Tensor:
-    """`DGA.ranking` of rows without padding, ``[B, K|1, L]``."""
+    """What ranks the tokens of rows without padding, ``[B, K|1, L]``."""
     q, k, _ = inputs
-    return method.ranking(q, k, _tokens(inputs), scale=inputs.scale, backend=backend)
+    reader = FocalPrompt(method)
+    if method.focal == "random":
+        return reader.lots(_tokens(inputs), k)
+    sample = sampled(method, q.shape[0], q.shape[2], q.device)
+    return reader.ranking(q, k, sample, scale=inputs.scale, backend=backend)
 
 
 def check_ranking(method: DGA, inputs: Inputs, scores: Tensor) -> Verdict:
     """Importance ``[B, K, L]`` of every token, at any length: few queries are asked."""
     q, k, _ = inputs
     K = k.shape[1]
-    at = sampled(method, q.shape[2], q.device)
+    at = sampled(method, 1, q.shape[2], q.device).columns[0]
     asked = q[:, :, at].unflatten(1, (K, -1))
     wants, yardsticks = (
         [_importance(asked[:, head].to(dtype), k[:, head].to(dtype), at, inputs.scale) for head in range(K)]
@@ -46,7 +50,7 @@ def check_prompt(method: Method, inputs: Inputs, sources: Context, backend: str)
     scores = ranked(method, inputs, backend)
     verdict = check_ranking(method, inputs, scores) if method.focal == "top" else Verdict(0.0)
     focal = chosen(sources)
-    if not _is_highest(focal, scores, int(method.num_focal_of_prompt(focal.shape[2]))):
+    if not _is_highest(focal, scores, int(FocalPrompt(method).num_focal(focal.shape[2]))):
         return Verdict(math.inf)
     shares, mean = [verdict.share], mean_queries(inputs)
     for head in range(inputs.k.shape[1]):  # one at a time: float64 of long prompts is large
@@ -61,8 +65,8 @@ def around(method: DGA, inputs: Inputs, focal: Tensor) -> tuple[Context, Context
 
     def made(x: Inputs, backend: str) -> Context:
         q, k, v = x
-        prompt = method.grouped_around(focal, q, k, v, _tokens(x), scale=x.scale, backend=backend)
-        return Context(prompt.sources, prompt.spans)
+        prompt = FocalPrompt(method).grouped_around(focal, q, k, v, _tokens(x), scale=x.scale, backend=backend)
+        return prompt.context
 
     # the definition goes group by group: too slow for the many of a long prompt, which has a short one beside it
     exact = "reference" if focal.shape[2] <= gate.WHOLE else "torch"

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from condense.functional import extend
-from condense.methods import DGA, Method
+from condense.methods import DGA, Context, Method, entry_bias
+from condense.methods.prompt import FocalPrompt
 from condense.ops import RuleSpans, Source, Spans
-from condense.ops.tensors.sampling import sampled_queries
+from condense.ops.tensors.sampling import Sample, sampled_queries
+from condense.state import SLACK, first_needed, num_entries, prompt_entries
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,15 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
 
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
     """True if prompts of so many tokens are read at once and not all of their tokens stay exact."""
-    return isinstance(method, DGA) and method.prompt is not None and FocalPrompt(method).num_focal(length) < length
+    return (
+        isinstance(method, DGA) and method.prompt is not None and bool(FocalPrompt(method).num_focal(length) < length)
+    )
 
 
-def sampled(method: DGA, length: int, device: torch.device) -> Tensor:
-    """The queries that are asked which tokens of a prompt matter: their positions, int64 ``[S]``."""
-    tokens = torch.tensor([length])
-    return sampled_queries(tokens, length, method.num_recent, method.num_random, method.seed, device).columns[0]
+def sampled(method: DGA, rows: int, length: int, device: torch.device) -> Sample:
+    """The queries that are asked which tokens of a prompt matter, in rows without padding."""
+    tokens = torch.full((rows,), length)
+    return sampled_queries(tokens, length, method.num_recent, method.num_random, method.seed, device)
 
 
 def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:

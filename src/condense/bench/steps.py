@@ -16,7 +16,7 @@ from condense.bench.baselines import dense_step
 from condense.bench.gate import Verdict
 from condense.bench.problems import Setting, step_bytes
 from condense.bench.tasks import Task, Work
-from condense.caches import CondensedLayer, StaticCondensedLayer
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.methods import Dense, Method
 
 MIN_CACHES = 8
@@ -49,9 +49,9 @@ def _over_layers(setting: Setting, length: int, method: Method) -> Work:
     q, k, v = setting.inputs(length + 1)
     layer, growing = StaticCondensedLayer(method, length + _ROOM), CondensedLayer(method)
     for cache in (layer, growing):
-        cache.update(k[:, :, :-1], v[:, :, :-1], query_states=q[:, :, :-1], scale=scale)
+        cache.read(k[:, :, :-1], v[:, :, :-1], read_request(q[:, :, :-1], scale=scale))
     q, k, v = (x[:, :, -1:].clone() for x in (q, k, v))
-    sources, _ = growing.update(k, v, query_states=q, scale=scale)
+    sources = growing.read(k, v, read_request(q, scale=scale))
     nbytes = step_bytes(q, sources)
     layers = [layer]
     for draw in range(1, _num_caches(setting.device, nbytes)):

@@ -27,8 +27,8 @@ from condense.bench.problems import (
     sampled,
     visible_pairs,
 )
-from condense.functional import Context, attend_to, attention
-from condense.methods import Dense, Method
+from condense.functional import attention
+from condense.methods import Context, Dense, Method
 from condense.ops import Source
 
 
@@ -101,7 +101,8 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
         def call() -> Tensor:
             return gate_prompt.ranked(method, inputs, backend)
 
-        flops = ranking_flops(setting.shape, setting.batch, sampled(method, L, setting.device))
+        positions = sampled(method, 1, L, setting.device).columns[0]
+        flops = ranking_flops(setting.shape, setting.batch, positions)
         return Work([call], lambda: gate_prompt.check_ranking(method, inputs, call()), flops=flops)
 
     def pooling() -> Work:
@@ -138,7 +139,7 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
         def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, window_k: Tensor, window_v: Tensor) -> Tensor:
             entries = Source(entries_k, entries_v, sources.entries.bias)
             parts = Context((entries, Source(window_k, window_v)), sources.spans)
-            return attend_to(parts, q, scale=scale, backend=backend)[0]
+            return method.attend(q, parts, scale=scale, backend=backend)[0]
 
         def check() -> Verdict:
             if op == "forward":

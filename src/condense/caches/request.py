@@ -25,6 +25,14 @@ class ReadRequest(NamedTuple):
     latent_width: int | None = None
 
 
+def read_request(
+    q: Tensor, *, scale: float, counts: Tensor | None = None, latent_width: int | None = None
+) -> ReadRequest:
+    """A request for rows that end with ``counts`` real tokens each (int64 CPU ``[B]``, None: all are), alone."""
+    trailing = q.shape[2] if counts is None else int(counts.min())
+    return ReadRequest(q, scale, ForwardPlan(q.shape[2], counts), trailing, latent_width)
+
+
 def check_request(request: object) -> ReadRequest:
     """The request that came with new tokens. Raises ValueError for a caller that is not a condensed model."""
     if not isinstance(request, ReadRequest):

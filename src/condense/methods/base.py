@@ -65,7 +65,7 @@ class PromptReader(Protocol):
     """How a method reads a whole prompt at once, where it does. Later tokens' chunks count from the prompt's end."""
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """A prompt q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; right-aligned, k, v are 0 in padding."""
+        """A prompt q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; right-aligned, k and v 0 in padding."""
         ...
 
     def num_entries(self, tokens: PerRow) -> PerRow:

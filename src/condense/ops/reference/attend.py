@@ -20,7 +20,8 @@ def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: t
     for (lo, hi), size in zip(spans.at(start, stop, device), sizes, strict=True):
         entry = torch.arange(size, device=device)
         masks.append((entry >= lo[..., None]) & (entry < hi[..., None]))
-    return torch.cat(masks, dim=-1)
+    rows, heads = (max(mask.shape[dim] for mask in masks) for dim in (0, 1))
+    return torch.cat([mask.expand(rows, heads, -1, -1) for mask in masks], dim=-1)
 
 
 def attend(
