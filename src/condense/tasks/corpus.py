@@ -116,7 +116,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     console = Console(stderr=True)
     documents = track(list(read_documents(paths)), description="Encoding", transient=True, console=console)
     corpus = encode_corpus(documents, tokenizer)
-    with whole_file(file) as stream:
+    with whole_file(file, overwrite=True) as stream:
         np.savez(
             stream,
             tokens=corpus.tokens,
