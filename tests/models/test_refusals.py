@@ -213,6 +213,13 @@ def test_the_implementation_without_apply():
         built(IDS)
 
 
+def _two_stacks():
+    """A text model with a second one beside it, as models that act have for their actions."""
+    model = tiny.model("llama")
+    model.expert = tiny.model("llama").model
+    return model
+
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 UNSUPPORTED = {
     "bloom": (
@@ -240,6 +247,7 @@ UNSUPPORTED = {
         lambda: tiny.model("gemma", use_bidirectional_attention=True),
         "GemmaForCausalLM has bidirectional attention",
     ),
+    "two-stacks": (lambda: _two_stacks(), "must have one stack of decoder layers, got two attentions of layer 0: pass"),
     "linear": (lambda: torch.nn.Linear(3, 3), "model must be a transformers PreTrainedModel, got Linear"),
 }
 
@@ -270,6 +278,13 @@ def test_one_configuration_of_two_models(enter):
     assert torch.equal(tiny.logits(one, IDS), want)
     tiny.logits(condense.restore(one), IDS)
     tiny.logits(other, IDS)
+
+
+def test_one_of_two_stacks():
+    model = _two_stacks()
+    condense.apply(model.expert, tiny.CCA)
+    assert condensed_layers(model.expert) == dict.fromkeys(range(3), tiny.CCA)
+    assert not condensed_layers(model.model)
 
 
 def test_attention_weights_in_the_configuration():

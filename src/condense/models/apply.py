@@ -207,7 +207,16 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
 
 
 def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
-    return {int(module.layer_idx): module for module in modules}  # type: ignore[arg-type]
+    """Attention modules by their layer's index. Raises ValueError if two have the same, as in two stacks of layers."""
+    by_layer: dict[int, nn.Module] = {}
+    for module in modules:
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        if by_layer.setdefault(index, module) is not module:
+            raise ValueError(
+                f"model must have one stack of decoder layers, got two attentions of layer {index}: pass the part that "
+                "is to be condensed"
+            )
+    return by_layer
 
 
 def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: Iterable[int] | None) -> list[int]:
