@@ -58,7 +58,11 @@ def restore(model: ModelT) -> ModelT:
 
 @contextmanager
 def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
-    """`apply` for the length of a ``with`` block; afterwards the model is what it was before."""
+    """`apply` for the length of a ``with`` block; afterwards the model is what it was before.
+
+    In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and with
+    ``use_reentrant=True`` it would take the gradients of the model as it is by then, without an error.
+    """
     base, attentions = _attentions(model)
     before, implementation = _methods(attentions), _config(attentions)._attn_implementation
     _assign(attentions, _plan(base, attentions, method, layers))
