@@ -27,8 +27,9 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
 
     layers: indices to condense; None means all that can be. On a model that is condensed already, the named
     layers change and the others keep what they have. Layers with a sliding window stay stock and are logged.
-    The choice is written to ``config.condense`` and survives save_pretrained. Apply before accelerate, FSDP and
-    torch.compile wrap the model.
+    The choice is written to ``config.condense`` and survives save_pretrained; the saved model loads condensed whatever
+    ``attn_implementation`` from_pretrained is given, which then is what `restore` goes back to. Apply before
+    accelerate, FSDP and torch.compile wrap the model.
     Raises ValueError for an unsupported model, one that is to return attention weights or shares its configuration with
     another condensed model, a layer that cannot be condensed, or anything but a method.
     """
