@@ -283,6 +283,15 @@ def test_head_means_are_summed_in_float32():
     torch.testing.assert_close(summary.float(), want, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 
+def test_head_means_fit_the_dtype_if_the_sum_does_not():
+    """128 heads whose queries on latents are 512: their sum is the 65536 that float16 does not hold, twice over."""
+    H, d_n = 128, 2
+    q = torch.full((1, H, 1, d_n + 1), 16.0, dtype=torch.float16)
+    up = UpProjection(*torch.full((2, H, 3, d_n), 16.0, dtype=torch.float16))
+    want = torch.tensor([[[[512.0, 512.0, 512.0, 16.0]]]], dtype=torch.float16)
+    assert torch.equal(summary_queries(LCA(), q, up), want)
+
+
 def test_autocast_computes_in_its_dtype():
     x = latent_oracle.random(1, 2, 30, WIDTHS, torch.float32)
     low = Latents(*(tensor.bfloat16() for tensor in x))

@@ -3,6 +3,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,27 @@ def test_an_existing_file_is_kept_unless_told(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["results"] == {"a": 1}
     write_results(path, {"a": 2}, overwrite=True)
     assert json.loads(path.read_text())["results"] == {"a": 2}
+
+
+def test_a_file_that_appears_in_between_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, dump = tmp_path / "r.json", json.dump
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        dump(*args, **kwargs)
+        path.write_text("somebody else's")
+
+    monkeypatch.setattr(json, "dump", slow)
+    with pytest.raises(ValueError, match=r"path: wanted a path that does not exist yet, got .*r.json"):
+        write_results(path, {"a": 1})
+    assert path.read_text() == "somebody else's"
+    assert list(tmp_path.iterdir()) == [path]
+    write_results(path, {"a": 1}, overwrite=True)
+    assert json.loads(path.read_text())["results"] == {"a": 1}
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+    path = tmp_path / ("r" * 250 + ".json")
+    assert json.loads(write_results(path, {"a": 1}).read_text())["results"] == {"a": 1}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])

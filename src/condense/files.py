@@ -9,16 +9,20 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole_file(target: Path) -> Iterator[BinaryIO]:
+def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """A file to write that appears as ``target`` when the block ends, and not at all if it fails.
 
     Missing folders are made. The umask decides who may read it, as of any other file.
+    Raises FileExistsError at the end of the block if there is a ``target`` by then and ``overwrite`` is False.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with temporary.open("xb") as file:
             yield file
+        if not overwrite:
+            # takes the name if nobody has it; hard links would do it in one step, but not every file system has them
+            target.open("xb").close()
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -120,9 +120,11 @@ def summary_queries(
     if method.layout.num_summary == 0:
         return q[:, :1, :, :0]
     wide = torch.promote_types(q.dtype, torch.float32)
-    # summed over heads and channels inside one product, so in float32 or wider
-    total = q[..., :d_n].transpose(1, 2).flatten(2) @ up.w_uk.mT.flatten(0, 1)
-    total = torch.cat([total.to(wide), q[..., d_n:].sum(1, dtype=wide)], dim=-1)
+    # summed over heads and channels inside one product, so in float32 or wider; the sum comes back in the dtype of q,
+    # whose range it fits if queries are divided first, exactly: by a power of two of at least H
+    divisor = 2 ** (H - 1).bit_length()
+    total = (q[..., :d_n] / divisor).transpose(1, 2).flatten(2) @ up.w_uk.mT.flatten(0, 1)
+    total = torch.cat([total.to(wide) * divisor, q[..., d_n:].sum(1, dtype=wide)], dim=-1)
     if over_ranks is not None:
         total, H = over_ranks(total)
     return (total / H).to(q.dtype)[:, None]

@@ -18,6 +18,8 @@ import transformers
 from condense.files import whole_file
 from condense.version import __version__
 
+_EXISTS = "{}: wanted a path that does not exist yet, got {}"
+
 
 def provenance(seed: int | None = None, device: torch.device | None = None) -> dict[str, Any]:
     """Where a number comes from: versions, device, git commit, seed and the date (UTC, ISO 8601).
@@ -72,21 +74,24 @@ def write_results(
         The path written.
 
     Raises:
-        ValueError: as `refuse_existing`.
+        ValueError: as `refuse_existing`, also for a file that somebody else wrote in the meantime.
     """
     target = Path(path)
     refuse_existing(target, "path", overwrite=overwrite)
     document = {"provenance": provenance(seed, device), "results": plain(content)}
-    with whole_file(target) as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
-        json.dump(document, file, indent=2, allow_nan=False)
-        file.write("\n")
+    try:
+        with whole_file(target, overwrite=overwrite) as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
+            json.dump(document, file, indent=2, allow_nan=False)
+            file.write("\n")
+    except FileExistsError as error:
+        raise ValueError(_EXISTS.format("path", target)) from error
     return target
 
 
 def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> None:
     """Raise ``ValueError`` if ``path`` exists, so that nothing is overwritten unasked; or if it cannot be made."""
     if path.exists() and not overwrite:
-        raise ValueError(f"{argument}: wanted a path that does not exist yet, got {path}")
+        raise ValueError(_EXISTS.format(argument, path))
     if path.is_dir():
         raise ValueError(f"{argument}: wanted a file, got the folder {path}")
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)

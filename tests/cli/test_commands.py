@@ -161,6 +161,21 @@ def test_inspect_says_when_all_tokens_are_focal(tmp_path: Path) -> None:
         assert all(layer["flops"] == layer["dense_flops"] for layer in layers)
 
 
+HUGE = {
+    "length": ("--length", "1000000000"),
+    "window": ("--method", "cca:window=20000000"),
+    "group": ("--method", "dga:group_size=20000000"),
+    "beyond-64-bits": ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
+}
+
+
+@pytest.mark.parametrize("arguments", HUGE.values(), ids=HUGE)
+def test_inspect_answers_at_any_length_and_setting(arguments: tuple[str, ...]) -> None:
+    done = run_here("inspect", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "all layers: cache" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("method", "cause"),
     [("dga:group_size=128", "chunks of up to 128 tokens, got 141"), ("dga:focal=random", "makes its entries itself")],
@@ -294,6 +309,12 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("compare", "--method", "dense", "--layers", "0,5-2"), "layers: a range must go"),
         (("generate", "a", "--method", "cca", "--layers", "5-2"), "layers: a range must go"),
         (("inspect", "--layers", "5-2"), "layers: a range must go"),
+        (("inspect", "--layers", "0-99999999999"), "layers must be indices below 10000, got '0-99999999999'"),
+        (("compare", "--layers", "9" * 30), "layers must be indices below 10000"),
+        (
+            ("inspect", "--method", "dga:selection=prompt,window=20000000"),
+            "choose a smaller window, group_size or min_focal",
+        ),
         (("generate", "a", "--layers", "1"), "layers belong to a method"),
         (("compare", "--json", "."), "json"),
         # root may write there by its permissions, and still cannot

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,27 @@ def test_text_loss_is_the_models_own(model: LlamaForCausalLM, builder: SequenceB
     # Nothing is condensed before window + group tokens have been read.
     assert math.isclose(condensed.by_position[0].loss, dense.by_position[0].loss, rel_tol=1e-6)
     assert not math.isclose(condensed.by_position[2].loss, dense.by_position[2].loss, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("judge", [retrieval, partial(text_loss, edges=(0,))], ids=["retrieval", "text_loss"])
+def test_training_goes_on_in_the_mode_it_was_in(
+    model: LlamaForCausalLM, builder: SequenceBuilder, judge: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = passkey_sequences(builder, 1, keys=2) if judge is retrieval else text_sequences(builder, 1)
+    frozen = model.model.layers[0]  # a part that its owner keeps without dropout
+    model.train()
+    frozen.eval()
+    before = [module.training for module in model.modules()]
+    forward, modes = model.forward, []
+    monkeypatch.setattr(model, "forward", lambda **inputs: modes.append(model.training) or forward(**inputs))
+    judge(model, METHODS, sequences)
+    assert modes == [False] * len(METHODS)
+    assert [module.training for module in model.modules()] == before
+    monkeypatch.setattr(model, "forward", lambda **inputs: pytest.fail("stop"))
+    with pytest.raises(pytest.fail.Exception):
+        judge(model, METHODS, sequences)
+    assert [module.training for module in model.modules()] == before
+    model.eval()
 
 
 def test_wilson_interval() -> None:

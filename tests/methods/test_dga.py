@@ -53,6 +53,21 @@ def test_each_past_token_counts_once(backend, length, pads, **fields):
     torch.testing.assert_close(lse, torch.arange(1, length + 1).double().log(), **EXACT)
 
 
+@pytest.mark.parametrize("weight_scale", [None, 1.0])
+def test_a_chunk_is_ranked_by_the_scale_that_weighs_its_group(backend, weight_scale):
+    """Ranks turn with the sign of the attention's scale only where no other scale is given."""
+    method = DGA(group_size=2, gamma=0.5, weight_scale=weight_scale)
+    q, k, v = oracle.random_qkv(1, 1, 1, 4, 4, 3)
+    q, k = torch.ones_like(q), torch.tensor([1.0, 3.0, 2.0, 0.0], dtype=q.dtype)[:, None].expand_as(k)
+    out = condense.attention(q, k, v, method=method, scale=-0.5, backend=backend)
+    focal, members = (1, [0, 2]) if weight_scale else (0, [1, 2])
+    logits = (-0.5 if weight_scale is None else 1.0) * 4 * k[0, 0, members, 0]
+    entry = logits.softmax(0) @ torch.stack([k[0, 0, members, 0], *v[0, 0, members].unbind(1)], dim=1)
+    keys = torch.stack([k[0, 0, focal, 0], entry[0], k[0, 0, 3, 0]])
+    values = torch.stack([v[0, 0, focal], entry[1:], v[0, 0, 3]])
+    torch.testing.assert_close(out[0, 0, 3], (-0.5 * 4 * keys).softmax(0) @ values, **EXACT)
+
+
 @PROPERTY
 @given(data=st.data(), g=st.integers(1, 6), groups=st.tuples(st.integers(1, 7), st.integers(0, 7)))
 def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):

@@ -74,6 +74,15 @@ def test_gradient_checkpointing_changes_nothing(name, method, reentrant):
     assert all(bool(grad.isfinite().all()) for grad in padded[1].values())
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_a_block_that_holds_the_backward_pass_has_the_gradients_of_a_condensed_model(reentrant):
+    model = _trainable("llama", "streaming-6")
+    want = _gradients(model)
+    tiny.enable_checkpointing(condense.restore(model), reentrant)
+    with condense.use(model, tiny.METHODS["streaming-6"]):
+        _assert_same(_gradients(model), want)
+
+
 def test_gradients_differ_from_dense():
     model = _trainable("llama", "streaming-6")
     condensed = _gradients(model)[1]["model.layers.0.self_attn.k_proj.weight"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import tiny
-from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, StaticCache
 
 import condense
 from condense.models import condensed_layers
@@ -53,3 +53,35 @@ def test_generated_saved_and_loaded(model, tmp_path):
     loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert condensed_layers(loaded) == condensed_layers(model) != {}
     torch.testing.assert_close(_logits(loaded), _logits(model), **tiny.EXACT)
+
+
+PROMPT = tiny.CCA.replace(summary="prompt")
+REFUSED = {
+    "chunked-prefill": (PROMPT, {"prefill_chunk_size": 7}, "unset prefill_chunk_size"),
+    "no-cache": (PROMPT, {"use_cache": False}, "leave use_cache on"),
+    "prompt-lookup": (PROMPT, {"prompt_lookup_num_tokens": 3}, "generate without assistant or prompt lookup"),
+    "sliding-cache": (tiny.CCA, {"cache_implementation": "sliding_window"}, "cache_implementation='sliding_window'"),
+    "paged-cache": (tiny.CCA, {"cache_implementation": "paged"}, "continuous batching and paged caches"),
+}
+
+
+@pytest.mark.parametrize(("method", "settings", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_generate_refuses_what_it_refuses_of_a_text_model(model, method, settings, message):
+    condense.apply(model, method)
+    with pytest.raises(ValueError, match=message):
+        tiny.generate(model, IDS[:1], pixel_values=PIXELS[:1], **settings)
+    assert tiny.generate(model, IDS[:1], pixel_values=PIXELS[:1]).shape == (1, IDS.shape[1] + tiny.NEW)
+
+
+def test_continuous_batching_is_refused(model):
+    condense.apply(model, tiny.CCA)
+    with pytest.raises(ValueError, match="continuous batching and paged caches cannot be condensed"):
+        model.init_continuous_batching()
+
+
+def test_a_static_cache_without_room_is_refused_before_the_prompt_is_read(model):
+    condense.apply(model, tiny.CCA)
+    cache = StaticCache(model.config.text_config, max_cache_len=50)
+    with pytest.raises(ValueError, match=r"the static cache has room for 50 tokens .* need 55: make it longer"):
+        tiny.generate(model, IDS, pixel_values=PIXELS, past_key_values=cache)
+    assert cache.get_seq_length() == 0

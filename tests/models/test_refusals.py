@@ -1,6 +1,7 @@
 """What cannot work is refused with a ValueError that names the way out, and nothing has changed afterwards."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import (
+    blockwise_overlay,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+from transformers.models.llama import modeling_llama
 
 import condense
 from condense.caches import CondensedLayer
@@ -205,6 +213,13 @@ def test_the_implementation_without_apply():
         built(IDS)
 
 
+def _two_stacks():
+    """A text model with a second one beside it, as models that act have for their actions."""
+    model = tiny.model("llama")
+    model.expert = tiny.model("llama").model
+    return model
+
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 UNSUPPORTED = {
     "bloom": (
@@ -232,6 +247,7 @@ UNSUPPORTED = {
         lambda: tiny.model("gemma", use_bidirectional_attention=True),
         "GemmaForCausalLM has bidirectional attention",
     ),
+    "two-stacks": (lambda: _two_stacks(), "must have one stack of decoder layers, got two attentions of layer 0: pass"),
     "linear": (lambda: torch.nn.Linear(3, 3), "model must be a transformers PreTrainedModel, got Linear"),
 }
 
@@ -262,6 +278,13 @@ def test_one_configuration_of_two_models(enter):
     assert torch.equal(tiny.logits(one, IDS), want)
     tiny.logits(condense.restore(one), IDS)
     tiny.logits(other, IDS)
+
+
+def test_one_of_two_stacks():
+    model = _two_stacks()
+    condense.apply(model.expert, tiny.CCA)
+    assert condensed_layers(model.expert) == dict.fromkeys(range(3), tiny.CCA)
+    assert not condensed_layers(model.model)
 
 
 def test_attention_weights_in_the_configuration():
@@ -382,3 +405,49 @@ def test_packed_positions_in_several_rows(model):
 def test_bidirectional_calls(model):
     with pytest.raises(ValueError, match="condensed attention is causal"):
         tiny.logits(model, IDS, is_causal=False)
+
+
+def _other_than_its_neighbour(batch_idx, head_idx, q_idx, kv_idx):
+    return kv_idx != q_idx - 1
+
+
+OVERLAYS = {
+    "or": {"or_mask_function": blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},
+    "and": {"and_mask_function": _other_than_its_neighbour},
+    "blocks": {"block_sequence_ids": torch.arange(40).expand(2, 40) // 5},
+    "bidirectional": None,
+    "chunked": None,
+}
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
+@pytest.mark.parametrize("overlay", OVERLAYS.items(), ids=OVERLAYS.keys())
+def test_mask_functions(overlay, layers, monkeypatch):
+    """As a model of somebody's own over Llama's attention might add them."""
+    (name, settings), model = overlay, condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
+    expected = tiny.logits(model, IDS)
+    with monkeypatch.context() as patch:
+        if name == "bidirectional":
+            patch.setattr(model.config, "is_causal", False, raising=False)
+        elif name == "chunked":
+            patch.setattr(model.config, "attention_chunk_size", 16, raising=False)
+            patch.setattr(modeling_llama, "create_causal_mask", create_chunked_causal_mask)
+        else:
+            patch.setattr(modeling_llama, "create_causal_mask", partial(create_causal_mask, **settings))
+        with pytest.raises(ValueError, match=r"mask_function must be the plain causal mask.*, got .*restore"):
+            tiny.logits(model, IDS)
+        with pytest.raises(ValueError, match="mask_function must be"):
+            tiny.logits(model, IDS, attention_mask=(torch.arange(40) > 2).expand(2, 40).long())
+    assert torch.equal(tiny.logits(model, IDS), expected)
+
+
+def test_mask_functions_that_are_taken():
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    embedded, documents = torch.zeros(2, 40, 32), torch.tensor([[*range(15), *range(25)], [*range(30), *range(10)]])
+    for create in (create_causal_mask, create_sliding_window_causal_mask):
+        model.config.sliding_window = 12
+        for positions in (None, torch.arange(40)[None], documents):
+            mask = torch.ones(2, 40, dtype=torch.long)
+            assert create(model.config, embedded, None, None, position_ids=positions) is None or positions is documents
+            got = create(model.config, embedded, mask, None, position_ids=positions)
+            assert torch.equal(got, mask.bool()[:, None, None])

@@ -136,6 +136,19 @@ def test_attend_layouts_and_inputs(backend):
     torch.testing.assert_close(got, want, **EXACT)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("L", [1, 9])
+def test_plain_causal_attention_takes_any_scale(backend, L, scale):
+    """The fused attention of PyTorch on a CPU gives NaN for these with ``is_causal=True``."""
+    q, *rest = sources(2, 4, 2, L, 0, 9, D=4, Dv=4)
+    spans = RuleSpans(UniformRule(chunk=4, window=None), 9 - L, 0)
+    last = torch.arange(10 - L, 10).expand(2, 2, L)
+    want = oracle.prefix_band(q, *rest, (torch.zeros_like(last), torch.zeros_like(last), last), scale=scale, bias=None)
+    for return_lse in (False, True):
+        out, _ = attend(q, two_sources(*rest), spans, scale=scale, backend=backend, return_lse=return_lse)
+        torch.testing.assert_close(out, want[0], **EXACT)
+
+
 def test_attend_dropout(backend):
     """Dropped weights are made up for on average; the log-sum-exp knows nothing of it."""
     q, *rest = sources(1, 2, 1, 4, 3, 5)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from condense.tasks import corpus as corpus_module
 from condense.tasks import encode_corpus, load_corpus, read_documents
@@ -75,6 +76,41 @@ def test_encoding_is_kept_on_disk(
     again = load_corpus([text_file], tokenizer, tmp_path)
     for name in ("tokens", "line_starts", "document_starts"):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
+
+
+def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(
+    text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    settings["model"]["merges"].reverse()
+    reversed_merges = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token=tokenizer.eos_token
+    )
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    settings["normalizer"] = {"type": "Lowercase"}
+    lower_case = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token=tokenizer.eos_token
+    )
+    other_separator = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.convert_ids_to_tokens(5)
+    )
+    load_corpus([text_file], tokenizer, tmp_path)
+    for other in (reversed_merges, lower_case, other_separator):
+        assert other.get_vocab() == tokenizer.get_vocab()
+        want = encode_corpus([text_file.read_text(encoding="utf-8")], other)
+        np.testing.assert_array_equal(load_corpus([text_file], other, tmp_path).tokens, want.tokens)
+
+
+def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(
+    text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    padding = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token, pad_token=tokenizer.eos_token
+    )
+    load_corpus([text_file], padding, tmp_path)
+    padding(["one", "and two"], padding="max_length", truncation=True, max_length=9)
+    load_corpus([text_file], padding, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_failure_leaves_nothing_on_disk(

@@ -30,6 +30,8 @@ POOLING_HELP = _METHOD_HELP.format(
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
 
+_MAX_LAYERS = 10_000  # no model has as many; a longer range is a slip that would fill the memory
+
 T = TypeVar("T")
 
 
@@ -65,6 +67,8 @@ def parse_layers(text: str) -> list[int]:
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
             raise ValueError(f"layers must look like 2-31 or 0,4-7, got {text!r}")
         indices = range(int(first), int(last if dash else first) + 1)
+        if indices.stop > _MAX_LAYERS:
+            raise ValueError(f"layers must be indices below {_MAX_LAYERS}, got {part.strip()!r}")
         if not indices:
             raise ValueError(f"layers: a range must go from its lower to its higher end, got {part.strip()!r}")
         layers += indices

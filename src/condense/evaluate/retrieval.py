@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from condense.config import check_choice, check_int
 from condense.evaluate.intervals import Proportion
+from condense.evaluate.modes import in_eval_mode
 from condense.methods import Method
 from condense.models import use
 from condense.tasks import PasskeySequence, SequenceBuilder
@@ -74,8 +75,7 @@ def retrieval(
         raise ValueError(f"methods: wanted methods and sequences, got {len(methods)} and {len(sequences)}")
     answer = _forced if decoding == "forced" else _generated
     results = []
-    model.eval()
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
+    with in_eval_mode(model), Progress(transient=True, console=Console(stderr=True)) as progress:
         for name, method in methods.items():
             outcomes: list[bool] = []
             with torch.no_grad(), use(model, method):

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from condense.config import check_int
+from condense.evaluate.modes import in_eval_mode
 from condense.methods import Method
 from condense.models import use
 from condense.tasks import SequenceBuilder
@@ -85,8 +86,7 @@ def text_loss(
     if any(low >= high for low, high in pairwise(bounds)) or bounds[0] < 0:
         raise ValueError(f"edges: wanted ascending positions below {bounds[-1]}, got {list(edges)}")
     results = []
-    model.eval()
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
+    with in_eval_mode(model), Progress(transient=True, console=Console(stderr=True)) as progress:
         for name, method in methods.items():
             with torch.no_grad(), use(model, method):
                 rows = [_predictions(model, sequence) for sequence in progress.track(sequences, description=name)]

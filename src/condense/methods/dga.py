@@ -39,8 +39,9 @@ class DGA(Method):
     summary: whose query weighs a chunk: "last", its own last, or "streaming", the mean of the m' queries that end
     when it leaves the window; a prompt's groups go by their last member. focal: "top" by scores, or "random" for
     comparison. complementary: a prompt's queries see the members of a group that is not complete yet; without,
-    only themselves. weight_scale: scale of the scores that weigh a group, > 0, default the attention's own; the
-    paper prints 1. num_recent (>= 1), num_random: sampled queries, the newest and others drawn with ``seed``.
+    only themselves. weight_scale: scale of the scores that rank the tokens of a chunk and weigh a group, > 0, default
+    the attention's own, whose sign then decides which tokens rank first; the paper prints 1. num_recent
+    (>= 1), num_random: sampled queries, the newest and others drawn with ``seed``.
     rep_bias: "log_size" adds ln(group_size) to a group's score, as it stands for that many tokens.
     Raises ValueError for a field out of range.
     """

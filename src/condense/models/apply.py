@@ -28,8 +28,9 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
 
     layers: indices to condense; None means all that can be. On a model that is condensed already, the named
     layers change and the others keep what they have. Layers with a sliding window stay stock and are logged.
-    The choice is written to ``config.condense`` and survives save_pretrained. Apply before accelerate, FSDP and
-    torch.compile wrap the model.
+    The choice is written to ``config.condense`` and survives save_pretrained; the saved model loads condensed whatever
+    ``attn_implementation`` from_pretrained is given, which then is what `restore` goes back to. Apply before
+    accelerate, FSDP and torch.compile wrap the model.
     Raises ValueError for an unsupported model, one that is to return attention weights or shares its configuration with
     another condensed model, a layer that cannot be condensed, or anything but a method.
     """
@@ -59,7 +60,11 @@ def restore(model: ModelT) -> ModelT:
 
 @contextmanager
 def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
-    """`apply` for the length of a ``with`` block; afterwards the model is what it was before."""
+    """`apply` for the length of a ``with`` block; afterwards the model is what it was before.
+
+    In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and with
+    ``use_reentrant=True`` it would take the gradients of the model as it is by then, without an error.
+    """
     base, attentions = _attentions(model)
     before, implementation = _methods(attentions), _config(attentions)._attn_implementation
     _assign(attentions, _plan(base, attentions, method, layers))
@@ -210,7 +215,16 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
 
 
 def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
-    return {int(module.layer_idx): module for module in modules}  # type: ignore[arg-type]
+    """Attention modules by their layer's index. Raises ValueError if two have the same, as in two stacks of layers."""
+    by_layer: dict[int, nn.Module] = {}
+    for module in modules:
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        if by_layer.setdefault(index, module) is not module:
+            raise ValueError(
+                f"model must have one stack of decoder layers, got two attentions of layer {index}: pass the part that "
+                "is to be condensed"
+            )
+    return by_layer
 
 
 def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: Iterable[int] | None) -> list[int]:

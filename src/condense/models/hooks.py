@@ -58,7 +58,7 @@ def _wrap_prepare_cache(stock: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        methods = condensed_layers(self) if self.config._attn_implementation == IMPLEMENTATION else {}
+        methods = condensed_layers(self) if _is_condensed(self) else {}
         if methods:
             _check_generation(self, generation_config, mode, methods)
         result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
@@ -69,6 +69,11 @@ def _wrap_prepare_cache(stock: Any) -> Any:
         return result
 
     return prepare
+
+
+def _is_condensed(model: Any) -> bool:
+    """True if the text's attention is `condense`; with a vision tower only the text's own configuration says it."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
 
 
 def _check_room(cache: Cache, max_cache_length: int) -> None:
@@ -87,7 +92,7 @@ def _wrap_continuous_batching(stock: Any) -> Any:
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
         # refused here already: with flash attention at hand it would quietly switch to that, and be dense
-        if self.config._attn_implementation == IMPLEMENTATION:
+        if _is_condensed(self):
             raise ValueError(
                 "continuous batching and paged caches cannot be condensed: use model.generate, or call "
                 "condense.restore(model) first"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -14,8 +14,12 @@ from condense.methods import DGA, Dense, Method, step_settings
 from condense.methods.prompt import FocalPrompt
 from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
 from condense.models.families import is_latent, sliding_window
+from condense.ops import UniformRule
 from condense.ops.checks import settings_obstacle
+from condense.ops.tensors.per_row import PerRow, at_most
 from condense.state import SLACK, first_needed, num_entries, prompt_entries
+
+_MOST_SEARCHED = 2**23
 
 
 @dataclass(frozen=True)
@@ -132,23 +136,54 @@ class _Heads:
         return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, num_q * width, 0)
 
     def dense_flops(self, length: int, window: int | None = None) -> int:
-        seen = torch.arange(1, length + 1)
-        return int((seen if window is None else seen.clamp(max=window)).sum()) * self._per_key
+        least = length if window is None else min(length, window)
+        return (least * (least + 1) // 2 + (length - least) * least) * self._per_key
 
     def flops(self, method: Method, length: int) -> int:
+        """FLOPs of a prompt of ``length`` tokens."""
         if _selects(method):
-            return int(self._selected(method, torch.tensor([length])))
-        return int(self._cumulative(method, length)[-1])
+            return int(self._selected(method, length))
+        rule = method.layout.rule
+        visible = length * (length + 1) // 2 - _sum_closed(rule, length, None) * rule.chunk
+        visible += _sum_closed(rule, length, rule.max_chunks) * rule.entries
+        entries = int(num_entries(method, length))
+        chunks = entries // rule.entries
+        pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
+        if method.layout.num_summary > 0:
+            # scores of all tokens of a chunk, and the mean over each KV head's queries
+            pooled += chunks * rule.chunk * 2 * self.scored + length * self.summary_flops
+        return visible * self._per_key + pooled
 
     def pays_from(self, method: Method) -> int | None:
         """Searched up to 64 windows and chunks and 8 ``min_focal``: a method that does not pay there never does."""
         if method.layout.rule.window is None:
             return None
-        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk) + (
-            8 * method.min_focal if _selects(method) else 0
-        )
+        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk)
+        if _selects(method):
+            return self._selection_pays_from(method, limit + 8 * method.min_focal)
+
+        def pays(length: int) -> bool:
+            return self.flops(method, length) < self.dense_flops(length)
+
+        # What is saved falls when a chunk is pooled and falls ever less, then rises ever more, from one token to the
+        # next and from one pooled chunk to the next: among lengths just after pooling, and then among those of one
+        # chunk, all that pay come after all that do not.
+        chunk, delay = method.layout.rule.chunk, method.layout.summary_delay
+        last = (limit - delay) // chunk
+        first = _first(1, last + 1, lambda number: pays(delay + number * chunk))
+        if first > last:
+            return None
+        return _first(delay + (first - 1) * chunk if first > 1 else 1, delay + first * chunk, pays)
+
+    def _selection_pays_from(self, method: DGA, limit: int) -> int | None:
+        if limit > _MOST_SEARCHED:
+            raise ValueError(
+                f"the length from which dga pays is looked for among at most {_MOST_SEARCHED} tokens, {method} needs "
+                f"{limit}: choose a smaller window, group_size or min_focal"
+            )
         seen = torch.arange(1, limit + 1)
-        flops = self._selected(method, seen) if _selects(method) else self._cumulative(method, limit)
+        flops = self._selected(method, seen)
+        assert isinstance(flops, torch.Tensor)
         dearer = (flops >= seen.cumsum(0) * self._per_key).nonzero()
         last = int(dearer[-1]) if dearer.numel() else -1
         return None if last == limit - 1 else last + 2
@@ -158,38 +193,42 @@ class _Heads:
         """Score and weighted value of one query position over one key: 2 (D + Dv) per query head."""
         return self.num_q * 2 * (self.width + self.value_width)
 
-    def _cumulative(self, method: Method, length: int) -> torch.Tensor:
-        """FLOPs for prompts of 1 to ``length`` tokens, ``[length]``."""
-        rule, seen = method.layout.rule, torch.arange(1, length + 1)
-        closed = rule.closed(seen)
-        visible = rule.visible_entries(closed) + seen - closed * rule.chunk
-        entries = num_entries(method, seen)
-        chunks = entries // rule.entries
-        pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
-        if method.layout.num_summary > 0:
-            # scores of all tokens of a chunk, and the mean over each KV head's queries
-            pooled = pooled + chunks * rule.chunk * 2 * self.scored + seen * self.summary_flops
-        return visible.cumsum(0) * self._per_key + pooled
-
-    def _selected(self, method: DGA, tokens: torch.Tensor) -> torch.Tensor:
-        """FLOPs for prompts of so many tokens, int64 as ``tokens``, if focal tokens spread evenly over them."""
+    def _selected(self, method: DGA, tokens: PerRow) -> PerRow:
+        """FLOPs for prompts of so many tokens, if focal tokens spread evenly over them."""
         focal, g = FocalPrompt(method).num_focal(tokens), method.group_size
         groups = (tokens - focal) // g
         # half of the entries on average, and of the members of the group in progress
         visible = ((tokens + 1) * (focal + groups) + tokens * (g - 1) * (groups > 0)) // 2
-        asked = 0 if method.focal == "random" else tokens.clamp(max=method.num_recent + method.num_random)
+        asked = 0 if method.focal == "random" else at_most(tokens, method.num_recent + method.num_random)
         selecting = asked * tokens * self.num_q * 2 * self.width
         pooled = groups * (2 * g * (self.scored + self.entry_numbers) + self.summary_flops)
         return visible * self._per_key + (selecting + pooled) * (groups > 0)
 
 
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The first number from ``low`` on that holds, with all after it; ``high`` if none below it does."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
+    """Closed chunks, at most ``most`` of them, that each query of ``length`` tokens finds, summed over the queries."""
+    if rule.window is None or length <= rule.window:
+        return 0
+    behind = length - rule.window  # tokens behind the window of the last query; the query before has one less
+    counted = behind if most is None else min(behind, most * rule.chunk - 1)
+    full, rest = divmod(counted + 1, rule.chunk)
+    return rule.chunk * full * (full - 1) // 2 + rest * full + (behind - counted) * (most or 0)
+
+
 def _kept(method: Method, length: int) -> tuple[int, int]:
     """Entries (representatives and exact tokens) and summary queries that a cache holds after ``length`` tokens."""
-    seen = torch.tensor([length])
     if isinstance(method, Dense):
         return length, 0
     if _selects(method):
-        return int(prompt_entries(method, seen)), 0
-    exact = min(length, int(seen - first_needed(method, seen - SLACK)))
+        return int(prompt_entries(method, length)), 0
+    exact = min(length, length - int(first_needed(method, length - SLACK)))
     tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
-    return int(num_entries(method, seen)) + exact, tail
+    return int(num_entries(method, length)) + exact, tail

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import masking_utils
+from transformers.masking_utils import causal_mask_function
+
+# How transformers puts mask functions together: each is a function made by another, known by its name. These two
+# restrict a causal mask to what a layer does itself, by its sliding window and by the documents of a packed row.
+_RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask")
+# made of other mask functions, held in this variable
+_COMPOSED = {
+    "and_masks.<locals>.and_mask": "mask_functions",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
+}
 
 
 def condense_mask(
@@ -16,8 +29,10 @@ def condense_mask(
     q_offset: Tensor | int = 0,
     *args: Any,
     kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
@@ -27,7 +42,15 @@ def condense_mask(
     time: a constant shape survives that. None stands for "all real". A static cache has more slots than tokens so
     far: the others count as padding. A mask that is too short comes out too short, for the attention function to
     refuse; where one token comes to a static cache on a GPU, looking would mean waiting, and it counts as padding.
+    Raises ValueError for a mask function that shows queries other tokens than a causal, sliding or packed mask does.
     """
+    # transformers sets use_vmap for an or_mask_function or and_mask_function and nothing else
+    if use_vmap or not _is_causal(mask_function):
+        raise ValueError(
+            "condensed attention is causal: mask_function must be the plain causal mask, or that of a sliding window "
+            f"or of packed documents, got {mask_function} (is_causal=False, block_sequence_ids, or_mask_function and "
+            "and_mask_function make others): call condense.restore(model) to have it honoured"
+        )
     if attention_mask is None:
         if allow_is_causal_skip:
             return None
@@ -45,3 +68,18 @@ def _covers(attention_mask: Tensor, q_length: int, q_offset: Tensor | int) -> bo
     ):
         return True
     return attention_mask.shape[1] >= int(q_offset) + q_length
+
+
+def _is_causal(mask_function: Callable[..., Any]) -> bool:
+    """True for transformers' causal mask function, alone or restricted to a sliding window or to packed documents."""
+    if mask_function is causal_mask_function:
+        return True
+    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+        return False
+    name = mask_function.__qualname__
+    if name not in _COMPOSED:
+        return name in _RESTRICTIONS
+    if torch.compiler.is_compiling():
+        return True  # a closure cannot be read there; use_vmap tells what a caller adds to transformers' own masks
+    parts = inspect.getclosurevars(mask_function).nonlocals[_COMPOSED[name]]
+    return all(map(_is_causal, parts if isinstance(parts, tuple) else (parts,)))

@@ -116,7 +116,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     console = Console(stderr=True)
     documents = track(list(read_documents(paths)), description="Encoding", transient=True, console=console)
     corpus = encode_corpus(documents, tokenizer)
-    with whole_file(file) as stream:
+    with whole_file(file, overwrite=True) as stream:
         np.savez(
             stream,
             tokens=corpus.tokens,
@@ -188,8 +188,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def _fingerprint(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A short hash of the files' contents and of the tokenizer."""
-    digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    """A short hash of the files' contents, of all that decides how the tokenizer encodes, and of its separator."""
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    # these two are what the last call of the tokenizer asked for
+    del settings["padding"], settings["truncation"]
+    digest = hashlib.sha256(json.dumps([settings, tokenizer.eos_token_id]).encode())
     for path in map(Path, paths):
         digest.update(bytes.fromhex(sha256(path)))
     return digest.hexdigest()[:16]
