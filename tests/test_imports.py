@@ -19,10 +19,12 @@ ARROWS["methods"] = {"ops"} | ARROWS["ops"]
 ARROWS["functional"] = {"methods"} | ARROWS["methods"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
 ARROWS["models"] = {"caches", "latent"} | ARROWS["caches"]
+ARROWS["testing"] = {"methods"} | ARROWS["methods"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "bench", "analysis")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results"} | ARROWS["results"] | ARROWS["models"]
+ARROWS["bench"] |= {"testing"}
 ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
 ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside

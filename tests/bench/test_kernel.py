@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import condense
-from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, gate, tasks
+from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, tasks
+from condense.bench.problems import pooled
 from condense.caches import StaticCondensedLayer
 from condense.methods import dga_prompt
 
@@ -169,7 +170,7 @@ def test_wrong_attention_is_not_timed(op, monkeypatch):
 
 def test_wrong_pooling_is_not_timed(monkeypatch):
     def wrong(*arguments, **options):
-        sources = gate.pooled(*arguments, **options)
+        sources = pooled(*arguments, **options)
         entries = sources.entries._replace(v=sources.entries.v.roll(1, 2))
         return sources._replace(sources=(entries, sources.window))
 

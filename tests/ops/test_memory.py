@@ -1,12 +1,12 @@
 """What the torch backend keeps is linear in the number of tokens, and computing it again changes nothing."""
 
-import oracle
 import pytest
 import torch
 
 import condense
 from condense.functional import attend_to, extend
 from condense.ops.torch import attend as torch_attend
+from condense.testing import oracle
 
 METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")
 

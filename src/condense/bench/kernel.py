@@ -12,7 +12,7 @@ import torch
 
 from condense.bench import steps, tasks
 from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
-from condense.bench.gate import WHOLE, Verdict
+from condense.bench.gate import WHOLE
 from condense.bench.problems import Setting
 from condense.bench.rows import OPS, REFERENCE_OP, Row, condensed_runners, crossover, first_line, medians, with_ratios
 from condense.bench.tasks import Task, Work, has_op
@@ -20,6 +20,7 @@ from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method
 from condense.ops import UniformRule, resolve_backend
 from condense.results import plain
+from condense.testing.budget import Verdict
 
 
 @dataclass(frozen=True)
