@@ -6,8 +6,8 @@ from condense.bench.kernel import KernelPlan, bench_kernel
 from condense.bench.model import ModelPlan, bench_model, check_runners
 from condense.bench.model_shapes import MODEL_SHAPES, check_shape, random_model, ready
 from condense.bench.problems import HeadShape, Setting
-from condense.bench.report import render
-from condense.bench.rows import OP_TITLES, OPS, check_ops
+from condense.bench.report import newest, picture_name, render
+from condense.bench.rows import OPS, check_ops
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "GPU_BASELINES",
     "MODEL_SHAPES",
     "OPS",
-    "OP_TITLES",
     "RUNNERS",
     "HeadShape",
     "KernelPlan",
@@ -29,6 +28,8 @@ __all__ = [
     "check_runners",
     "check_shape",
     "last_result",
+    "newest",
+    "picture_name",
     "random_model",
     "read_result",
     "ready",
