@@ -22,8 +22,8 @@ collect_ignore = [
 ]
 
 # Grids of dear cells, with how many of them are in `make test`: those that bring a value of a parameter that no other
-# has come first. All others are `slow`, for `make test-all`. That every method equals its definition on every backend is
-# proved cell by cell in test_functional.py and test_latent.py: these ask for something else.
+# has come first. All others are `slow`, for `make test-all`. That every method equals its definition on every backend
+# is proved cell by cell in test_functional.py and test_latent.py: these ask for something else.
 DEAR = {
     "caches/test_cache_bytes.py::test_bytes_after_prefill_and_decode": 8,
     "caches/test_static_layer.py::test_300_steps_and_chunks_equal_the_growing_layer": 10,
