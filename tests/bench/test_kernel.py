@@ -89,7 +89,9 @@ def other_tokens(*arguments):
 
 def other_entries(self, *arguments, **options):
     prompt = STOCK_GROUPS(self, *arguments, **options)
-    return prompt._replace(entries_v=prompt.entries_v.roll(1, 2)) if options["backend"] == "auto" else prompt
+    entries, *others = prompt.sources
+    wrong = prompt._replace(sources=(entries._replace(v=entries.v.roll(1, 2)), *others))
+    return wrong if options["backend"] == "auto" else prompt
 
 
 STOCK_RANKING, STOCK_GROUPS = condense.DGA.ranking, condense.DGA.grouped_around
