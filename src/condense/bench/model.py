@@ -52,14 +52,6 @@ class ModelPlan:
         return cases
 
 
-def check_runners(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once. Raises ValueError for an unknown one."""
-    for name in names:
-        if name not in RUNNERS:
-            raise ValueError(f"runners must be of {', '.join(RUNNERS)}; got {name!r}")
-    return tuple(dict.fromkeys(names))
-
-
 @torch.no_grad()
 def bench_model(
     model: PreTrainedModel, plan: ModelPlan, *, on_row: Callable[[Row], None] = lambda row: None

@@ -38,12 +38,13 @@ def reference_op(op: str) -> str | None:
     return {"layer": "forward", "importance": None, "pooling": None}.get(op, op)
 
 
-def check_ops(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once. Raises ValueError for an unknown one."""
+def check_names(argument: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """The names, each once. Raises ValueError for one that is not ``known``."""
+    names, known = tuple(dict.fromkeys(names)), tuple(known)
     for name in names:
-        if name not in OPS:
-            raise ValueError(f"ops must be of {', '.join(OPS)}; got {name!r}")
-    return tuple(dict.fromkeys(names))
+        if name not in known:
+            raise ValueError(f"{argument} must be of {', '.join(known)}; got {name!r}")
+    return names
 
 
 def first_line(error: BaseException) -> str:

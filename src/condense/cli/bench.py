@@ -77,7 +77,7 @@ def kernel_command(
     """Attention forward and backward, pooling, the layer and a decode step, each held to float64 before it is timed."""
     heads = bench.HeadShape.parse(shape)
     check_int("batch", batch, 1)
-    chosen_ops = bench.check_ops(_names(ops))
+    chosen_ops = bench.check_names("ops", _names(ops), bench.OPS)
     backends = tuple(dict.fromkeys(_names(backend)))
     where = parse_device(device)
     torch_dtype = _dtype(dtype, where)
@@ -86,7 +86,9 @@ def kernel_command(
         bench.Setting(heads, batch, torch_dtype, where, seed),
         _lengths(lengths, where, quick),
         _methods(method, METHODS),
-        default if baselines is None else bench.check_baselines([] if baselines == "none" else _names(baselines)),
+        default
+        if baselines is None
+        else bench.check_names("baselines", [] if baselines == "none" else _names(baselines), bench.BASELINES),
         chosen_ops,
         backends,
         _batches(decode_batches, where),
@@ -140,7 +142,7 @@ def model_command(
         if value is not None:
             check_int(name, value, 1)
     chosen = bench.check_shape(shape or next(iter(bench.MODEL_SHAPES)))
-    chosen_runners = bench.check_runners(_names(runners))
+    chosen_runners = bench.check_names("runners", _names(runners), bench.RUNNERS)
     where = parse_device(device)
     torch_dtype = _dtype(dtype, where)
     prompts, methods = _lengths(lengths, where, quick), _methods(method, METHODS[:1])
