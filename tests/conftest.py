@@ -65,12 +65,16 @@ DEAR = {
     "test_functional.py::test_attention_left_padding": 145,
     "test_latent.py::test_any_chunks_absorbed_or_expanded_equal_one_call": 120,
     "train/test_training.py::test_a_resumed_run_equals_an_uninterrupted_one": 1,
+    "triton_kernels/test_attend.py::test_output_lse_and_gradients_within_budget": 10,
     "triton_kernels/test_growing_layer.py::test_steps_and_chunks_equal_extend": 8,
+    "triton_kernels/test_importance.py::test_importance": 10,
     "triton_kernels/test_pool.py::test_chunks_give_what_one_call_gives": 3,
     "triton_kernels/test_pool.py::test_every_group_size": 5,
     "triton_kernels/test_pool.py::test_every_pair_of_poolings": 8,
     "triton_kernels/test_pool.py::test_every_width": 10,
     "triton_kernels/test_pool.py::test_every_window": 10,
+    "triton_kernels/test_step.py::test_absorbed_latents_against_the_definition": 3,
+    "triton_kernels/test_step.py::test_sixty_four_steps_against_the_definition": 12,
 }
 
 
