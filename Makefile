@@ -1,20 +1,43 @@
-# Two commands on a machine that has only Python: `make demo` and `make test`.
+# On a machine that has only Python: `make demo` and `make test`. On one with a GPU too: `make test-gpu`.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check
 PYTEST_FLAGS ?= -n 2
 
-.PHONY: demo test lint clean
+.PHONY: demo quick test test-all test-gpu lint clean
 
 demo: .venv/demo
 	.venv/bin/condense compare
 
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
+OLDEST = OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS) tests/models tests/caches
+ALL = -m "slow or not slow"
+
+# while working: style, types, and six cells of every grid of the core
+quick: .venv/dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	$(PYTEST) --cells 6 tests/analysis tests/bench/test_rows.py tests/bench/test_report.py tests/methods tests/ops \
+	  tests/tasks tests/test_functional.py tests/test_imports.py tests/test_latent.py tests/test_readme.py
+
+# before a merge: everything but slow sweeps; with the oldest transformers four cells of every grid
 test: .venv/dev .venv-oldest/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS) tests/triton_kernels
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS) tests/models tests/caches
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/triton_kernels
+	$(OLDEST) --cells 4
+
+# at night
+test-all: .venv/dev .venv-oldest/dev
+	$(PYTEST) $(ALL)
+	TRITON_INTERPRET=1 $(PYTEST) $(ALL) tests/triton_kernels
+	$(OLDEST) $(ALL)
+
+# on a machine with a CUDA device: kernels compiled for it, and everything that runs them
+test-gpu: .venv/dev
+	.venv/bin/python -m pytest $(ALL) tests/gpu tests/triton_kernels
 
 lint: .venv/dev
 	.venv/bin/ruff format .

@@ -3,6 +3,7 @@
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
 import torch
 
 import condense
@@ -28,6 +29,7 @@ def test_demo_model_is_stock() -> None:
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
 
 
+@pytest.mark.slow  # cli/test_commands.py asks the same model for one number
 def test_demo_model_answers_dense_and_condensed_and_a_window_does_not() -> None:
     model, tokenizer = condense.demo_model()
     window = condense.StreamingLLM(sink=4, window=492)

@@ -2,15 +2,15 @@
 
 import functools
 
-import oracle
 import pytest
 import torch
 
 import condense
 from condense.functional import extend
+from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-METHODS = oracle.PLANS | oracle.PROMPTS
+METHODS = cases.PLANS | cases.PROMPTS
 
 LENGTHS = {
     "one token": 1,
@@ -65,7 +65,7 @@ def test_attention_every_plan_and_length(backend, method, length):
     check(backend, (1, 2, 1, length, 4, 4), method)
 
 
-@pytest.mark.parametrize("method", oracle.GRID.values(), ids=oracle.GRID)
+@pytest.mark.parametrize("method", cases.GRID.values(), ids=cases.GRID)
 def test_attention_pooling_grid(backend, method):
     check(backend, (1, 2, 1, 31, 4, 3), method)
 
@@ -118,7 +118,7 @@ def test_attention_packed(backend, name, cu_seqlens):
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_attention_index_dtypes(integer):
     q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
-    method = oracle.PLANS["lca"]
+    method = cases.PLANS["lca"]
     packed = condense.attention(q, k, v, method=method, cu_seqlens=torch.tensor([0, 10, 24], dtype=integer))
     padded = condense.attention(q, k, v, method=method, padding=torch.tensor([10], dtype=integer))
     assert torch.equal(packed[:, :, 10:], padded[:, :, 10:])
@@ -137,13 +137,13 @@ def test_attention_blocks_of_real_size(name):
 
 def test_attention_method_as_settings():
     q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
-    method = oracle.PLANS["lca"]
+    method = cases.PLANS["lca"]
     assert torch.equal(condense.attention(q, k, v, method=method.to_dict()), condense.attention(q, k, v, method=method))
 
 
 def test_attention_auto_is_torch():
     q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
-    method = oracle.PLANS["lca"]
+    method = cases.PLANS["lca"]
     auto, torch_ = (condense.attention(q, k, v, method=method, backend=name) for name in ("auto", "torch"))
     assert torch.equal(auto, torch_)
 
@@ -242,7 +242,7 @@ def test_attention_bad_cu_seqlens(marks):
 
 
 @pytest.mark.parametrize("needs", ["q", "k", "v"])
-@pytest.mark.parametrize("method", oracle.PROMPTS.values(), ids=oracle.PROMPTS)
+@pytest.mark.parametrize("method", cases.PROMPTS.values(), ids=cases.PROMPTS)
 def test_attention_gradients_through_a_prompt_summary_need_consent(backend, method, needs):
     arguments = inputs(method=method, backend=backend)
     arguments[needs].requires_grad_()

@@ -3,25 +3,24 @@
 import functools
 import itertools
 
-import latent_oracle
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latent_oracle import Latents
 
 import condense
 from condense import CCA, DGA, LCA
 from condense.functional import extend
 from condense.latent import UpProjection, attend_to_latents, summary_queries
+from condense.testing import cases, latent_oracle
+from condense.testing.latent_oracle import Latents
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTHS = (5, 3, 7, 4)
-METHODS = oracle.PLANS | oracle.PROMPTS
+METHODS = cases.PLANS | cases.PROMPTS
 GRID = {
     f"{summary}-{key}-{value}": LCA(group_size=4, window=5, summary=summary, key_pooling=key, value_pooling=value)
-    for summary, key, value in itertools.product(("streaming", "prompt"), oracle.POOLINGS, oracle.POOLINGS)
+    for summary, key, value in itertools.product(("streaming", "prompt"), cases.POOLINGS, cases.POOLINGS)
 }
 SHAPES = {
     "one head": (1, 1, WIDTHS),
@@ -144,7 +143,7 @@ STEPS = {
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
     shape = (2, 3, 41, WIDTHS)
     want, _ = wanted(shape, method, None, None, None)
@@ -158,7 +157,7 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_prefill_of_every_length_then_tokens(method):
     shape = (1, 2, 22, WIDTHS)
     want, _ = wanted(shape, method, None, None, None)
@@ -167,7 +166,7 @@ def test_prefill_of_every_length_then_tokens(method):
         torch.testing.assert_close(out, want, **EXACT)
 
 
-@pytest.mark.parametrize("method", oracle.PROMPTS.values(), ids=oracle.PROMPTS)
+@pytest.mark.parametrize("method", cases.PROMPTS.values(), ids=cases.PROMPTS)
 def test_after_a_prompt_the_streaming_rule_holds(method):
     x = latent_oracle.random(1, 2, 37, WIDTHS)
     want, _ = latent_oracle.attention(x, method=method, prompt=22)
@@ -183,8 +182,8 @@ def test_any_method_any_chunks(data):
         window=data.draw(st.integers(0, 12), label="w"),
         summary=data.draw(st.sampled_from(["last", "streaming"])),
         num_summary_queries=data.draw(st.sampled_from([None, 1, 3, 15, 40])),
-        key_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
-        value_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
+        key_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
+        value_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
         rep_bias=data.draw(st.sampled_from(["none", "log_size"])),
     )
     steps = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=5), label="steps")
@@ -199,7 +198,7 @@ def test_a_step_is_absorbed_and_whole_sequences_are_not(monkeypatch):
     expand = UpProjection.expand
     monkeypatch.setattr(UpProjection, "expand", lambda up, e: expanded.append(e.shape[2]) or expand(up, e))
     shape = (1, 2, 41, (4, 2, 16, 4))
-    read_in_steps(oracle.PLANS["lca"], latent_oracle.random(*shape), (37, 1, 3), absorb=None, hand_over=True)
+    read_in_steps(cases.PLANS["lca"], latent_oracle.random(*shape), (37, 1, 3), absorb=None, hand_over=True)
     # the prompt's seven representatives; else only what this test hands over as new
     assert expanded == [37, 7, 1, 3]
 
@@ -208,7 +207,7 @@ def test_a_step_is_absorbed_and_whole_sequences_are_not(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
     x = latent_oracle.random(2, 3, 45, WIDTHS, dtype)
     arguments = {"method": method, "backend": backend, "padding": torch.tensor([0, 6]), "return_lse": True}
@@ -296,8 +295,8 @@ def test_autocast_computes_in_its_dtype():
     x = latent_oracle.random(1, 2, 30, WIDTHS, torch.float32)
     low = Latents(*(tensor.bfloat16() for tensor in x))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = condense.latent_attention(*x, method=oracle.PLANS["lca"])
-    assert torch.equal(got, condense.latent_attention(*low, method=oracle.PLANS["lca"]))
+        got = condense.latent_attention(*x, method=cases.PLANS["lca"])
+    assert torch.equal(got, condense.latent_attention(*low, method=cases.PLANS["lca"]))
 
 
 # --- refusals
@@ -333,7 +332,7 @@ def test_bad_arguments(changes, message):
         condense.latent_attention(**arguments(**changes))
 
 
-@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
 def test_a_prompt_selection_asks_each_heads_own_queries(method):
     with pytest.raises(ValueError, match=r"^DGA\(.*selection='prompt'.*latents \(MLA\).*: use selection='streaming'"):
         condense.latent_attention(**arguments(method=method))
@@ -341,7 +340,7 @@ def test_a_prompt_selection_asks_each_heads_own_queries(method):
 
 @pytest.mark.parametrize("name", ["q_nope", "q_rope", "c", "k_rope", "w_uk"])
 def test_a_prompt_summary_is_for_inference(name):
-    given = arguments(method=oracle.PROMPTS["prompt"])
+    given = arguments(method=cases.PROMPTS["prompt"])
     given[name].requires_grad_()
     with pytest.raises(ValueError, match=r"^CCA\(.*train with summary='streaming' or pass allow_future=True"):
         condense.latent_attention(**given)

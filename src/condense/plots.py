@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from condense.analysis import Deviation
 from condense.evaluate.compare import Outcome
+from condense.files import whole_file
 from condense.models import MethodChoice
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -160,14 +160,10 @@ def _figure(panels: int, width: float) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Written beside and renamed, so that an interrupt leaves no half picture."""
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        figure.savefig(temporary, dpi=160)
-        os.replace(temporary, path)
+        with whole_file(path, overwrite=True) as file:
+            figure.savefig(file, dpi=160, format=path.suffix.lower().removeprefix("."))
     finally:
-        temporary.unlink(missing_ok=True)
         pyplot.close(figure)

@@ -1,7 +1,5 @@
 """`measure_deviation` against distances taken one by one; what it refuses."""
 
-import latent_oracle
-import oracle
 import pytest
 import torch
 from models import tiny
@@ -11,6 +9,7 @@ from condense.analysis import measure_deviation
 from condense.analysis.deviation import stretches
 from condense.models import attention as models_attention
 from condense.models import condensed_layers
+from condense.testing import latent_oracle, oracle
 
 IDS = tiny.tokens(1, 150)[0]
 G, W = 4, 8
@@ -32,7 +31,7 @@ def _pairs(method, module, q, k, v, *rest, scale, **_):
             w_uk, w_uv = weight[:, :8].mT, weight[:, 8:].mT
             for j in range(closed):
                 summary = q[b][:, list(oracle.summary_positions(method, j, q.shape[2]))].mean(1)
-                rep_c, rep_k = latent_oracle._representative(method, j, summary, c, k_rope, w_uk, scale)
+                rep_c, rep_k = latent_oracle.representative(method, j, summary, c, k_rope, w_uk, scale)
                 for i in range(j * G, (j + 1) * G):
                     for h in range(4):
                         yield k[b, h, i], torch.cat([rep_c @ w_uk[h], rep_k]), v[b, h, i], rep_c @ w_uv[h]

@@ -1,6 +1,5 @@
 """FlexAttention with our mask: the right keys, and no block that nobody looks at. Run uncompiled, in float64."""
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +8,7 @@ from two_sources import attend_to
 import condense
 from condense.bench import flex
 from condense.bench.problems import HeadShape, Setting, pooled
+from condense.testing import oracle
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float64, torch.device("cpu"), 0)
 METHODS = {

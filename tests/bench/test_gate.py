@@ -90,7 +90,7 @@ def test_entries(method, dtype, length):
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_layer(method, dtype):
     inputs = inputs_of(150, dtype)
-    out, entries = attention(*inputs, method=method), gate.exact_and_plain(method, inputs)
+    out, entries = attention(*inputs, method=method), gate.exact_and_plain(method, inputs, pooled(method, inputs))
     assert gate.check_layer(out, inputs, *entries).passed
     assert not gate.check_layer(wronged(out), inputs, *entries).passed
     assert not gate.check_layer(attention(*inputs, method=method.replace(window=16)), inputs, *entries).passed

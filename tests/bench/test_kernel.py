@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import condense
-from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, gate, tasks
+from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, tasks
+from condense.bench.problems import pooled
 from condense.caches import StaticCondensedLayer
 from condense.methods import Method, prompt
 from condense.methods.prompt import FocalPrompt
@@ -138,6 +139,30 @@ def test_every_method_is_right_in_every_row():
     }
 
 
+def test_a_step_of_several_rows_is_an_operation_of_its_own():
+    plan, content = run(ops=("decode",), lengths=(64, 96), batches=(1, 3), baselines=("sdpa",))
+    assert len(content["rows"]) == plan.num_rows() == 2 * 2 * (1 + len(METHODS))
+    assert {row["op"] for row in content["rows"]} == set(content["crossover"]) == {"decode", "decode_b3"}
+    for row in content["rows"]:
+        if row["condensed"]:
+            (dense,) = (
+                other
+                for other in content["rows"]
+                if (other["op"], other["length"]) == (row["op"], row["length"]) and not other["condensed"]
+            )
+            assert row["gate"]["passed"]
+            assert row["speedup"] == {"sdpa": dense["times"]["median_ms"] / row["times"]["median_ms"]}
+    single, three = (
+        [
+            row["tbs"] * row["times"]["median_ms"]
+            for row in content["rows"]
+            if row["op"] == op and row["runner"] == "cca"
+        ]
+        for op in ("decode", "decode_b3")
+    )
+    assert three == pytest.approx([3 * nbytes for nbytes in single])
+
+
 def test_backends_stand_side_by_side():
     plan, content = run(backends=("torch", "reference"), lengths=(64,), baselines=())
     assert len(content["rows"]) == plan.num_rows()
@@ -176,7 +201,7 @@ def test_wrong_attention_is_not_timed(op, monkeypatch):
 
 def test_wrong_pooling_is_not_timed(monkeypatch):
     def wrong(*arguments, **options):
-        sources = gate.pooled(*arguments, **options)
+        sources = pooled(*arguments, **options)
         entries = sources.entries._replace(v=sources.entries.v.roll(1, 2))
         return sources._replace(sources=(entries, sources.window))
 

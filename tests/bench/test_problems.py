@@ -1,6 +1,5 @@
 """Shapes, and the work that rows are held against."""
 
-import oracle
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from condense.bench.problems import (
     step_bytes,
     visible_pairs,
 )
+from condense.testing import cases, oracle
 
 CPU = torch.device("cpu")
 SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
@@ -36,7 +36,7 @@ def test_other_shapes_are_refused(text):
         HeadShape.parse(text)
 
 
-COUNTED = oracle.PLANS | oracle.SELECTIONS
+COUNTED = cases.PLANS | cases.SELECTIONS
 
 
 @pytest.mark.parametrize("method", COUNTED.values(), ids=COUNTED)
@@ -84,7 +84,7 @@ def test_ranking_is_one_product_over_what_the_sampled_queries_see():
     assert ranking_flops(SETTING.shape, 3, at) == 3 * 4 * 2 * 8 * (35 + 36 + 37)
 
 
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_a_step_is_over_the_cache_that_the_method_keeps(method):
     q, sources = SETTING.step(method, 37, draw=0)
     k, v = SETTING.normal(2, 38, 8, draw=1), SETTING.normal(2, 38, 6, draw=2)

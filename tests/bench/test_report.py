@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from condense.bench import MODEL_SHAPES, render
+from condense.bench import MODEL_SHAPES, newest, picture_name, render
 from condense.bench.published import PUBLISHED, fastest
 
 PROVENANCE = {"device": "x", "torch": "2", "transformers": "5", "condense": "0", "commit": None, "date": "today"}
@@ -92,6 +92,33 @@ def test_feed_forward_is_a_part_of_every_runner():
     assert "out of luck" in model_page(feed_forward=[{"length": 131072, "error": "out of luck"}])
     # as in result files from before there was such a figure
     assert "### feed-forward modules" not in model_page(feed_forward=[])
+
+
+def test_a_page_has_the_newest_file_of_each_title():
+    def document(date, **changes):
+        results = {"kind": "model", "model": "m", "layers": 2, "dtype": "float32", "prefill_chunk": None}
+        return {"provenance": {"date": date}, "results": results | {"methods": {"cca": {}}} | changes}
+
+    documents = {
+        Path("b.json"): document("2026-11-21T10:00:00+00:00"),
+        Path("a.json"): document("2026-11-20T10:00:00+00:00"),
+        Path("c.json"): document("2026-11-19T10:00:00+00:00", methods={"cca": {}, "lca": {}}),
+    }
+    assert [path.name for path in newest(documents)] == ["b.json", "c.json"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "name"),
+    [
+        (["lca"], "model-m-bfloat16-gpu-lca.png"),
+        (["lca", "dga"], "model-m-bfloat16-gpu-lca-dga.png"),
+        (["lca", "lca:window=128", "dga"], "model-m-bfloat16-gpu-lca-dga-3-settings.png"),
+        (["CCA(group_size=4) in layers 1"], "model-m-bfloat16-gpu-CCA-group_size-4-in-layers-1.png"),
+    ],
+)
+def test_pictures_are_named_by_what_they_show(methods, name):
+    results = {"methods": {label: {} for label in methods}}
+    assert picture_name(Path("bench-model-m-bfloat16-gpu-20261121T163236Z.json"), results) == name
 
 
 def test_a_kernels_notes():

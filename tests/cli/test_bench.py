@@ -36,10 +36,11 @@ def rows_of(path: Path) -> list[dict[str, object]]:
 
 def test_kernel_compares_with_the_last_result_and_makes_a_page(tmp_path: Path) -> None:
     folder = tmp_path / "results"
-    command = (*KERNEL, "--lengths", "64,128", "--results", str(folder))
+    command = (*KERNEL, "--lengths", "64,128", "--decode-batches", "1,2", "--results", str(folder))
     done = run_here(*command)
     assert done.returncode == 0, done.stderr
     assert "no claims" in done.stdout
+    assert "attention of one decode step, 2 rows at once" in done.stdout
     assert "change" not in done.stdout
     (first,) = folder.iterdir()
     # names carry the second
@@ -56,7 +57,11 @@ def test_kernel_compares_with_the_last_result_and_makes_a_page(tmp_path: Path) -
     command = ("bench", "report", str(second), "--output", str(page), "--plots")
     assert run_here(*command).returncode == 0
     assert second.name in page.read_text()
-    assert (page.parent / f"{second.stem}.png").read_bytes().startswith(b"\x89PNG")
+    (picture,) = page.parent.glob("*.png")
+    # named by what it shows
+    assert picture.name.startswith("kernel-h4-kv2-d16-v16-b1-float32-")
+    assert picture.name.endswith("-cca.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     again = run_here(*command)
     assert again.returncode == 2
     assert "wanted a path that does not exist yet" in again.stderr
@@ -103,7 +108,7 @@ def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
     results = json.loads(path.read_text())["results"]
     assert [row["runner"] for row in results["rows"]] == ["dense", "condensed cca:group_size=4,window=8"]
     assert results["prefill_chunk"] == 20
-    assert "feed-forward at 48: " in done.stdout
+    assert "feed-forward modules: time to first token" in done.stdout
     page = tmp_path / "performance.md"
     assert run_here("bench", "report", str(path), "--output", str(page), "--plots").returncode == 0
     assert "time to first token" in page.read_text()
@@ -147,6 +152,7 @@ def test_model_runs_a_saved_model_as_it_was_saved(saved: Path, tmp_path: Path) -
         (("kernel", "--baselines", "fastest"), "baselines must be of cudnn"),
         (("kernel", "--ops", "sideways"), "ops must be of forward"),
         (("kernel", "--batch", "0"), "batch must be an integer >= 1"),
+        (("kernel", "--decode-batches", "4,x"), "decode_batches must be numbers of rows >= 1"),
         (("kernel", "--dtype", "int4"), "dtype must be one of"),
         (("kernel", "--device", "abacus"), "device must be"),
         (("kernel", "--backend", "torch,abacus"), "backend must be"),

@@ -453,7 +453,7 @@ def interrupt(
 def test_ctrl_c_leaves_no_result_files(tmp_path: Path) -> None:
     outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
     # more than a pipe holds: however slow the imports are, the command is past them once it has taken this
-    text = b"The harbour lay quiet under the moon. " * 5000
+    text = b"The harbour lay quiet under the moon. " * 2000
     assert interrupt("compare", "--text", "-", "--max-new-tokens", "1000", *outputs, text=text, wait=2) == 130
     assert not list(tmp_path.iterdir())
 
@@ -463,10 +463,10 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
     output = tmp_path / "adapted"
     command = (
         "train", "adapt", "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
-        "--data", str(story), "--output", str(output), "--steps", "800", "--sequence-length", "128",
+        "--data", str(story), "--output", str(output), "--steps", "240", "--sequence-length", "128",
         "--batch-size", "2", "--dtype", "float32", "--workers", "0",
     )  # fmt: skip
-    checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-200"
+    checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-60"
     # what is written last, and the time to write it
     code = interrupt(*command, after=checkpoint / "trainer_state.json", wait=0.2, how=how)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)

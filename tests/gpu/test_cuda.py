@@ -1,14 +1,15 @@
 """On a CUDA device (collected only there): error budgets, parity of prefill and decode, generation in bfloat16."""
 
-import oracle
 import pytest
 import torch
-from budget import DTYPES, METHODS, SHAPES, band, errors, inputs_for
 from models import tiny
 from two_sources import attend_to
 
 import condense
 from condense.functional import extend
+from condense.testing import oracle
+from condense.testing.budget import errors, one_ulp
+from condense.testing.cases import DTYPES, METHODS, SHAPES, inputs_for
 
 STREAMING = condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size")
 
@@ -27,13 +28,13 @@ def test_output_and_gradients_within_budget(name, shape, dtype):
     # on the same device: it has its own exp and order of sums, and PyTorch's fused kernel has them in float32
     yardstick = oracle.eager(*eager, method=method, fused=dtype == torch.float32)
     out = condense.attention(*got, method=method)
-    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
     grads = [
         torch.autograd.grad(result, inputs, weight.to(result))
         for result, inputs in ((want, exact), (yardstick, eager), (out, got))
     ]
     for z, y, x in zip(*grads, strict=True):
-        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
+        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + one_ulp(z, dtype)).all())
 
 
 DECODED = [

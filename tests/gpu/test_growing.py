@@ -1,6 +1,5 @@
 """On a CUDA device (collected only there): a growing cache decodes by the step, as a static one, without a wait."""
 
-import oracle
 import pytest
 import torch
 from gpu.test_graph import agree
@@ -12,6 +11,7 @@ from triton_kernels.test_growing_layer import Counting
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.state import SLACK
+from condense.testing import oracle
 
 METHODS = {
     "cca": condense.CCA(group_size=16, window=64),

@@ -1,12 +1,12 @@
 """The forward kernel for Hopper, held to float64 like the plain one; small shapes would not choose it by themselves."""
 
-import oracle
 import pytest
 import torch
 from triton_kernels import test_attend as plain
 
 import condense
 from condense.ops.triton import attend as triton_attend
+from condense.testing import oracle
 
 HALF = [dtype for dtype in plain.DTYPES if dtype != torch.float32]
 # keys in one part and in two, the latter with each kind of bounds, and with the small blocks that a bias takes (dga)

@@ -3,7 +3,6 @@
 import warnings
 from contextlib import contextmanager
 
-import oracle
 import pytest
 import torch
 from triton_kernels.test_step import (
@@ -21,6 +20,7 @@ from triton_kernels.test_step import (
 import condense
 from condense.ops.triton import step as triton_step
 from condense.ops.types import StepState
+from condense.testing import oracle
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """No output depends on a later token: what makes training valid and prefill equal to decode."""
 
-import oracle
 import pytest
 import torch
 
 import condense
+from condense.testing import cases, oracle
 
 LENGTH = 45
 PADDING = torch.tensor([0, 6])
@@ -15,7 +15,7 @@ def run(method, backend, q, k, v):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
     inputs = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=dtype)
     before = run(method, backend, *inputs)
@@ -32,7 +32,7 @@ def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype
 @pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca-log_size", "lca-3-queries"])
 def test_a_changed_token_leaves_earlier_outputs_bit_equal_without_lse(backend, name):
     q, k, v = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=torch.float32)
-    method = oracle.PLANS[name]
+    method = cases.PLANS[name]
     before = condense.attention(q, k, v, method=method, backend=backend)
     for t in (1, 19, 32):
         changed = [torch.cat([x[:, :, :t], 100 * x[:, :, t:] + 1], dim=2) for x in (q, k, v)]
@@ -40,7 +40,7 @@ def test_a_changed_token_leaves_earlier_outputs_bit_equal_without_lse(backend, n
         assert torch.equal(before[:, :, :t], after[:, :, :t])
 
 
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_gradients_of_later_tokens_are_exactly_zero(backend, method):
     inputs = [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, LENGTH, 4, 4)]
     out, lse = run(method, backend, *inputs)
@@ -51,8 +51,8 @@ def test_gradients_of_later_tokens_are_exactly_zero(backend, method):
             assert bool((x[:, :, i] != 0).any())
 
 
-AHEAD = oracle.PROMPTS | {
-    name: method for name, method in oracle.SELECTIONS.items() if name in ("select", "select-log_size")
+AHEAD = cases.PROMPTS | {
+    name: method for name, method in cases.SELECTIONS.items() if name in ("select", "select-log_size")
 }
 
 

@@ -5,7 +5,6 @@ With equal scores and the value of token i a one at place i, an output *is* the 
 
 import math
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 import condense
 from condense import CCA, LCA, Dense, LMInfinite, StreamingLLM
+from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
@@ -107,7 +107,7 @@ def test_dense_is_ordinary_causal_attention(backend, length):
     torch.testing.assert_close(condense.attention(q, k, v, method=Dense(), backend=backend), dense(q, k, v), **EXACT)
 
 
-@pytest.mark.parametrize("pooling", oracle.POOLINGS)
+@pytest.mark.parametrize("pooling", cases.POOLINGS)
 @pytest.mark.parametrize("summary", ["last", "streaming", "prompt"])
 @pytest.mark.parametrize("window", [0, 3, 100])
 def test_groups_of_one_are_dense(backend, window, summary, pooling):
@@ -136,7 +136,7 @@ def test_a_window_over_all_is_dense(backend, method):
 
 @pytest.mark.parametrize("name", ["cca", "cca-log_size", "cca-window0", "lca", "lca-9-queries", "cca-streaming"])
 def test_before_the_first_group_closes_it_is_dense(backend, name):
-    method = oracle.PLANS[name]
+    method = cases.PLANS[name]
     q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
     first = method.window + method.group_size - 1
     got = condense.attention(q, k, v, method=method, backend=backend)

@@ -1,12 +1,10 @@
 """What is special about DGA: who is focal, who is in which group, and what a prompt's selection leaves behind.
 
-Parity, causality, gradients and settings are those of every method; see `oracle.PLANS` and `oracle.SELECTIONS`.
+Parity, causality, gradients and settings are those of every method; see `cases.PLANS` and `cases.SELECTIONS`.
 """
 
 import math
 
-import oracle
-import oracle_dga
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +20,7 @@ from condense.ops import Chunks, importance
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import importance as torch_importance
 from condense.plan import ForwardPlan
+from condense.testing import cases, oracle, oracle_dga
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
@@ -94,7 +93,7 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
 
 def test_the_oracle_sees_each_token_once():
     q, k, _ = oracle.random_qkv(1, 2, 1, 40, 3, 1)
-    for method in (oracle.PLANS | oracle.SELECTIONS).values():
+    for method in (cases.PLANS | cases.SELECTIONS).values():
         if method.name != "dga" or not method.complementary:
             continue
         row = oracle_dga.Row(method, q[0], k[0, 0], 0.5, 31)
@@ -103,7 +102,7 @@ def test_the_oracle_sees_each_token_once():
             assert sorted(exact + [i for group in groups for i in group.members]) == list(range(t + 1))
 
 
-@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
 def test_prompts_of_every_length(backend, method):
     """Remainders of every size, and prompts that are all focal."""
     for length in range(1, 30):
@@ -114,14 +113,14 @@ def test_prompts_of_every_length(backend, method):
 
 
 @pytest.mark.parametrize("pads", [(0, 0), (0, 11), (40, 1)], ids=str)
-@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
 def test_padded_prompts(backend, method, pads):
     q, k, v = oracle.random_qkv(2, 4, 2, 40, 3, 2)
     got = condense.attention(q, k, v, method=method, backend=backend, padding=torch.tensor(pads), return_lse=True)
     torch.testing.assert_close(got, oracle.attention(q, k, v, method=method, padding=list(pads)), **EXACT)
 
 
-@pytest.mark.parametrize("method", oracle.SELECTIONS.values(), ids=oracle.SELECTIONS)
+@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
 def test_packed_prompts(method):
     q, k, v = oracle.random_qkv(1, 4, 2, 60, 3, 2)
     marks = [0, 23, 24, 60]
@@ -268,7 +267,7 @@ def test_importance_ties_are_exact_and_go_to_the_earlier():
 @pytest.mark.parametrize("name", ["select-random", "select-not-complementary"])
 def test_a_prompts_values_never_reach_back(backend, name):
     """The choice looks ahead, what is chosen does not: with the choice fixed, nothing does."""
-    method = oracle.SELECTIONS[name].replace(focal="random")
+    method = cases.SELECTIONS[name].replace(focal="random")
     inputs = oracle.random_qkv(1, 4, 2, 45, 4, 4)
     before = condense.attention(*inputs, method=method, backend=backend)
     for t in (1, 8, 20, 33, 44):

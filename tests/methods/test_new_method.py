@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import oracle
 import pytest
 import torch
 from methods import test_parity as parity
@@ -13,6 +12,7 @@ from condense import config
 from condense.caches import StaticCondensedLayer, read_request
 from condense.methods import Layout
 from condense.ops import UniformRule
+from condense.testing import oracle
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 

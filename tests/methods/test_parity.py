@@ -2,7 +2,6 @@
 
 import itertools
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +13,7 @@ from condense.functional import extend
 from condense.ops.tensors.per_row import as_rows, max_row
 from condense.plan import ForwardPlan
 from condense.state import SLACK, first_needed, num_entries
+from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 K, H, D, Dv = 2, 4, 3, 4
@@ -114,18 +114,18 @@ CHUNKINGS = {
 
 
 @pytest.mark.parametrize("sizes", CHUNKINGS.values(), ids=CHUNKINGS)
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_extend_any_chunks_equal_one_call(backend, method, sizes):
     check_rows(method, cut(43, sizes), backend)
 
 
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_extend_prefill_of_every_length_then_tokens(method):
     for first in range(1, 22):
         check_rows(method, cut(22, [first, 1]), "torch")
 
 
-AHEAD = oracle.PROMPTS | oracle.SELECTIONS
+AHEAD = cases.PROMPTS | cases.SELECTIONS
 RAGGED = {
     "left-padded prefill, then tokens": [(21, 5, 0, 13)] + [(1, 1, 1, 1)] * 12,
     "ragged chunks": [(9, 4, 1, 0), (3, 0, 8, 2), (0, 0, 0, 1), (5, 11, 2, 7), (1, 1, 1, 1), (0, 9, 4, 3)],
@@ -136,7 +136,7 @@ RAGGED = {
 
 
 @pytest.mark.parametrize("steps", RAGGED.values(), ids=RAGGED)
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_extend_ragged_rows(backend, method, steps):
     check_rows(method, steps, backend)
 
@@ -159,8 +159,8 @@ def test_extend_any_method_any_chunks(data):
         window=data.draw(st.integers(0, 12), label="w"),
         summary=data.draw(st.sampled_from(["last", "streaming"])),
         num_summary_queries=data.draw(st.sampled_from([None, 1, 3, 15, 40])),
-        key_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
-        value_pooling=data.draw(st.sampled_from(oracle.POOLINGS)),
+        key_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
+        value_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
         rep_bias=data.draw(st.sampled_from(["none", "log_size"])),
     )
     B = data.draw(st.integers(1, 3), label="B")
@@ -169,7 +169,7 @@ def test_extend_any_method_any_chunks(data):
     check_rows(method, steps, data.draw(st.sampled_from(["torch", "reference"])))
 
 
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_extend_keeps_nothing_of_the_callers(method):
     data = rows([30])
     want = oracle.attention(*data[0], method=method)[0][:, :, 29:]
@@ -183,7 +183,7 @@ def test_extend_keeps_nothing_of_the_callers(method):
 
 
 def test_extend_leaves_the_old_past_as_it_was():
-    method = oracle.PLANS["lca"]
+    method = cases.PLANS["lca"]
     data = rows([31, 31])
     _, _, past = read_in_steps(method, data, [(30, 17)], "torch")
     before = [torch.as_tensor(x).clone() for x in past]
@@ -194,7 +194,7 @@ def test_extend_leaves_the_old_past_as_it_was():
 
 
 def test_extend_trains_through_the_new_tokens_and_not_the_past():
-    method = oracle.PLANS["lca"]
+    method = cases.PLANS["lca"]
     q, k, v = (x.requires_grad_() for x in rows([30])[0])
     sources, past = extend(method, None, k, v, q, scale=SCALE)
     kept = attend_to(sources, q, scale=SCALE)[0]

@@ -5,13 +5,13 @@ import json
 import math
 
 import numpy as np
-import oracle
 import pytest
 
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.config import field_names, method_class, method_from_dict, method_names
+from condense.testing import cases
 
-METHODS = oracle.PLANS | oracle.PROMPTS | oracle.SELECTIONS | oracle.GRID
+METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ METHODS = tiny.METHODS | {
 
 def flops(name, method, length):
     """FLOPs of one layer: keys that each query sees, and chunks as they are pooled."""
-    rule, total = method.rule, 0
+    rule, total = method.layout.rule, 0
     latent = name == "deepseek_v3"
     H, D, Dv = (4, 12, 6) if latent else (4, 8, 8)
     numbers, scored = (16, 16) if latent else (2 * 2 * 8, 2 * 8)
@@ -24,11 +24,11 @@ def flops(name, method, length):
         closed = 0 if rule.window is None else max(0, t + 1 - rule.window) // rule.chunk
         kept = closed if rule.max_chunks is None else min(closed, rule.max_chunks)
         total += (kept * rule.entries + t + 1 - closed * rule.chunk) * H * 2 * (D + Dv)
-    chunks = max(0, length - method.summary_delay) // rule.chunk
+    chunks = max(0, length - method.layout.summary_delay) // rule.chunk
     chunks = chunks if rule.max_chunks is None else min(chunks, rule.max_chunks)
     total += chunks * (rule.chunk - rule.entries + 1) * 2 * numbers
     total += chunks * rule.entries * 2 * H * 12 * (8 + 6) if latent else 0
-    return total + (chunks * rule.chunk * 2 * scored + length * summary if method.num_summary > 0 else 0)
+    return total + (chunks * rule.chunk * 2 * scored + length * summary if method.layout.num_summary > 0 else 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])

@@ -2,7 +2,6 @@
 
 import functools
 
-import latent_oracle
 import pytest
 import torch
 from models import tiny
@@ -20,6 +19,7 @@ import condense
 from condense.latent import UpProjection
 from condense.models import attention as models_attention
 from condense.models.inspect import inspect
+from condense.testing import latent_oracle
 
 IDS = tiny.tokens()
 LCA = tiny.METHODS["lca"]

@@ -2,7 +2,6 @@
 
 import math
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +11,7 @@ from two_sources import array_spans, two_sources
 from condense.ops import RuleSpans, Source, UniformRule, api, attend, resolve_backend
 from condense.ops.tensors.per_row import at_least
 from condense.ops.triton import attend as triton_attend
+from condense.testing import oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)

@@ -7,15 +7,16 @@ where the eager run by chance did not, and the definition itself is half a unit 
 
 import math
 
-import oracle
 import pytest
 import torch
-from budget import DTYPES, METHODS, SHAPES, band, errors, inputs_for
 from two_sources import array_spans, two_sources
 
 import condense
 from condense.ops import attend
 from condense.ops.torch import attend as torch_attend
+from condense.testing import oracle
+from condense.testing.budget import errors, one_ulp
+from condense.testing.cases import DTYPES, METHODS, SHAPES, inputs_for
 
 
 @pytest.mark.parametrize("logits", [1.0, 5.0], ids=["logits x1", "logits x5"])
@@ -26,7 +27,7 @@ def test_output_within_twice_the_eager_error(name, shape, dtype, logits):
     q, k, v = inputs_for(name, shape, dtype, logits=logits)
     method = METHODS[name]
     want, want_lse = oracle.attention(q, k, v, method=method)
-    budget = 2 * errors(oracle.eager(q, k, v, method=method), want) + band(want, dtype)
+    budget = 2 * errors(oracle.eager(q, k, v, method=method), want) + one_ulp(want, dtype)
     out, lse = condense.attention(q, k, v, method=method, backend="torch", return_lse=True)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
@@ -55,7 +56,7 @@ def test_gradients_within_twice_the_eager_error(name, dtype):
         )
     )
     for x, y, z in zip(got, eager, want, strict=True):
-        assert bool((errors(x, z) <= 2 * errors(y, z) + band(z, dtype)).all())
+        assert bool((errors(x, z) <= 2 * errors(y, z) + one_ulp(z, dtype)).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -129,5 +130,5 @@ def test_reference_takes_every_dtype(dtype):
     want = oracle.attention(q, k, v, method=METHODS["cca"])[0]
     got = condense.attention(q, k, v, method=METHODS["cca"], backend="reference")
     assert got.dtype == dtype
-    budget = 2 * errors(oracle.eager(q, k, v, method=METHODS["cca"]), want) + band(want, dtype)
+    budget = 2 * errors(oracle.eager(q, k, v, method=METHODS["cca"]), want) + one_ulp(want, dtype)
     assert bool((errors(got, want) <= budget).all())

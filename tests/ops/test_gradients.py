@@ -1,17 +1,16 @@
 """Gradients through output and log-sum-exp, and what must not harm them: padding, NaN, layouts, huge logits."""
 
-import oracle
 import pytest
 import torch
 from two_sources import array_spans, two_sources
 
 import condense
 from condense.ops import attend
+from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-METHODS = oracle.PLANS | {
-    f"{name}-allowed": method.replace(allow_future=True)
-    for name, method in (oracle.PROMPTS | oracle.SELECTIONS).items()
+METHODS = cases.PLANS | {
+    f"{name}-allowed": method.replace(allow_future=True) for name, method in (cases.PROMPTS | cases.SELECTIONS).items()
 }
 
 
@@ -128,13 +127,13 @@ def test_gradients_of_some_inputs_only(backend, needed):
     inputs = oracle.random_qkv(1, 4, 2, 30, 4, 3)
     for i in needed:
         inputs[i].requires_grad_()
-    out = condense.attention(*inputs, method=oracle.PLANS["lca-log_size"], backend=backend)
+    out = condense.attention(*inputs, method=cases.PLANS["lca-log_size"], backend=backend)
     out.square().sum().backward()
     assert [x.grad is not None for x in inputs] == [i in needed for i in range(3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("method", oracle.PLANS.values(), ids=oracle.PLANS)
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_huge_logits(backend, method, dtype):
     """Logits in the hundreds: finite, and gradients too."""
     q, k, v = oracle.random_qkv(2, 4, 2, 60, 8, 8, dtype=dtype)
@@ -170,5 +169,5 @@ def test_one_huge_key(backend):
     q, k, v = oracle.random_qkv(1, 2, 1, 40, 8, 8, dtype=torch.float16)
     k[:, :, 33] = 60000.0
     q = q.abs()
-    out = condense.attention(q, k, v, method=oracle.PLANS["cca"], backend=backend, scale=1e-3)
+    out = condense.attention(q, k, v, method=cases.PLANS["cca"], backend=backend, scale=1e-3)
     torch.testing.assert_close(out[:, :, 33], v[:, :, 33].expand(-1, 2, -1))

@@ -1,6 +1,5 @@
 """What the torch backend keeps is linear in the number of tokens, and computing it again changes nothing."""
 
-import oracle
 import pytest
 import torch
 from two_sources import attend_to
@@ -8,6 +7,7 @@ from two_sources import attend_to
 import condense
 from condense.functional import extend
 from condense.ops.torch import attend as torch_attend
+from condense.testing import oracle
 
 METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")
 

@@ -3,7 +3,6 @@
 Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix entries, W and Q ring slots.
 """
 
-import oracle
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,6 +15,7 @@ from condense.methods import step_settings
 from condense.ops import Chunks, StepState, checks, decode_step, step_backend
 from condense.ops.checks import step_obstacle
 from condense.state import num_entries
+from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
@@ -31,7 +31,7 @@ GRID = {
     "no-scores": condense.CCA(group_size=4, window=8, key_pooling="max", value_pooling="mean"),
     "no-sinks": condense.StreamingLLM(sink=0, window=9),
 }
-METHODS = oracle.PLANS | GRID
+METHODS = cases.PLANS | GRID
 B, H, K, D, DV = 2, 4, 2, 6, 5
 SCALE = 0.6
 

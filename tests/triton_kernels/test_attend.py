@@ -2,16 +2,17 @@
 
 import sys
 
-import oracle
 import pytest
 import torch
-from budget import METHODS, band, errors
 from two_sources import array_spans, as_arrays, two_sources
 
 import condense
 from condense.ops import RuleSpans, UniformRule, attend
 from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
 from condense.ops.triton import attend as triton_attend
+from condense.testing import oracle
+from condense.testing.budget import errors, one_ulp
+from condense.testing.cases import METHODS
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -71,7 +72,7 @@ def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
     want, want_lse = run(method, *exact, pads, backend="reference", return_lse=True)
     yardstick = run(method, *plain, pads, backend="torch")
     out, lse = run(method, *got, pads, backend="triton", return_lse=True)
-    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
     seen = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse).cpu(), seen)
     scale = torch.finfo(dtype).eps * exact[0].norm(dim=-1).amax() * exact[1].norm(dim=-1).amax() * D**-0.5
@@ -81,7 +82,7 @@ def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
         for result, inputs in ((want, exact), (yardstick, plain), (out, got))
     ]
     for z, y, x in zip(*grads, strict=True):
-        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
+        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + one_ulp(z, dtype)).all())
 
 
 @pytest.mark.parametrize("window", [2**31 - 60, 2**31 - 1, 2**31, sys.maxsize])
@@ -141,7 +142,7 @@ def test_general_bounds_per_row_and_head():
     )
     assert bool((out[:, :, :9] == 0).all())
     assert bool((lse[:, :, :9] == -torch.inf).all())
-    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
     seen = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse).cpu(), seen)
     keys = torch.cat([entries_k, window_k], 2).double()
@@ -153,7 +154,7 @@ def test_general_bounds_per_row_and_head():
         for result, inputs in ((want, exact), (yardstick, plain), (out, got))
     ]
     for z, y, x in zip(*grads, strict=True):
-        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
+        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + one_ulp(z, dtype)).all())
 
 
 def test_inputs_of_any_layout_and_poisoned_padding():

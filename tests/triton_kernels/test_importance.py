@@ -1,6 +1,5 @@
 """The importance kernels against the definition: interpreted in float32 on a CPU, compiled on a GPU."""
 
-import oracle
 import pytest
 import torch
 from triton_kernels.test_attend import DEVICE, DTYPES, WIDTH
@@ -10,6 +9,7 @@ from condense.functional import extend
 from condense.ops import importance
 from condense.ops.checks import TRITON_WIDTHS
 from condense.ops.tensors.sampling import sampled_queries
+from condense.testing import oracle
 
 # B, H, K, L, D, pads
 SHAPES = {

@@ -7,13 +7,13 @@ import itertools
 
 import pytest
 import torch
-from budget import band, errors
 
 import condense
 from condense.functional import extend
 from condense.ops import POOLINGS, SummarySpans, pool_groups, summarize
 from condense.ops.checks import MAX_POOLING_WIDTH, POOLING_DTYPES
 from condense.plan import ForwardPlan
+from condense.testing.budget import errors, one_ulp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = POOLING_DTYPES if DEVICE == "cuda" else [torch.float32]
@@ -48,7 +48,7 @@ def check(run, low, weights):
     assert all(x.dtype == y.dtype for x, y in zip(results["triton"], results["torch"], strict=True))
     for want, yardstick, got in zip(*results.values(), strict=True):
         if want.numel():
-            assert bool((errors(got, want) <= 2 * errors(yardstick, want) + band(want, dtype)).all())
+            assert bool((errors(got, want) <= 2 * errors(yardstick, want) + one_ulp(want, dtype)).all())
 
 
 def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted"):

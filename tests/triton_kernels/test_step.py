@@ -4,10 +4,8 @@ import dataclasses
 import math
 import sys
 
-import oracle
 import pytest
 import torch
-from budget import band, errors
 from two_sources import attend_to
 
 import condense
@@ -18,6 +16,8 @@ from condense.ops.triton import step as triton_step
 from condense.ops.types import StepSettings, StepState
 from condense.plan import ForwardPlan
 from condense.state import most_entries, num_entries
+from condense.testing import oracle
+from condense.testing.budget import errors, one_ulp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -308,7 +308,7 @@ def test_output_within_budget(name, width, dtype):
     on_device = [x.to(DEVICE) for x in low]
     yardstick = condense.attention(*on_device, method=method, backend="torch")
     out = decode(method, *on_device, empty_state(method, B, K, D, Dv, L, dtype=dtype))
-    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
 
 
 def test_entries_beyond_the_capacity_are_dropped():
@@ -391,8 +391,8 @@ def test_absorbed_latents_against_the_definition(shape, poolings, dtype):
     nothing = k[..., :0].to(DEVICE)
     out = decode(method, q.to(DEVICE), k.to(DEVICE), nothing, state, scale=scale, latent=latent)[0]
     yardstick = torch_decode(method, q.to(DEVICE), k.to(DEVICE), scale, latent)[0]
-    print("YY", errors(out.cpu(), want) / band(want, dtype), errors(yardstick.cpu(), want) / band(want, dtype))
-    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+    print("YY", errors(out.cpu(), want) / one_ulp(want, dtype), errors(yardstick.cpu(), want) / one_ulp(want, dtype))
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -412,8 +412,8 @@ def test_focal_latents_against_the_definition(shape, window, dtype):
     state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
     out = decode(method, q.to(DEVICE), k.to(DEVICE), k[..., :0].to(DEVICE), state, scale=scale, latent=latent)
     yardstick = torch_decode(method, q.to(DEVICE), k.to(DEVICE), scale, latent)
-    print("YY", errors(out.cpu(), want) / band(want, dtype), errors(yardstick.cpu(), want) / band(want, dtype))
-    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + band(want, dtype)).all())
+    print("YY", errors(out.cpu(), want) / one_ulp(want, dtype), errors(yardstick.cpu(), want) / one_ulp(want, dtype))
+    assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
 
 
 def some_step(dtype=torch.float32, seen=23):

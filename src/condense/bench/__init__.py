@@ -1,13 +1,13 @@
 """Speed and memory, measured next to named baselines, and only of what is right."""
 
-from condense.bench.baselines import BASELINES, GPU_BASELINES, check_baselines
+from condense.bench.baselines import BASELINES, GPU_BASELINES
 from condense.bench.history import last_result, read_result, result_path, with_changes
 from condense.bench.kernel import KernelPlan, bench_kernel
-from condense.bench.model import ModelPlan, bench_model, check_runners
+from condense.bench.model import ModelPlan, bench_model
 from condense.bench.model_shapes import MODEL_SHAPES, check_shape, random_model, ready
 from condense.bench.problems import HeadShape, Setting
-from condense.bench.report import render
-from condense.bench.rows import OP_TITLES, OPS, check_ops
+from condense.bench.report import newest, picture_name, render
+from condense.bench.rows import OPS, check_names
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "GPU_BASELINES",
     "MODEL_SHAPES",
     "OPS",
-    "OP_TITLES",
     "RUNNERS",
     "HeadShape",
     "KernelPlan",
@@ -24,11 +23,11 @@ __all__ = [
     "Setting",
     "bench_kernel",
     "bench_model",
-    "check_baselines",
-    "check_ops",
-    "check_runners",
+    "check_names",
     "check_shape",
     "last_result",
+    "newest",
+    "picture_name",
     "random_model",
     "read_result",
     "ready",

@@ -5,7 +5,7 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, D and Dv widths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,14 +52,6 @@ BASELINES = {
 GPU_BASELINES = ("cudnn", "cudnn_rows", "flash", "flex", "flex_mask")
 # computed over all keys: what a condensed method is to beat
 DENSE_BASELINES = tuple(name for name in BASELINES if name != "flex_mask")
-
-
-def check_baselines(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once. Raises ValueError for an unknown one."""
-    for name in names:
-        if name not in BASELINES:
-            raise ValueError(f"baselines must be of {', '.join(BASELINES)}, or none; got {name!r}")
-    return tuple(dict.fromkeys(names))
 
 
 def obstacle(name: str, device: torch.device) -> str | None:

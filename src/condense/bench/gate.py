@@ -1,26 +1,24 @@
 """The gate before the clock: what is wrong is not timed.
 
-Everything is compared with float64 on the same device. The budget is the project's: twice the error of the same
-formula as plain PyTorch operations in the low precision, plus one unit in the last place, for the largest error and
-for the mean one.
+Everything is held to the definition in float64 by the error budget that the tests have too, see `condense.testing`.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, S checked queries, n visible keys, D and Dv widths.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.bench.problems import Inputs, pooled
+from condense.bench.problems import Inputs
 from condense.methods import Context, Method
 from condense.ops.tensors.right_aligned import per_entry
+from condense.testing import oracle
+from condense.testing.budget import Verdict, judge
 
 # the newest queries of a long problem that are checked: they see every entry
 TAIL = 64
@@ -28,38 +26,9 @@ TAIL = 64
 WHOLE = 2048
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """``share``: the worst error as a share of its budget. Right up to 1."""
-
-    share: float
-
-    @property
-    def passed(self) -> bool:
-        """False also if something was not finite."""
-        return self.share <= 1
-
-    def to_dict(self) -> dict[str, object]:
-        """For result files."""
-        return {"passed": self.passed, "share_of_budget": self.share}
-
-
 def first_checked(length: int) -> int:
     """The first query that is checked: 0 in a short problem, one near the end in a long one."""
     return 0 if length <= WHOLE else length - TAIL
-
-
-def judge(results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequence[Tensor]) -> Verdict:
-    """Results against float64 ``wants``; yardsticks are the same in plain low-precision operations."""
-    shares = [0.0]
-    for got, want, yardstick in zip(results, wants, yardsticks, strict=True):
-        if want.numel() == 0:
-            continue
-        one_ulp = torch.finfo(got.dtype).eps * torch.stack([want.abs().max(), want.abs().mean()])
-        error = _errors(got, want)
-        share = torch.where(error == 0, error, error / (2 * _errors(yardstick, want) + one_ulp))
-        shares.append(float(share.max()) if bool(share.isfinite().all()) else math.inf)
-    return Verdict(max(shares))
 
 
 def check_output(out: Tensor, q: Tensor, sources: Context, *, scale: float) -> Verdict:
@@ -90,22 +59,15 @@ def check_gradients(
 
 
 def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
-    """Prefix entries that pooling made: all of a short problem, the newest of a long one.
-
-    A group's entries depend on its own tokens and summary queries only, so the end of a long problem, cut where a
-    group begins, makes the same newest entries.
-    """
-    q, k, v = inputs
-    L, rule = q.shape[2], method.layout.rule
+    """Entries that pooling made: all of a short problem, the newest of a long one."""
+    rule, entries = method.layout.rule, sources.entries
     assert rule.max_chunks is None, "methods that pool have entries all along"
-    kept = sources.entries.k.shape[2]
-    start = 0
-    if L > WHOLE:
-        reach = method.layout.summary_delay + method.layout.num_summary + (TAIL + 1) * rule.chunk
-        start = max(0, L - reach) // rule.chunk * rule.chunk
-        kept = min(kept, TAIL * rule.entries)
-    want, yardstick = exact_and_plain(method, Inputs(q[:, :, start:], k[:, :, start:], v[:, :, start:]))
-    return judge(*([x.entries.k[:, :, -kept:], x.entries.v[:, :, -kept:]] for x in (sources, want, yardstick)))
+    M = entries.k.shape[2]
+    first = 0 if inputs.q.shape[2] <= WHOLE else max(0, M // rule.entries - TAIL)
+    want, yardstick = (
+        _entries(method, inputs, range(first, M // rule.entries), wide) for wide in (torch.float64, torch.float32)
+    )
+    return judge([x[:, :, first * rule.entries :] for x in (entries.k, entries.v)], want, yardstick)
 
 
 def check_layer(out: Tensor, inputs: Inputs, want: Context, yardstick: Context) -> Verdict:
@@ -119,11 +81,19 @@ def check_layer(out: Tensor, inputs: Inputs, want: Context, yardstick: Context) 
     return judge([out], [exact], [eager])
 
 
-def exact_and_plain(method: Method, inputs: Inputs) -> tuple[Context, Context]:
-    """What the queries attend to, pooled in float64 and by plain operations in the dtype of the inputs."""
-    entries = mean_queries(inputs)
-    want = pooled(method, Inputs(*(x.double() for x in entries)), backend="reference")
-    return want, pooled(method, entries, backend="torch")
+def exact_and_plain(method: Method, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
+    """``sources`` with entries by the definition in float64, and by plain operations in the dtype of the inputs.
+
+    Entries of methods that do not pool are tokens, and stay what they are.
+    """
+    M, rule = sources.entries.k.shape[2], method.layout.rule
+    if M == 0 or rule.max_chunks is not None:
+        return sources, sources
+    made = (_entries(method, inputs, range(M // rule.entries), wide) for wide in (torch.float64, torch.float32))
+    want, yardstick = (
+        sources._replace(sources=(sources.entries._replace(k=keys, v=values), sources.window)) for keys, values in made
+    )
+    return want, yardstick
 
 
 def mean_queries(inputs: Inputs) -> Inputs:
@@ -131,6 +101,17 @@ def mean_queries(inputs: Inputs) -> Inputs:
     q, k, v = inputs
     wide = torch.promote_types(q.dtype, torch.float32)
     return Inputs(q.unflatten(1, (k.shape[1], -1)).mean(2, dtype=wide).to(q.dtype), k, v)
+
+
+def _entries(method: Method, inputs: Inputs, groups: range, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values of these groups by the definition, in float64, or in float32 and rounded to the inputs' dtype.
+
+    On the host: its loops are many small operations.
+    """
+    q, k, v = (x.cpu().to(wide) for x in mean_queries(inputs))
+    keys, values = oracle.entries(method, q, k, v, groups, scale=inputs.scale)
+    dtype = wide if wide == torch.float64 else inputs.k.dtype
+    return keys.to(inputs.k.device, dtype), values.to(inputs.k.device, dtype)
 
 
 class _Part(NamedTuple):
@@ -177,23 +158,18 @@ def _eager(part: _Part, scale: float) -> Tensor:
     R = part.q.shape[1] // K
     outs = []
     for head in range(K):
+        q = part.q[:, head * R : (head + 1) * R]
         k, v = (
-            torch.cat([prefix[:, head, None], band[:, head, None]], dim=2)
-            for prefix, band in ((part.entries_k, part.window_k), (part.entries_v, part.window_v))
+            torch.cat([entries[:, head, None], window[:, head, None]], dim=2).expand(-1, R, -1, -1)
+            for entries, window in ((part.entries_k, part.window_k), (part.entries_v, part.window_v))
         )
         mask = part.mask[:, min(head, part.mask.shape[1] - 1), None]
-        added = torch.zeros(mask.shape, dtype=part.q.dtype, device=part.q.device)
+        bias = q.new_zeros(1, 1, 1, k.shape[2])
         if part.bias is not None:
-            bias = part.bias[:, min(head, part.bias.shape[1] - 1), None, None]
-            added = added + F.pad(bias, (0, k.shape[2] - bias.shape[-1])).to(added.dtype)
-        added = added.masked_fill(~mask, -math.inf)
-        q = part.q[:, head * R : (head + 1) * R]
-        if q.dtype == torch.float32:  # PyTorch's own way in float32: its exp and its order of sums
-            outs.append(
-                F.scaled_dot_product_attention(q, k.expand(-1, R, -1, -1), v.expand(-1, R, -1, -1), added, scale=scale)
-            )
-        else:
-            outs.append((q @ k.mT * scale + added).softmax(-1) @ v)
+            own = part.bias[:, min(head, part.bias.shape[1] - 1), None, None]
+            bias = F.pad(own, (0, k.shape[2] - own.shape[-1])).to(q.dtype)
+        # in float32 PyTorch's own way: its exp and its order of sums
+        outs.append(oracle.eager_attention(q, k, v, mask, bias, scale=scale, fused=q.dtype == torch.float32))
     return torch.cat(outs, dim=1)
 
 
@@ -202,8 +178,3 @@ def _eager_gradients(part: _Part, upstream: Tensor, scale: float) -> tuple[Tenso
         q, entries_k, entries_v, window_k, window_v = leaves = [x.detach().requires_grad_() for x in part[:5]]
         out = _eager(_Part(q, entries_k, entries_v, window_k, window_v, part.mask, part.bias, part.spans), scale)
         return torch.autograd.grad(out, leaves, upstream.to(out.dtype))
-
-
-def _errors(got: Tensor, want: Tensor) -> Tensor:
-    difference = (got.double() - want).abs()
-    return torch.stack([difference.max(), difference.mean()])

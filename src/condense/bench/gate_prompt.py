@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from condense.bench import gate
-from condense.bench.gate import Verdict, judge, mean_queries
+from condense.bench.gate import mean_queries
 from condense.bench.problems import Inputs, reads_at_once, sampled
 from condense.methods import DGA, Context, Method
 from condense.methods.prompt import FocalPrompt
 from condense.ops import ArraySpans
+from condense.testing.budget import Verdict, judge
 
 
 def ranked(method: DGA, inputs: Inputs, backend: str) -> Tensor:

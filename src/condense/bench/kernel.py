@@ -5,28 +5,40 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from condense.bench import steps, tasks
 from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
-from condense.bench.gate import WHOLE, Verdict
+from condense.bench.gate import WHOLE
 from condense.bench.problems import Setting
-from condense.bench.rows import OPS, REFERENCE_OP, Row, condensed_runners, crossover, first_line, medians, with_ratios
+from condense.bench.rows import (
+    OPS,
+    Row,
+    condensed_runners,
+    crossover,
+    decode_op,
+    first_line,
+    medians,
+    reference_op,
+    with_ratios,
+)
 from condense.bench.tasks import Task, Work, has_op
 from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method
 from condense.ops import UniformRule, resolve_backend
 from condense.results import plain
+from condense.testing.budget import Verdict
 
 
 @dataclass(frozen=True)
 class KernelPlan:
     """What is to be measured. ``methods``: label to method; ``budget_s``: seconds of timing per row.
 
-    backends: of condensed attention; with several, every method has rows of each, named after it.
+    backends: of condensed attention; with several, every method has rows of each, named after it. batches: further
+    batch sizes of the decode step, each an operation of its own.
     Raises ValueError if no row would come of it.
     """
 
@@ -36,6 +48,7 @@ class KernelPlan:
     baselines: Sequence[str] = ()
     ops: Sequence[str] = OPS
     backends: Sequence[str] = ("auto",)
+    batches: Sequence[int] = ()
     budget_s: float = 0.4
 
     def __post_init__(self) -> None:
@@ -44,14 +57,18 @@ class KernelPlan:
 
     def num_rows(self) -> int:
         """How many rows there will be."""
-        condensed = sum(len(list(self.condensed(op, length))) for op in self.ops for length in self.lengths)
+        ops = [op for op in self.ops for _ in (self.steps() if op == "decode" else (op,))]
+        condensed = sum(len(list(self.condensed(op, length))) for op in ops for length in self.lengths)
         masks = len(_with_own_mask(self.methods))
         per_baseline = sum(
-            (masks if name == "flex_mask" else 1) * (op in BASELINES[name].ops)
-            for name in self.baselines
-            for op in self.ops
+            (masks if name == "flex_mask" else 1) * (op in BASELINES[name].ops) for name in self.baselines for op in ops
         )
         return condensed + len(self.lengths) * per_baseline
+
+    def steps(self) -> dict[str, Setting]:
+        """Operations of the decode step, one per batch size, each with its setting."""
+        others = [batch for batch in self.batches if batch != self.setting.batch]
+        return {"decode": self.setting} | {decode_op(n): replace(self.setting, batch=n) for n in others}
 
     def condensed(self, op: str, length: int) -> Iterator[tuple[str, Method, str]]:
         """Name, method and backend of the condensed rows; a decode step chooses its backend itself."""
@@ -104,23 +121,22 @@ def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
             for runner in condensed_runners(rows)
             if medians(rows, [runner], op=op).keys() & dense.keys()
         }
-        for op, reference in REFERENCE_OP.items()
-        if (dense := medians(rows, DENSE_BASELINES, op=reference))
+        for op in dict.fromkeys(row["op"] for row in rows)
+        if (reference := reference_op(op)) and (dense := medians(rows, DENSE_BASELINES, op=reference))
     }
 
 
 def _tasks(plan: KernelPlan) -> Iterator[Task]:
-    setting = plan.setting
     whole = [op for op in plan.ops if op != "decode"]
     for length in plan.lengths:
         if whole:
             yield from _whole_sequences(plan, length, whole)
-        if "decode" in plan.ops:
+        for op, own in plan.steps().items() if "decode" in plan.ops else ():
             for name in plan.baselines:
                 if "decode" in BASELINES[name].ops:
-                    yield steps.baseline_step_task(setting, length, name)
+                    yield replace(steps.baseline_step_task(own, length, name), op=op)
             for label, method, _ in plan.condensed("decode", length):
-                yield steps.step_task(setting, length, label, method)
+                yield replace(steps.step_task(own, length, label, method), op=op)
 
 
 def _whole_sequences(plan: KernelPlan, length: int, ops: Sequence[str]) -> Iterator[Task]:

@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from condense.bench.feed_forward import experts_implementation, feed_forward_modules, first_ms, step_ms
-from condense.bench.gate import Verdict
 from condense.bench.model_gate import ModelGate, random_tokens
 from condense.bench.rows import Row, condensed_runners, crossover, first_line, medians
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS, Reading
 from condense.bench.timing import Times
 from condense.models import MethodChoice, use_choice
 from condense.results import plain
+from condense.testing.budget import Verdict
 
 # prompts that take longer are read twice, and those beyond the second figure once
 _LONG_S, _VERY_LONG_S = 3.0, 20.0
@@ -50,14 +50,6 @@ class ModelPlan:
             else:
                 cases += [(f"{runner} {label}", runner, method) for label, method in self.methods.items()]
         return cases
-
-
-def check_runners(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once. Raises ValueError for an unknown one."""
-    for name in names:
-        if name not in RUNNERS:
-            raise ValueError(f"runners must be of {', '.join(RUNNERS)}; got {name!r}")
-    return tuple(dict.fromkeys(names))
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from condense.bench.gate import Verdict
 from condense.models import GraphDecoder, MethodChoice, methods_of, use_choice
+from condense.testing.budget import Verdict
 
 
 class ModelGate:

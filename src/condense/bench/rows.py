@@ -12,7 +12,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 OPS = ("forward", "backward", "importance", "pooling", "layer", "decode")
-OP_TITLES = {
+_TITLES = {
     "forward": "attention, forward",
     "backward": "attention, forward and backward",
     "importance": "importance of a prompt's tokens, forward",
@@ -20,16 +20,31 @@ OP_TITLES = {
     "layer": "layer: pooling and attention, forward",
     "decode": "attention of one decode step",
 }
-# the rows whose baselines an operation is held against: dense attention has no pooling
-REFERENCE_OP = {"forward": "forward", "backward": "backward", "layer": "forward", "decode": "decode"}
 
 
-def check_ops(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each once. Raises ValueError for an unknown one."""
+def decode_op(batch: int) -> str:
+    """The name of rows of a decode step with another batch size than a run's other rows have."""
+    return f"decode_b{batch}"
+
+
+def op_title(op: str) -> str:
+    """An operation in words."""
+    kind, _, batch = op.partition("_b")
+    return _TITLES[kind] + (f", {batch} rows at once" if batch else "")
+
+
+def reference_op(op: str) -> str | None:
+    """The operation whose baselines a condensed one is held against; None for what dense attention does not have."""
+    return {"layer": "forward", "importance": None, "pooling": None}.get(op, op)
+
+
+def check_names(argument: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
+    """The names, each once. Raises ValueError for one that is not ``known``."""
+    names, known = tuple(dict.fromkeys(names)), tuple(known)
     for name in names:
-        if name not in OPS:
-            raise ValueError(f"ops must be of {', '.join(OPS)}; got {name!r}")
-    return tuple(dict.fromkeys(names))
+        if name not in known:
+            raise ValueError(f"{argument} must be of {', '.join(known)}; got {name!r}")
+    return names
 
 
 def first_line(error: BaseException) -> str:
@@ -77,7 +92,7 @@ def _ms(row: Row) -> float:
 
 
 def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    reference = REFERENCE_OP.get(row["op"])
+    reference = reference_op(row["op"])
     if row.get("times") is None or reference is None:
         return {}
     return {

@@ -13,11 +13,11 @@ import torch
 
 from condense.bench import gate
 from condense.bench.baselines import dense_step
-from condense.bench.gate import Verdict
 from condense.bench.problems import Setting, step_bytes
 from condense.bench.tasks import Task, Work
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.methods import Dense, Method
+from condense.testing.budget import Verdict
 
 MIN_CACHES = 8
 # every replay reads one more token: more than the clock ever makes of them

@@ -15,7 +15,6 @@ from torch import Tensor
 from condense.bench import gate, gate_prompt
 from condense.bench.baselines import dense_attention
 from condense.bench.flex import flex_attention, joined_keys
-from condense.bench.gate import Verdict
 from condense.bench.problems import (
     Inputs,
     Setting,
@@ -30,6 +29,7 @@ from condense.bench.problems import (
 from condense.functional import attention
 from condense.methods import Context, Dense, Method
 from condense.ops import Source
+from condense.testing.budget import Verdict
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
             if reads_at_once(method, L):
                 made = gate_prompt.around(method, gate.mean_queries(inputs), gate_prompt.chosen(sources))
             else:
-                made = gate.exact_and_plain(method, inputs)
+                made = gate.exact_and_plain(method, inputs, sources)
             return gate.check_layer(call(), inputs, *made)
 
         return _attending([call], check, setting, pooled(method, inputs, backend), L, op)

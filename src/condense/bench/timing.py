@@ -1,7 +1,7 @@
 """Timing on a device, and the ceilings that everything is measured against.
 
-On CUDA: events around each call, all queued before anything is waited for, with caches overwritten in between, which
-also gives the host a lead. Calls that take microseconds are captured in a graph and replayed.
+On CUDA by `triton.testing.do_bench`: events around each call, caches overwritten in between; calls that take
+microseconds are captured in a graph and replayed. On a CPU by `torch.utils.benchmark`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
-# more than the second-level cache of any device at hand
-_SCRATCH_BYTES = 256 * 2**20
-# one call of more than this, after the first, is measured once
+# a call of more than this, after the first, is measured once
 _LONG_S = 3.0
+# at most this many samples, because a decode step that is timed reads one more token each time
+_MOST = 200
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,11 @@ class Ceilings:
 
 
 class Clock:
-    """Times calls on one device within ``budget_s`` seconds each, beyond the first call and one more."""
+    """Times calls on one device within about ``budget_s`` seconds each, beyond the first calls."""
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
         self.device = device
         self.budget_s = budget_s
-        self._scratch = torch.empty(_SCRATCH_BYTES if self.is_cuda else 0, dtype=torch.uint8, device=device)
 
     @property
     def is_cuda(self) -> bool:
@@ -59,18 +59,12 @@ class Clock:
 
     def time(self, call: Callable[[], Any]) -> Times:
         """Each call by itself; the first one (compilation, plans) is not counted."""
-        call()
-        self.synchronize()
-        if self.is_cuda:
-            return self._repeat(lambda: self._event(call), 1, at_most=200)
-        return self._repeat(lambda: _wall(call), 1, at_most=50)
+        return self._times(call, 1)
 
     def time_rotating(self, calls: Sequence[Callable[[], Any]]) -> Times:
         """Time per call when each has its own inputs, larger together than the caches; one graph on CUDA."""
         if not self.is_cuda:
-            for call in calls:
-                call()
-            return self._repeat(lambda: _wall(lambda: [call() for call in calls]), len(calls), at_most=50)
+            return self._times(lambda: [call() for call in calls], len(calls))
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
@@ -81,8 +75,7 @@ class Clock:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = [call() for call in calls]
-        graph.replay()
-        times = self._repeat(lambda: self._event(graph.replay), len(calls), at_most=200)
+        times = self._times(graph.replay, len(calls))
         del outputs
         return times
 
@@ -112,29 +105,26 @@ class Clock:
         copy = self.time(lambda: target.copy_(source))
         return Ceilings(2 * n**3 / matmul.median_ms / 1e9, 2 * nbytes / copy.median_ms / 1e9)
 
-    def _repeat(self, sample: Callable[[], Callable[[], float]], calls: int, at_most: int) -> Times:
-        """Samples are queued and read at the end, so that the device never waits for the host."""
-        read = sample()
-        self.synchronize()
-        first = read()
-        if first > _LONG_S:
-            return Times.of([first / calls])
-        runs = max(3, min(at_most, int(self.budget_s / max(first, 1e-7))))
-        reads = [sample() for _ in range(runs)]
-        self.synchronize()
-        return Times.of([read() / calls for read in reads])
-
-    def _event(self, call: Callable[[], Any]) -> Callable[[], float]:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._scratch.zero_()
-        start.record()
+    def _times(self, call: Callable[[], Any], parts: int) -> Times:
+        """Of one of the ``parts`` that a call consists of."""
         call()
-        stop.record()
-        return lambda: start.elapsed_time(stop) / 1e3
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        seconds = [time.perf_counter() - start]
+        if seconds[0] <= _LONG_S:
+            seconds = self._on_cuda(call) if self.is_cuda else self._on_cpu(call)
+        return Times.of([each / parts for each in seconds])
 
+    def _on_cuda(self, call: Callable[[], Any]) -> list[float]:
+        from triton.testing import do_bench
 
-def _wall(call: Callable[[], Any]) -> Callable[[], float]:
-    start = time.perf_counter()
-    call()
-    seconds = time.perf_counter() - start
-    return lambda: seconds
+        with torch.cuda.device(self.device):
+            (first,) = do_bench(call, warmup=0, rep=0, return_mode="all")
+            span = min(max(1e3 * self.budget_s, 3 * first), _MOST * first)
+            return [ms / 1e3 for ms in do_bench(call, warmup=0, rep=span, return_mode="all")]
+
+    def _on_cpu(self, call: Callable[[], Any]) -> list[float]:
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        return list(timer.blocked_autorange(min_run_time=self.budget_s).times)

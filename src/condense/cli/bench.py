@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from condense import bench
-from condense.cli.bench_tables import print_kernel, print_model
+from condense.cli.bench_tables import print_results
 from condense.cli.options import (
     DTYPES,
     METHOD_HELP,
@@ -27,6 +26,7 @@ from condense.cli.options import (
     saved_choice,
 )
 from condense.config import check_int
+from condense.files import whole_file
 from condense.methods import Method
 from condense.models import restore
 from condense.ops import resolve_backend
@@ -37,6 +37,7 @@ RESULTS = Path("benchmarks/results")
 LENGTHS = (4096, 8192, 32768, 131072)
 QUICK_LENGTHS = (4096, 32768)
 CPU_LENGTHS = (256, 1024)
+DECODE_BATCHES = (4, 8, 32)
 METHODS = ("cca", "lca")
 FAILED = 1
 LOG_WIDTH = 160  # in a file or a pipe
@@ -62,6 +63,9 @@ def kernel_command(
         str | None, typer.Option(help=f"Of {', '.join(bench.BASELINES)}; or none. Default: all for the GPU.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    decode_batches: Annotated[
+        str | None, typer.Option(help="Rows of further decode steps; or none. Default: 4,8,32 on a GPU.")
+    ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     backend: Annotated[str, typer.Option(help="Of condense: auto, torch, triton; several side by side.")] = "auto",
@@ -73,7 +77,7 @@ def kernel_command(
     """Attention forward and backward, pooling, the layer and a decode step, each held to float64 before it is timed."""
     heads = bench.HeadShape.parse(shape)
     check_int("batch", batch, 1)
-    chosen_ops = bench.check_ops(_names(ops))
+    chosen_ops = bench.check_names("ops", _names(ops), bench.OPS)
     backends = tuple(dict.fromkeys(_names(backend)))
     where = parse_device(device)
     torch_dtype = _dtype(dtype, where)
@@ -82,9 +86,12 @@ def kernel_command(
         bench.Setting(heads, batch, torch_dtype, where, seed),
         _lengths(lengths, where, quick),
         _methods(method, METHODS),
-        default if baselines is None else bench.check_baselines([] if baselines == "none" else _names(baselines)),
+        default
+        if baselines is None
+        else bench.check_names("baselines", [] if baselines == "none" else _names(baselines), bench.BASELINES),
         chosen_ops,
         backends,
+        _batches(decode_batches, where),
         (0.1 if quick else 0.4) if budget is None else budget,
     )
     for name in backends:
@@ -135,7 +142,7 @@ def model_command(
         if value is not None:
             check_int(name, value, 1)
     chosen = bench.check_shape(shape or next(iter(bench.MODEL_SHAPES)))
-    chosen_runners = bench.check_runners(_names(runners))
+    chosen_runners = bench.check_names("runners", _names(runners), bench.RUNNERS)
     where = parse_device(device)
     torch_dtype = _dtype(dtype, where)
     prompts, methods = _lengths(lengths, where, quick), _methods(method, METHODS[:1])
@@ -177,16 +184,21 @@ def model_command(
 
 @bench_app.command("report")
 def report_command(
-    files: Annotated[list[Path], typer.Argument(help="Result files, one section each.")],
+    files: Annotated[list[Path], typer.Argument(help="Result files: a section for the newest of each title.")],
     output: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/performance.md"),
     plots: Annotated[bool, typer.Option("--plots", help="Draw a picture per file of several lengths.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Tables, ratios and the lengths from which condensing pays, from result files."""
-    documents = {path: bench.read_result(path) for path in files}
+    documents = bench.newest({path: bench.read_result(path) for path in files})
     # of one length there is nothing to draw
-    drawn = [path for path in files if plots and len({row["length"] for row in documents[path]["results"]["rows"]}) > 1]
-    pictures = {path: output.parent / f"{path.stem}.png" for path in drawn}
+    pictures = {
+        path: output.parent / bench.picture_name(path, document["results"])
+        for path, document in documents.items()
+        if plots and len({row["length"] for row in document["results"]["rows"]}) > 1
+    }
+    if len(set(pictures.values())) < len(pictures):
+        raise ValueError(f"files: wanted one picture name each, got {', '.join(sorted(map(str, pictures)))}")
     for target in (output, *pictures.values()):
         refuse_existing(target, "output", overwrite=overwrite)
     for picture in pictures.values():
@@ -194,10 +206,8 @@ def report_command(
     page = bench.render(documents, {path: picture.name for path, picture in pictures.items()})
     for path, picture in pictures.items():
         plot_bench(documents[path]["results"], picture)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.part")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, output)
+    with whole_file(output, overwrite=overwrite) as file:
+        file.write(page.encode())
     Console().print(f"{output}", highlight=False)
 
 
@@ -217,7 +227,7 @@ def _finish(
     console = Console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
-    (print_kernel if content["kind"] == "kernel" else print_model)(console, content)
+    print_results(console, content)
     console.print(f"results: {write_results(path, content, seed=seed, device=device)}", highlight=False, soft_wrap=True)
     failed = [row for row in content["rows"] if row["condensed"] and row.get("error")]
     if failed:
@@ -262,6 +272,15 @@ def _lengths(text: str | None, device: torch.device, quick: bool) -> tuple[int, 
             raise ValueError(f"lengths must be numbers of tokens >= 1, such as 4096,32K,1M, got {text!r}")
         lengths.append(number)
     return tuple(sorted(set(lengths)))
+
+
+def _batches(text: str | None, device: torch.device) -> tuple[int, ...]:
+    if text is None:
+        return DECODE_BATCHES if device.type == "cuda" else ()
+    numbers = [] if text == "none" else [int(part) if part.isdecimal() else 0 for part in _names(text)]
+    if 0 in numbers:
+        raise ValueError(f"decode_batches must be numbers of rows >= 1, such as 4,8,32, or none; got {text!r}")
+    return tuple(sorted(set(numbers)))
 
 
 def _methods(specs: Sequence[str] | None, default: Sequence[str]) -> dict[str, Method]:

@@ -11,10 +11,10 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-import oracle
-import oracle_dga
 import torch
 from torch import Tensor
+
+from condense.testing import oracle, oracle_dga
 
 
 class Latents(NamedTuple):
@@ -104,6 +104,7 @@ def _row(
     dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
     own = [_expand(c[i], k_rope[i], w_uk, w_uv) for i in range(L)]
     made: dict[Any, tuple[Tensor, Tensor]] = {}
+    groups: Any
     results = []
     for t in range(L):
         if dga is not None:
@@ -118,7 +119,7 @@ def _row(
                 if j not in made:
                     positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
                     summary = q[:, list(positions)].mean(1)
-                    made[j] = _expand(*_representative(method, j, summary, c, k_rope, w_uk, scale), w_uk, w_uv)
+                    made[j] = _expand(*representative(method, j, summary, c, k_rope, w_uk, scale), w_uk, w_uv)
         seen = [made[j] for j in groups] + [own[i] for i in exact]
         keys, values = (torch.stack(parts, 1) for parts in zip(*seen, strict=True))
         logits = scale * (q[:, t, None] * keys).sum(-1)
@@ -129,7 +130,7 @@ def _row(
     return results
 
 
-def _representative(
+def representative(
     method: Any, j: int, summary: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Latent ``[d_c]`` and rope key ``[d_r]`` of group j; summary ``[H, d_n + d_r]``: one query per head."""
@@ -137,8 +138,8 @@ def _representative(
     per_head = torch.stack([scale * (summary * _key(c[i], k_rope[i], w_uk)).sum(-1) for i in members])
     scores = per_head.mean(-1)
     return (
-        oracle._pool(c[members], scores, method.value_pooling),
-        oracle._pool(k_rope[members], scores, method.key_pooling),
+        oracle.pool(c[members], scores, method.value_pooling),
+        oracle.pool(k_rope[members], scores, method.key_pooling),
     )
 
 

@@ -43,7 +43,7 @@ class Row:
         exact, groups = list(self.focal), list(self.groups)
         number = 0
         while self.origin + (number + 1) * self.chunk_size + self.method.window - 1 <= t:
-            focal, group = self._chunk(number)
+            focal, group = self.chunk(number)
             exact += focal
             groups.append(group)
             number += 1
@@ -58,14 +58,15 @@ class Row:
                 exact += near if self.method.complementary else [i for i in near if i == t]
         return exact, complete
 
-    def _chunk(self, number: int) -> tuple[list[int], Group]:
+    def chunk(self, number: int) -> tuple[list[int], Group]:
+        """Focal tokens and the group of a chunk of the streaming rule."""
         if number not in self.chunks:
             c, g, w = self.chunk_size, self.method.group_size, self.method.window
             start = self.origin + number * c
             tokens = list(range(start, start + c))
             last = [tokens[-1]] if self.method.summary == "last" else range(start + w, start + c + w)
-            summary = sum(self.qbar[i] for i in last) / len(last)
-            scores = {i: self.weight_scale * float((summary @ self.k[i]).detach()) for i in tokens}
+            summary = torch.stack([self.qbar[i] for i in last]).sum(0) / len(last)
+            scores: dict[int, Any] = {i: self.weight_scale * float((summary @ self.k[i]).detach()) for i in tokens}
             if self.method.focal == "random":
                 scores = lots(range(number * c, number * c + c), self.method.seed, tokens)
             best = sorted(tokens, key=lambda i: (-scores[i], i))[: c - g]
@@ -108,7 +109,8 @@ def share(gamma: float, count: int) -> int:
     return math.ceil(Decimal(str(gamma)) * count)
 
 
-def lots(places: range, seed: int, names: Any = None) -> dict[int, int]:
+def lots(places: range, seed: int, names: Any = None) -> dict[int, Any]:
+    """The random score of each place, under its name (default: the place itself)."""
     drawn = [int(scramble(torch.tensor(place), seed)) for place in places]
     return dict(zip(places if names is None else names, drawn, strict=True))
 
@@ -146,3 +148,23 @@ def seen_and_pooled(
         # a query's groups are the first ones: they stand in the order in which they become visible
         seen = [(range(len(near)), exact) for exact, near in (rows[0].sees(t) for t in range(L))]
     return seen, pooled
+
+
+def chunk_entries(
+    method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float, chunks: range
+) -> list[list[list[tuple[Tensor, Tensor]]]]:
+    """Per row and head key and value of each entry of these chunks of the streaming rule: focal tokens, then the group.
+
+    qbar and k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
+    """
+    pooled = []
+    for b in range(k.shape[0]):
+        heads = []
+        for h in range(k.shape[1]):
+            streaming, made = Row(method, qbar[b, h : h + 1], k[b, h], scale, 0), []
+            for number in chunks:
+                focal, (members, w) = streaming.chunk(number)
+                made += [(k[b, h, i], v[b, h, i]) for i in focal] + [(w @ k[b, h, members], w @ v[b, h, members])]
+            heads.append(made)
+        pooled.append(heads)
+    return pooled

@@ -13,12 +13,11 @@ import math
 from functools import partial
 from typing import Any, NamedTuple
 
-import oracle_dga
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-import condense
-from condense import CCA, DGA, LCA, Dense, LMInfinite, StreamingLLM
+from condense.testing import oracle_dga
 
 
 class Seen(NamedTuple):
@@ -43,8 +42,8 @@ def visible(method: Any, t: int) -> Seen:
 def num_visible(method: Any, q: Tensor, k: Tensor, scale: float) -> list[int]:
     """Keys that each query of a row and KV head sees, representatives included. q ``[R, L, D]``, k ``[L, D]``."""
     L = len(k)
-    seen = oracle_dga.Row(method, q, k, scale, L).sees if method.name == "dga" else partial(visible, method)
-    return [sum(map(len, seen(t))) for t in range(L)]
+    sees: Any = oracle_dga.Row(method, q, k, scale, L).sees if method.name == "dga" else partial(visible, method)
+    return [sum(map(len, sees(t))) for t in range(L)]
 
 
 def summary_positions(method: Any, j: int, prompt: int) -> range:
@@ -68,10 +67,11 @@ def representative(
     positions = summary_positions(method, j, len(k) if prompt is None else prompt)
     summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
     scores = torch.stack([scale * (summary * k[i]).sum() for i in members])
-    return _pool(k[members], scores, method.key_pooling), _pool(v[members], scores, method.value_pooling)
+    return pool(k[members], scores, method.key_pooling), pool(v[members], scores, method.value_pooling)
 
 
-def _pool(x: Tensor, scores: Tensor, how: str) -> Tensor:
+def pool(x: Tensor, scores: Tensor, how: str) -> Tensor:
+    """Rows of x ``[g, width]`` as one, ``[width]``, by a pooling's name; scores ``[g]``."""
     if how == "weighted":
         weights = (scores - scores.max()).exp()
         return (weights[:, None] * x).sum(0) / weights.sum()
@@ -105,14 +105,16 @@ def attention(
     spans = [(b, 0 if padding is None else padding[b], L) for b in range(B)]
     if cu_seqlens is not None:
         spans = [(0, start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
-    outs, lses, at = [], [], []
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    at: list[tuple[int, int, int]] = []
     for b, start, stop in spans:
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
             compute = oracle_dga.row if method.name == "dga" else _row
-            out, lse = compute(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
-            outs.extend(out)
-            lses.extend(lse)
+            parts = compute(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
+            outs.extend(parts[0])
+            lses.extend(parts[1])
             at.extend((b, head, t) for t in range(start, stop))
     out = q.new_zeros(B, k.shape[1], L, R, v.shape[3])
     lse = q.new_full((B, k.shape[1], L, R), -math.inf)
@@ -165,18 +167,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None =
     else:
         seen = [visible(method, t) for t in range(L)]
         M = max(len(groups) for groups, _ in seen)
-        pooled = [
-            [[representative(method, j, qbar[b, h], wide_k[b, h], wide_v[b, h], scale) for j in range(M)]
-             for h in range(K)]
-            for b in range(B)
-        ]  # fmt: skip
+        pooled = _pooled_groups(method, qbar, wide_k, wide_v, scale, range(M))
     keys, values = k, v
     if M:
-        rep_k, rep_v = (
-            torch.stack([torch.stack([torch.stack([rep[i] for rep in head]) for head in row]) for row in pooled])
-            for i in (0, 1)
-        )
-        keys, values = torch.cat([rep_k.to(k.dtype), k], 2), torch.cat([rep_v.to(v.dtype), v], 2)
+        entries_k, entries_v = (_stacked(pooled, i) for i in (0, 1))
+        keys, values = torch.cat([entries_k.to(k.dtype), k], 2), torch.cat([entries_v.to(v.dtype), v], 2)
     mask = torch.zeros(L, M + L, dtype=torch.bool)
     for t, (groups, exact) in enumerate(seen):
         mask[t, list(groups)] = True
@@ -186,11 +181,51 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None =
     if getattr(method, "rep_bias", "none") == "log_size":
         bias[:M] = math.log(method.group_size)
     keys, values = (x.repeat_interleave(H // K, 1) for x in (keys, values))
+    return eager_attention(q, keys, values, mask, bias, scale=scale, fused=fused)
+
+
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor, *, scale: float, fused: bool = False
+) -> Tensor:
+    """Attention by plain operations in the dtype of q, or one call of PyTorch's fused attention; ``[B, H, S, Dv]``.
+
+    q ``[B, H, S, D]``, k ``[B, H, n, D]``, v ``[B, H, n, Dv]``; mask (bool, True: seen) and bias (added to scaled
+    scores, in the dtype of q) broadcast to ``[B, H, S, n]``.
+    """
     if fused:
-        attn_mask = bias.expand(L, -1).masked_fill(~mask, -math.inf)
-        return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=attn_mask, scale=scale)
-    scores = q @ keys.mT * scale + bias
-    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ values
+        added = bias.expand(mask.shape).masked_fill(~mask, -math.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
+    scores = q @ k.mT * scale + bias
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+def entries(method: Any, qbar: Tensor, k: Tensor, v: Tensor, groups: range, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` that stand for these groups, in the dtype of k.
+
+    qbar (mean queries of the heads that share a KV head) and k ``[B, K, L, D]``, v ``[B, K, L, Dv]``: whole rows.
+    Streaming DGA's groups are its chunks: each gives its focal tokens, then the mean of the others.
+    """
+    if method.name == "dga":
+        pooled = oracle_dga.chunk_entries(method, qbar, k, v, scale, groups)
+    else:
+        pooled = _pooled_groups(method, qbar, k, v, scale, groups)
+    return _stacked(pooled, 0), _stacked(pooled, 1)
+
+
+def _pooled_groups(
+    method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float, groups: range
+) -> list[list[list[tuple[Tensor, Tensor]]]]:
+    """Per row, head and group key and value."""
+    B, K = k.shape[:2]
+    return [
+        [[representative(method, j, qbar[b, h], k[b, h], v[b, h], scale) for j in groups] for h in range(K)]
+        for b in range(B)
+    ]
+
+
+def _stacked(pooled: list[list[list[tuple[Tensor, Tensor]]]], part: int) -> Tensor:
+    """Keys (part 0) or values (part 1), ``[B, K, M, width]``."""
+    return torch.stack([torch.stack([torch.stack([pair[part] for pair in head]) for head in row]) for row in pooled])
 
 
 def prefix_band(
@@ -230,71 +265,3 @@ def random_qkv(
     shapes = ((B, H, L, D), (B, K, L, D), (B, K, L, Dv))
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     return q, k, v
-
-
-POOLINGS = ("weighted", "mean", "max", "select")
-
-# one per kind of plan and state: what most properties are checked on
-PLANS: dict[str, condense.Method] = {
-    "dense": Dense(),
-    "streaming_llm": StreamingLLM(sink=3, window=7),
-    "streaming_llm-no-sink": StreamingLLM(sink=0, window=5),
-    "lm_infinite": LMInfinite(n_global=6, window=4),
-    "cca": CCA(group_size=4, window=8),
-    "cca-log_size": CCA(group_size=4, window=8, rep_bias="log_size"),
-    "cca-window0": CCA(group_size=4, window=0),
-    "cca-odd-window": CCA(group_size=4, window=5),
-    "cca-g1": CCA(group_size=1, window=3),
-    "cca-streaming": CCA(group_size=4, window=6, summary="streaming"),
-    "cca-streaming-window0": CCA(group_size=5, window=0, summary="streaming"),
-    "lca": LCA(group_size=4, window=8),
-    "lca-log_size": LCA(group_size=5, window=3, rep_bias="log_size"),
-    "lca-1-query": LCA(group_size=4, window=6, num_summary_queries=1),
-    "lca-3-queries": LCA(group_size=4, window=6, num_summary_queries=3),
-    "lca-9-queries": LCA(group_size=4, window=3, num_summary_queries=9),
-    "lca-mean-max": LCA(group_size=4, window=6, key_pooling="mean", value_pooling="max"),
-    "dga": DGA(group_size=4, gamma=0.3),
-    "dga-window0": DGA(group_size=4, window=0, gamma=0.1),
-    "dga-no-focal-log_size": DGA(group_size=5, window=5, gamma=0, rep_bias="log_size"),
-    "dga-all-focal": DGA(group_size=3, gamma=1, weight_scale=1.0),
-    "dga-streaming-log_size": DGA(group_size=4, window=5, gamma=0.3, summary="streaming", rep_bias="log_size"),
-    "dga-streaming-window0": DGA(group_size=3, window=0, gamma=0.5, summary="streaming"),
-    "dga-random": DGA(group_size=4, gamma=0.5, focal="random", seed=3),
-}
-
-PROMPTS: dict[str, condense.Method] = {
-    "prompt": CCA(group_size=4, window=8, summary="prompt"),
-    "prompt-select": LCA(group_size=4, window=5, summary="prompt", rep_bias="log_size"),
-    "prompt-1-query": CCA(group_size=4, window=5, summary="prompt", num_summary_queries=1),
-    "prompt-9-queries": CCA(group_size=4, window=0, summary="prompt", num_summary_queries=9),
-    "prompt-1000-queries": CCA(group_size=4, window=3, summary="prompt", num_summary_queries=1000),
-}
-
-# DGA that selects over the whole prompt, and goes on as the rest of its settings say
-SELECTIONS: dict[str, condense.Method] = {
-    "select": DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4),
-    "select-log_size": DGA(
-        group_size=3,
-        window=0,
-        gamma=0.3,
-        min_focal=0,
-        selection="prompt",
-        summary="streaming",
-        num_recent=1,
-        num_random=9,
-        seed=5,
-        rep_bias="log_size",
-    ),
-    "select-no-focal": DGA(group_size=2, gamma=0, min_focal=0, selection="prompt", num_random=0, weight_scale=1.0),
-    "select-random": DGA(group_size=4, window=5, gamma=0.5, min_focal=1, selection="prompt", focal="random", seed=2),
-    "select-not-complementary": DGA(
-        group_size=5, gamma=0.1, min_focal=4, selection="prompt", complementary=False, rep_bias="log_size"
-    ),
-    "select-all": DGA(group_size=4, selection="prompt", rep_bias="log_size"),
-    "select-gamma1": DGA(group_size=4, gamma=1, min_focal=0, selection="prompt"),
-}
-
-GRID: dict[str, condense.Method] = {
-    f"{summary}-{key}-{value}": CCA(group_size=4, window=5, summary=summary, key_pooling=key, value_pooling=value)
-    for summary, key, value in itertools.product(("last", "streaming", "prompt"), POOLINGS, POOLINGS)
-}

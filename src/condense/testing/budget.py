@@ -1,0 +1,54 @@
+"""The error budget: twice the error of plain PyTorch in the same dtype, plus one unit in the last place.
+
+Errors are distances from float64 on the same, already rounded, inputs: the largest one and the mean one, each held to
+its own budget. The unit in the last place is there because a result that is computed exactly and rounded may land
+half a unit away where the plain run by chance did not, and the definition itself is half a unit wide in that dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def errors(got: Tensor, want: Tensor) -> Tensor:
+    """The largest and the mean distance, float64 ``[2]``."""
+    difference = (got.double() - want).abs()
+    return torch.stack([difference.max(), difference.mean()])
+
+
+def one_ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
+    """One unit in the last place: of the largest value for the largest error, on average for the mean one; ``[2]``."""
+    return torch.finfo(dtype).eps * torch.stack([want.abs().max(), want.abs().mean()])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``share``: the worst error as a share of its budget. Right up to 1."""
+
+    share: float
+
+    @property
+    def passed(self) -> bool:
+        """False also if something was not finite."""
+        return self.share <= 1
+
+    def to_dict(self) -> dict[str, object]:
+        """For result files."""
+        return {"passed": self.passed, "share_of_budget": self.share}
+
+
+def judge(results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequence[Tensor]) -> Verdict:
+    """Results against float64 ``wants``; yardsticks are the same in plain operations of the results' dtype."""
+    shares = [0.0]
+    for got, want, yardstick in zip(results, wants, yardsticks, strict=True):
+        if want.numel() == 0:
+            continue
+        error = errors(got, want)
+        share = torch.where(error == 0, error, error / (2 * errors(yardstick, want) + one_ulp(want, got.dtype)))
+        shares.append(float(share.max()) if bool(share.isfinite().all()) else math.inf)
+    return Verdict(max(shares))
