@@ -9,6 +9,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
+from condense import config
 from condense.cli.main import app
 from condense.cli.options import parse_layers, parse_method
 
@@ -44,8 +45,8 @@ DEEPSEEK = DeepseekV3Config(
 def names(request, tmp_path):
     """What a guide's code may use: ``name`` and ``path``, folders of a model and for one, and ``inputs`` for it."""
     torch.manual_seed(0)
-    config = DEEPSEEK if request.param.endswith("latents.md") else LLAMA
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    sizes = DEEPSEEK if request.param.endswith("latents.md") else LLAMA
+    AutoModelForCausalLM.from_config(sizes).save_pretrained(tmp_path / "model")
     ids = torch.randint(2, 64, (1, 40))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {"__name__": "guide", "name": tmp_path / "model", "path": tmp_path / "adapted", "inputs": inputs}
@@ -53,6 +54,7 @@ def names(request, tmp_path):
 
 @pytest.mark.parametrize(("page", "names"), [(page, page) for page in WITH_PYTHON], indirect=["names"], ids=WITH_PYTHON)
 def test_python_runs_as_it_stands(page, names, monkeypatch):
+    monkeypatch.setattr(config, "_REGISTRY", dict(config._REGISTRY))  # a guide's method is known to its guide alone
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # minutes on a CPU
     for block in BLOCK.finditer(PAGES[page]):
         line = PAGES[page].count("\n", 0, block.start(1))
