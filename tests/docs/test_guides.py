@@ -1,5 +1,6 @@
-"""The guides' Python runs, on models of two layers; their commands parse; and what the pages name exists."""
+"""The pages: their Python runs, on models of two layers, their commands parse, and what they name exists."""
 
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
 
+import condense
 from condense import config
 from condense.cli.main import app
 from condense.cli.options import parse_layers, parse_method
@@ -94,3 +96,11 @@ def test_links_lead_somewhere(page):
 def test_files_named_exist(page):
     for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+)`", PAGES[page]):
         assert (ROOT / path).exists(), path
+
+
+def test_the_reference_holds_every_public_name():
+    shown = [name for text in PAGES.values() for name in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE)]
+    for name in shown:
+        assert pkgutil.resolve_name(name).__doc__, name
+    missing = set(condense.__all__) - {name.split(".")[-1] for name in shown} - {"__version__"}
+    assert not missing, f"add ::: condense.{missing} to a page of docs/api"
