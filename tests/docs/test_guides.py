@@ -96,6 +96,8 @@ def test_links_lead_somewhere(page):
 def test_files_named_exist(page):
     for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+)`", PAGES[page]):
         assert (ROOT / path).exists(), path
+    for name in re.findall(r"`(?:\.{3})?([\w.-]*\d{8}T\d{6}Z\.json)`", PAGES[page]):
+        assert [*ROOT.glob(f"benchmarks/results/*{name}")], name
 
 
 def test_the_reference_holds_every_public_name():
