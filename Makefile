@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check
 PYTEST_FLAGS ?= -n 2
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint clean
 
 demo: .venv/demo
 	.venv/bin/condense compare
@@ -21,6 +21,7 @@ lint: .venv/dev
 	.venv/bin/ruff check --fix .
 	.venv/bin/mypy
 
+.PHONY: docs
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
