@@ -44,8 +44,12 @@ lint: .venv/dev
 	.venv/bin/ruff check --fix .
 	.venv/bin/mypy
 
+.PHONY: docs
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
+
 clean:
-	rm -rf .venv .venv-oldest build dist
+	rm -rf .venv .venv-oldest build dist site
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -58,6 +62,11 @@ clean:
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
 	.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/docs: .venv/bin/python pyproject.toml constraints.txt
+	.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
 	touch $@
 
 # the oldest transformers we support, layered over the packages of .venv

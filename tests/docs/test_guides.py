@@ -1,0 +1,108 @@
+"""The pages: their Python runs, on models of two layers, their commands parse, and what they name exists."""
+
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+
+import condense
+from condense import config
+from condense.cli.main import app
+from condense.cli.options import parse_layers, parse_method
+
+ROOT = Path(__file__).parents[2]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))}
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WITH_PYTHON = [page for page, text in PAGES.items() if BLOCK.search(text)]
+COMMANDS = sorted({line for text in PAGES.values() for line in re.findall(r"^condense [a-z].*", text, re.MULTILINE)})
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA = LlamaConfig(**SIZES)
+DEEPSEEK = DeepseekV3Config(
+    **SIZES,
+    num_key_value_heads=2,
+    first_k_dense_replace=2,
+    q_lora_rank=None,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+)
+
+
+@pytest.fixture
+def names(request, tmp_path):
+    """What a guide's code may use: ``name`` and ``path``, folders of a model and for one, and ``inputs`` for it."""
+    torch.manual_seed(0)
+    sizes = DEEPSEEK if request.param.endswith("latents.md") else LLAMA
+    AutoModelForCausalLM.from_config(sizes).save_pretrained(tmp_path / "model")
+    ids = torch.randint(2, 64, (1, 40))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {"__name__": "guide", "name": tmp_path / "model", "path": tmp_path / "adapted", "inputs": inputs}
+
+
+@pytest.mark.parametrize(("page", "names"), [(page, page) for page in WITH_PYTHON], indirect=["names"], ids=WITH_PYTHON)
+def test_python_runs_as_it_stands(page, names, monkeypatch):
+    monkeypatch.setattr(config, "_REGISTRY", dict(config._REGISTRY))  # a guide's method is known to its guide alone
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # minutes on a CPU
+    for block in BLOCK.finditer(PAGES[page]):
+        line = PAGES[page].count("\n", 0, block.start(1))
+        exec(compile("\n" * line + block.group(1), ROOT / page, "exec"), names)
+
+
+def parsed(words):
+    """The parameters that a command line means; raises what a user would see if it means none."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):  # a group, with the name of one of its commands next
+        command = command.commands[words.pop(0)]
+    return command.make_context(command.name, words).params
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_parse(line):
+    given = parsed(shlex.split(line, comments=True)[1:])
+    methods = given.get("method") or []
+    for method in [methods] if isinstance(methods, str) else methods:
+        parse_method(method)
+    if given.get("layers"):
+        parse_layers(given["layers"])
+
+
+def test_every_command_is_shown():
+    assert {line.split()[1] for line in COMMANDS} == set(typer.main.get_command(app).commands)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", PAGES[page]):
+        if not target.startswith("https://"):
+            assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_exist(page):
+    for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+)`", PAGES[page]):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"`(?:\.{3})?([\w.-]*\d{8}T\d{6}Z\.json)`", PAGES[page]):
+        assert [*ROOT.glob(f"benchmarks/results/*{name}")], name
+
+
+def test_the_reference_holds_every_public_name():
+    shown = [name for text in PAGES.values() for name in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE)]
+    for name in shown:
+        assert pkgutil.resolve_name(name).__doc__, name
+    missing = set(condense.__all__) - {name.split(".")[-1] for name in shown} - {"__version__"}
+    assert not missing, f"add ::: condense.{missing} to a page of docs/api"
