@@ -48,7 +48,8 @@ def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
     M = int(num_entries(method, torch.tensor(length)))
     shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.layout.num_summary + spare, D))
     buffers = [torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes]
-    return StepState(*buffers, *(torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,))))
+    numbers = (torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,)))
+    return StepState(*buffers, *numbers, torch.zeros(rows, K + 1, dtype=torch.int32))
 
 
 def take(method, state, qkv, real=None):

@@ -46,7 +46,7 @@ def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
     sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.layout.num_summary, D))
     slots = (torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes)
     numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (3,)))
-    return StepState(*slots, *numbers)
+    return StepState(*slots, *numbers, torch.zeros(B, K + 1, dtype=torch.int32, device=DEVICE))
 
 
 def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
@@ -391,7 +391,6 @@ def test_absorbed_latents_against_the_definition(shape, poolings, dtype):
     nothing = k[..., :0].to(DEVICE)
     out = decode(method, q.to(DEVICE), k.to(DEVICE), nothing, state, scale=scale, latent=latent)[0]
     yardstick = torch_decode(method, q.to(DEVICE), k.to(DEVICE), scale, latent)[0]
-    print("YY", errors(out.cpu(), want) / one_ulp(want, dtype), errors(yardstick.cpu(), want) / one_ulp(want, dtype))
     assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
 
 
@@ -412,7 +411,6 @@ def test_focal_latents_against_the_definition(shape, window, dtype):
     state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
     out = decode(method, q.to(DEVICE), k.to(DEVICE), k[..., :0].to(DEVICE), state, scale=scale, latent=latent)
     yardstick = torch_decode(method, q.to(DEVICE), k.to(DEVICE), scale, latent)
-    print("YY", errors(out.cpu(), want) / one_ulp(want, dtype), errors(yardstick.cpu(), want) / one_ulp(want, dtype))
     assert bool((errors(out.cpu(), want) <= 2 * errors(yardstick.cpu(), want) + one_ulp(want, dtype)).all())
 
 
@@ -457,6 +455,35 @@ def test_any_layout():
     assert torch.equal(triton_step.step(*columns, copy_of(state), plan, scale=0.25), out)
 
 
+def column_of(x, among=3):
+    """The same numbers, one every ``among`` of them in memory; what lies between is wrong."""
+    return torch.stack([x, *[1 - x] * (among - 1)], -1)[..., 0]
+
+
+def test_counts_with_gaps_between_them():
+    """seen, arrived and ``real`` are read by their strides: a column of a mask, one value for all rows."""
+    now, state, plan = some_step(seen=24)
+    state.seen[1] -= 3
+    for real in (torch.tensor([True, False]), torch.tensor([False, True]), torch.tensor([True]).expand(2)):
+        real = real.to(DEVICE)
+        tight, gaps = copy_of(state), copy_of(state)
+        gaps = gaps._replace(seen=column_of(gaps.seen), arrived=column_of(gaps.arrived))
+        out = triton_step.step(*now, tight, plan, scale=0.25, real=real.contiguous())
+        strided = real if real.stride() == (0,) else column_of(real.int())
+        assert torch.equal(triton_step.step(*now, gaps, plan, scale=0.25, real=strided), out)
+        assert same(tight, gaps)
+
+
+def test_prompts_with_gaps_between_them():
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 40, 16, 16, dtype=torch.float32))
+    _, state = after_prompts(SELECT, q, k, v, (31, 22), 9)
+    now = [x[:, :, 31:32] for x in (q, k, v)]
+    out = triton_step.step(*now, tight := copy_of(state), plan_of(SELECT), scale=0.3)
+    gaps = copy_of(state)._replace(prompt=column_of(state.prompt))
+    assert torch.equal(triton_step.step(*now, gaps, plan_of(SELECT), scale=0.3), out)
+    assert same(tight, gaps)
+
+
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31, sys.maxsize])
 def test_a_window_longer_than_any_text(window):
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, 16, 16, dtype=torch.float32))
@@ -466,10 +493,9 @@ def test_a_window_longer_than_any_text(window):
         state = empty_state(condense.CCA(group_size=8, window=20), 1, 1, 16, 16, 20, dtype=torch.float32)
         outs.append(decode(method, q, k, v, state))
     assert torch.equal(*outs)
-    numbers = triton_step._settings(
-        q.device, q.dtype, (1, 2, 1), (16, 16), (0, 20, 1), 8, window, None, 0, 1, "mean", "mean", 0.0, 0, 1.0, False,
-        1.0, 0, False,
-    ).split_numbers  # fmt: skip
+    sizes = triton_step._Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
+    settings = plan_of(condense.CCA(group_size=8, window=window))
+    numbers = triton_step._launch(settings.number, 1.0, 0, sizes, q.dtype, q.device, False).numbers
     assert max(numbers) < 2**31
 
 
@@ -502,12 +528,7 @@ def test_compiles_as_one_operation():
 def test_is_a_well_behaved_operation(real):
     now, state, plan = some_step(seen=24)
     state = [x.nan_to_num(0.0) for x in state]  # opcheck compares with ==
-    rule = plan.rule
-    torch.library.opcheck(
-        torch.ops.condense.step.default,
-        (*now, *state, real, rule.chunk, rule.window, rule.max_chunks, plan.summary_delay, plan.num_summary,
-         plan.key_pooling, plan.value_pooling, plan.bias, plan.num_focal, 0.25, plan.reads_prompt, 0.25, 0),
-    )  # fmt: skip
+    torch.library.opcheck(torch.ops.condense.step.default, (*now, *state, real, plan.number, 0.25, 0))
 
 
 def test_refuses_what_it_has_no_kernel_for():
@@ -529,6 +550,7 @@ def test_refuses_what_it_has_no_kernel_for():
         "v must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
         "prompt must be": (q, k, v, state._replace(prompt=state.prompt[:, :2]), plan),
+        "arrived must be": (q, k, v, state._replace(arrived=state.arrived[:, 1:]), plan),
         "makes its entries itself": (q, k, v, state, unknown),
         "contiguous": (q, k, v, columns, plan),
         "values of width 0": (q, k, v, state, plan, 8),

@@ -21,7 +21,8 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
     (B, K, _, D), Dv = k.shape, v.shape[3]
     buffers = [k.new_zeros(B, K, *size) for size in ((M, D), (M, Dv), (W, D), (W, Dv), (Q, D))]
     numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (3,))]
-    return StepState._make([*buffers, *numbers])
+    arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=k.device)
+    return StepState._make([*buffers, *numbers, arrived])
 
 
 def read_state(

@@ -21,9 +21,11 @@ c tokens per chunk, p entries per chunk, D and Dv widths.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -97,6 +99,7 @@ class StepState(NamedTuple):
     seen int64 ``[B]`` on the device: real tokens per row since its prompt, from which positions count.
     prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once before that, entries that stand for
     them, and how many of these, the first, are tokens of their own; zeros where a method reads no prompt at once.
+    arrived int32 ``[B, K + 1]`` on the device: zeros between steps, what parts of a step that are done are counted in.
     """
 
     entries_k: Tensor
@@ -106,6 +109,7 @@ class StepState(NamedTuple):
     ring_q: Tensor
     seen: Tensor
     prompt: Tensor
+    arrived: Tensor
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,28 @@ class StepSettings:
     weight_scale: float | None = None
     reads_prompt: bool = False
 
+    def __post_init__(self) -> None:
+        """Enter them into the table of all settings."""
+        assert _NUMBERED.setdefault(self.number, self) == self
+
+    @functools.cached_property
+    def number(self) -> int:
+        """Stands for these settings in an operation, which takes numbers and tensors; the same in every process."""
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
+
+    def __reduce__(self) -> tuple[type[StepSettings], tuple[Any, ...]]:
+        """Made anew where they are unpickled, so that the table there has them."""
+        return StepSettings, tuple(getattr(self, field.name) for field in fields(self))
+
     @property
     def bias_differs(self) -> bool:
         """True if some entries have ``bias`` and others none."""
         return self.bias != 0.0 and (self.num_focal > 0 or self.reads_prompt)
+
+
+_NUMBERED: dict[int, StepSettings] = {}
+
+
+def numbered_settings(number: int) -> StepSettings:
+    """The settings that a number stands for."""
+    return _NUMBERED[number]

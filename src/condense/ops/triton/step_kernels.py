@@ -1,523 +1,314 @@
-"""Kernels of one decode step: attention split over the keys with the due group closed on the way, then a reduce.
+"""Kernels of one decode step: attention split over the keys, with the due chunk's entries made on the way.
 
-Programs of the first kernel run in no order, so what the step writes is read by none of them: split 0 takes the new
-token from the inputs, the new entry from its registers and focal tokens from the ring, attends to these and stores
-them; the other splits share what was there before. The reduce joins their parts and counts the token.
+Programs run in no order, so what the step writes is read by none of them: split 0 takes the new token from the inputs,
+the new entry from its registers and focal tokens from the ring, attends to these and stores them; the other splits
+share what was there before. The program of a KV head that is done last joins the parts of
+all, in the order of the splits, and the last of a row counts the token; where the parts are many, a second kernel does.
 
-Shapes: B rows, K KV heads, R query heads per KV head, M entries, W and Q slots of the rings of tokens and of queries,
-S splits. A summary is the mean of the newest ``num_summary`` queries.
-Widths: keys are D0 + D1 columns, values V0 + V1, so that 80, 96, 192 or 576 columns are two powers of two and none
-is loaded for nothing; P0, P1, U0, U1 are the same rounded up to powers of two for the tiles. LATENT: values are the
-first D0 columns of the keys. BR rows (query heads) and BN keys per tile.
-FOCAL: tokens of a chunk that are entries of their own; the chunk's scores are then all at hand, in a tile of CHUNK.
+Shapes: B rows, H query heads, K KV heads, R = H / K, M entries, W and Q slots of the rings of tokens and of queries,
+S splits, V columns of values. A summary is the mean of the newest ``num_summary`` queries. Scores are base 2.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_NO_WRAP = tl.constexpr(2**31 - 1)
+from condense.ops.triton.device.entry import (
+    Buffer,
+    Chunk,
+    Queries,
+    all_scores,
+    chunk_keys,
+    chunk_values,
+    focal_tokens,
+    load_row,
+    make_entries,
+    mean_query,
+    row_products,
+    store_row,
+    summary_query,
+)
+from condense.ops.triton.device.parts import load_rows
+from condense.ops.triton.device.softmax import Softmax, add_keys, empty_softmax, join_parts, key_products, store_part
 
 
-@triton.jit
-def _rows(ptr, at, stride, mask, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    """Columns ``[lo, lo + width)`` of the rows ``at``, ``[n, P]``; zeros where masked."""
-    d = tl.arange(0, P)
-    inside = mask[:, None]
-    if width != P:
-        inside = inside & (d < width)[None, :]
-    return tl.load(ptr + at.to(tl.int64)[:, None] * stride + lo + d[None, :], mask=inside, other=0.0)
+class _Scores(NamedTuple):
+    """Scale of a chunk's scores; scale and bias of attention, base 2."""
+
+    weigh: Any
+    attend: Any
+    bias: Any
 
 
-@triton.jit
-def _vector(ptr, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    """Columns ``[lo, lo + width)`` of one row, ``[P]``."""
-    d = tl.arange(0, P)
-    return tl.load(ptr + lo + d, mask=d < width, other=0.0)
+class _Moment(NamedTuple):
+    """A row before its token is counted: position t of the new token, the first position that is seen as a token;
+    whether a chunk is due, the position at which it begins, the slot of its first entry, whether they are seen at once;
+    what is seen of the buffers; entries of a prompt ahead, and how many of them are exact.
+    """
+
+    t: Any
+    first: Any
+    due: Any
+    begin: Any
+    slot: Any
+    seen_at_once: Any
+    entries: Any
+    tokens: Any
+    ahead: Any
+    exact: Any
 
 
-@triton.jit
-def _put(ptr, x, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    if width > 0:
-        d = tl.arange(0, P)
-        tl.store(ptr + lo + d, x, mask=d < width)
+class _Places(NamedTuple):
+    """Where a KV head's splits put their outputs ``[R, S, V]`` and log-sum-exps ``[R, S]``; row: of its first head."""
 
-
-@triton.jit
-def _store_part(
-    part_ptr, lse_ptr, acc0, acc1, m, total, row, real, split, S,
-    V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr,
-):  # fmt: skip
-    """One split's output and base 2 log-sum-exp of some rows; the output only where the rows saw anything."""
-    some = total > 0
-    total = tl.where(some, total, 1.0)
-    at = row.to(tl.int64) * S + split
-    tl.store(lse_ptr + at, tl.where(some, m + tl.log2(total), float("-inf")), mask=real)
-    e, stored = tl.arange(0, U0), (real & some)[:, None]
-    out = part_ptr + at[:, None] * (V0 + V1)
-    tl.store(out + e[None, :], acc0 / total[:, None], mask=stored & (e < V0)[None, :])
-    if V1 > 0:
-        e = tl.arange(0, U1)
-        tl.store(out + V0 + e[None, :], acc1 / total[:, None], mask=stored & (e < V1)[None, :])
+    part: Any
+    lse: Any
+    row: Any
+    S: Any
 
 
 @triton.jit
 def _attend_keys(
-    acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, s_k, s_v, lo, hi, count, first, wrap, scale, bias, ahead, exact,
-    D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr,
-    BN: tl.constexpr, LATENT: tl.constexpr, PRECISION: tl.constexpr, PERIOD: tl.constexpr,
+    softmax, q, source, lo, hi, count, first, scale, bias, moment, PERIOD: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Online softmax over tiles ``[lo, hi)`` of the ``count`` keys that start in slot ``first``. Scores are base 2.
+    """Takes in tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; each holds a key.
 
-    Every tile holds a key, so the running maximum is finite from the first one on. PERIOD > 0: only pooled entries
-    get the bias: of the first ``ahead`` those from ``exact`` on, then the last of each PERIOD.
+    PERIOD > 0: only pooled entries get the bias, of the first ``moment.ahead`` those from ``moment.exact`` on, then
+    the last of each period.
     """
+    PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
-        i = tile * BN + tl.arange(0, BN)
+        i = tile * KIND.keys + tl.arange(0, KIND.keys)
         inside = i < count
         at = first + i
-        at = tl.where(at >= wrap, at - wrap, at)
-        k0 = _rows(k_ptr, at, s_k, inside, 0, D0, P0)
-        s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        if D1 > 0:
-            k1 = _rows(k_ptr, at, s_k, inside, D0, D1, P1)
-            s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+        at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
+        k = load_rows(source.k, at * source.s_k, inside, KIND.D0, KIND.D1)
+        s = key_products(q, k, PRECISION) * scale
         if PERIOD > 0:
-            pooled = tl.where(i < ahead, i >= exact, (i - ahead) % PERIOD == PERIOD - 1)
-            s = s * scale + tl.where(pooled, bias, 0.0)[None, :]
+            pooled = tl.where(i < moment.ahead, i >= moment.exact, (i - moment.ahead) % PERIOD == PERIOD - 1)
+            s += tl.where(pooled, bias, 0.0)[None, :]
         else:
-            s = s * scale + bias
+            s += bias
         s = tl.where(inside[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
-        total = total * alpha + tl.sum(p, 1)
-        v0 = k0 if LATENT else _rows(v_ptr, at, s_v, inside, 0, V0, U0)
-        p = p.to(v0.dtype)
-        acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision=PRECISION)
-        if V1 > 0:
-            v1 = _rows(v_ptr, at, s_v, inside, V0, V1, U1)
-            acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-    return acc0, acc1, m, total
+        v = (k[0],) if KIND.latent else load_rows(source.v, at * source.s_v, inside, KIND.V0, KIND.V1)
+        softmax = add_keys(softmax, s, v, PRECISION)
+    return softmax
 
 
 @triton.jit
-def _mean_query(q_ptr, s_qh, R, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    """Mean over the R heads, ``[P]`` in the dtype of q."""
-    total = tl.zeros([P], tl.float32)
-    for start in range(0, R, 16):
-        r = start + tl.arange(0, 16)
-        total += tl.sum(_rows(q_ptr, r, s_qh, r < R, lo, width, P).to(tl.float32), 0)
-    return tl.div_rn(total, tl.zeros_like(total) + R).to(q_ptr.dtype.element_ty)
-
-
-@triton.jit
-def _summary(mean, rq_ptr, s_rq, t, Q, count, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    """Mean in float32 of the newest ``count`` mean queries, that of position t given; none before position 0."""
-    total = mean.to(tl.float32)
-    for start in range(1, count, 16):
-        back = start + tl.arange(0, 16)
-        older = (back < count) & (back <= t)
-        total += tl.sum(_rows(rq_ptr, (t - back) % Q, s_rq, older, lo, width, P).to(tl.float32), 0)
-    return tl.div_rn(total, tl.zeros_like(total) + tl.minimum(count, t + 1))
-
-
-@triton.jit
-def _members(ring_ptr, at, stride, older, newest, new, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    """Tokens of a chunk in float32, the new one from its vector: the ring may not hold it yet."""
-    x = _rows(ring_ptr, at, stride, older, lo, width, P)
-    return tl.where(newest[:, None], new[None, :], x).to(tl.float32)
-
-
-@triton.jit
-def _score(x0, x1, g0, g1, inside, scale, D1: tl.constexpr, SCORED: tl.constexpr):
-    """Scores of 16 members, -inf where not inside; not SCORED: 0."""
-    s = tl.zeros([16], tl.float32)
-    if SCORED:
-        s = tl.sum(x0 * g0[None, :], 1)
-        if D1 > 0:
-            s += tl.sum(x1 * g1[None, :], 1)
-        s *= scale
-    return tl.where(inside, s, float("-inf"))
-
-
-@triton.jit
-def _all_scores(
-    rk_ptr, s_rkn, k0, k1, g0, g1, first, t, W, chunk, scale,
-    D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[CHUNK]`` of the chunk at position ``first``, -inf past its end."""
-    j = tl.arange(0, CHUNK)
-    scores = tl.full([CHUNK], float("-inf"), tl.float32)
-    for start in range(0, chunk, 16):
-        i = start + tl.arange(0, 16)
-        inside = i < chunk
-        older, newest = inside & (first + i < t), inside & (first + i == t)
-        at = (first + i) % W
-        x0 = _members(rk_ptr, at, s_rkn, older, newest, k0, 0, D0, P0)
-        x1 = tl.zeros([16, P1], tl.float32)
-        if D1 > 0:
-            x1 = _members(rk_ptr, at, s_rkn, older, newest, k1, D0, D1, P1)
-        s = _score(x0, x1, g0, g1, inside, scale, D1, True)
-        s = tl.sum(tl.where(j[:, None] == i[None, :], s[None, :], 0.0), 1)
-        scores = tl.where((j >= start) & (j < start + 16), s, scores)
-    return scores
-
-
-@triton.jit
-def _focal(scores, i, inside, FOCAL: tl.constexpr, CHUNK: tl.constexpr):
-    """Scores of 16 tokens of a chunk, and which are among its FOCAL best, ties to the earlier."""
-    j = tl.arange(0, CHUNK)[None, :]
-    s = tl.sum(tl.where(j == i[:, None], scores[None, :], 0.0), 1)
-    ahead = (scores[None, :] > s[:, None]) | ((scores[None, :] == s[:, None]) & (j < i[:, None]))
-    return s, inside & (tl.sum(ahead.to(tl.int32), 1) < FOCAL)
-
-
-@triton.jit
-def _put_rows(ptr, x, at, stride, chosen, lo: tl.constexpr, width: tl.constexpr, P: tl.constexpr):
-    d = tl.arange(0, P)
-    there = chosen[:, None] & (d < width)[None, :]
-    tl.store(ptr + at.to(tl.int64)[:, None] * stride + lo + d[None, :], x.to(ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _pool(acc, x, inside, weight, alpha, chosen, better, HOW: tl.constexpr):
-    """One more tile of a chunk in its pooled vector."""
-    if HOW == "weighted":
-        return acc * alpha + tl.sum(weight[:, None] * x, 0)
-    elif HOW == "mean":
-        return acc + tl.sum(tl.where(inside[:, None], x, 0.0), 0)
-    elif HOW == "max":
-        return tl.maximum(acc, tl.max(tl.where(inside[:, None], x, float("-inf")), 0))
-    else:
-        return tl.where(better, tl.sum(tl.where(chosen[:, None], x, 0.0), 0), acc)
-
-
-@triton.jit
-def _pooled(acc, total, chunk, HOW: tl.constexpr, dtype: tl.constexpr):
-    """The pooled vector, rounded as it is stored."""
-    if HOW == "weighted":
-        acc = tl.div_rn(acc, tl.zeros_like(acc) + total)
-    elif HOW == "mean":
-        acc = tl.div_rn(acc, tl.zeros_like(acc) + chunk)
-    return acc.to(dtype)
-
-
-@triton.jit
-def _start(P: tl.constexpr, HOW: tl.constexpr):
-    return tl.full([P], float("-inf") if HOW == "max" else 0.0, tl.float32)
-
-
-@triton.jit
-def _represent(
-    pk_ptr, pv_ptr, rk_ptr, rv_ptr, s_pkn, s_pvn, s_rkn, s_rvn, k0, k1, v0, v1, g0, g1, scores,
-    first, t, W, chunk, slot, writes, scale,
-    D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr,
-    LATENT: tl.constexpr, SCORED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    FOCAL: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The pooled entry of the chunk at position ``first``, as it is stored: key and value, two parts each.
-
-    g0, g1: the summary query; not SCORED: all scores are 0. A latent's first part is pooled as a value. Focal tokens,
-    by ``scores``, are not pooled: if this program ``writes``, they are put into the prefix from ``slot`` on.
-    """
-    HEAD: tl.constexpr = VALUE if LATENT else KEY
-    e0, e1, f0, f1 = _start(P0, HEAD), _start(P1, KEY), _start(U0, VALUE), _start(U1, VALUE)
-    m = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for start in range(0, chunk, 16):
-        i = start + tl.arange(0, 16)
-        inside = i < chunk
-        older, newest = inside & (first + i < t), inside & (first + i == t)
-        at = (first + i) % W
-        x0 = _members(rk_ptr, at, s_rkn, older, newest, k0, 0, D0, P0)
-        x1 = tl.zeros([16, P1], tl.float32)
-        if D1 > 0:
-            x1 = _members(rk_ptr, at, s_rkn, older, newest, k1, D0, D1, P1)
-        focal, place = inside, i
-        if FOCAL > 0:
-            s, focal = _focal(scores, i, inside, FOCAL, CHUNK)
-            place = slot + tl.cumsum(focal.to(tl.int32), 0) - 1
-            slot += tl.sum(focal.to(tl.int32), 0)
-            inside = inside & ~focal
-            s = tl.where(inside, s, float("-inf"))
-            focal = focal & writes
-            _put_rows(pk_ptr, x0, place, s_pkn, focal, 0, D0, P0)
-            if D1 > 0:
-                _put_rows(pk_ptr, x1, place, s_pkn, focal, D0, D1, P1)
-        else:
-            s = _score(x0, x1, g0, g1, inside, scale, D1, SCORED)
-        best = tl.max(s, 0)
-        m_new = tl.maximum(m, best)
-        # a tile may be all focal
-        finite = tl.where(m_new == float("-inf"), 0.0, m_new) if FOCAL > 0 else m_new
-        weight, alpha = tl.exp(s - finite), tl.exp(m - finite)
-        better = best > m  # a tie goes to the lowest position, here and in `chosen`
-        chosen = i == tl.min(tl.where(s == best, i, start + 16), 0)
-        m, total = m_new, total * alpha + tl.sum(weight, 0)
-        e0 = _pool(e0, x0, inside, weight, alpha, chosen, better, HEAD)
-        if D1 > 0:
-            e1 = _pool(e1, x1, inside, weight, alpha, chosen, better, KEY)
-        if not LATENT:
-            y0 = _members(rv_ptr, at, s_rvn, older, newest, v0, 0, V0, U0)
-            f0 = _pool(f0, y0, inside, weight, alpha, chosen, better, VALUE)
-            if FOCAL > 0:
-                _put_rows(pv_ptr, y0, place, s_pvn, focal, 0, V0, U0)
-            if V1 > 0:
-                y1 = _members(rv_ptr, at, s_rvn, older, newest, v1, V0, V1, U1)
-                f1 = _pool(f1, y1, inside, weight, alpha, chosen, better, VALUE)
-                if FOCAL > 0:
-                    _put_rows(pv_ptr, y1, place, s_pvn, focal, V0, V1, U1)
-    pooled = chunk - FOCAL
-    e0, e1 = _pooled(e0, total, pooled, HEAD, k0.dtype), _pooled(e1, total, pooled, KEY, k0.dtype)
-    f0 = e0 if LATENT else _pooled(f0, total, pooled, VALUE, k0.dtype)
-    return e0, e1, f0, _pooled(f1, total, pooled, VALUE, k0.dtype)
-
-
-@triton.jit
-def _attend_focal(
-    acc0, acc1, m, total, q0, q1, rk_ptr, rv_ptr, s_rkn, s_rvn, k0, k1, v0, v1, scores, first, t, W, count, scale,
-    D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr,
-    LATENT: tl.constexpr, FOCAL: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Goes on with an online softmax, whose maximum is finite, over the focal tokens of a chunk of ``count``."""
+def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.constexpr):
+    """Takes in the focal tokens of a chunk of ``count``; the rows have seen a key before."""
+    PRECISION: tl.constexpr = KIND.precision
     for start in range(0, count, 16):
         i = start + tl.arange(0, 16)
-        inside = i < count
-        older, newest = inside & (first + i < t), inside & (first + i == t)
-        at = (first + i) % W
-        _, focal = _focal(scores, i, inside, FOCAL, CHUNK)
-        x0 = _members(rk_ptr, at, s_rkn, older, newest, k0, 0, D0, P0).to(k0.dtype)
-        s = tl.dot(q0, tl.trans(x0), input_precision=PRECISION)
-        if D1 > 0:
-            x1 = _members(rk_ptr, at, s_rkn, older, newest, k1, D0, D1, P1).to(k1.dtype)
-            s = tl.dot(q1, tl.trans(x1), s, input_precision=PRECISION)
-        s = tl.where(focal[None, :], s * scale, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        p, alpha = tl.exp2(s - m_new[:, None]), tl.exp2(m - m_new)
-        total = total * alpha + tl.sum(p, 1)
-        y0 = x0 if LATENT else _members(rv_ptr, at, s_rvn, older, newest, v0, 0, V0, U0).to(v0.dtype)
-        p = p.to(y0.dtype)
-        acc0 = tl.dot(p, y0, acc0 * alpha[:, None], input_precision=PRECISION)
-        if V1 > 0:
-            y1 = _members(rv_ptr, at, s_rvn, older, newest, v1, V0, V1, U1).to(v1.dtype)
-            acc1 = tl.dot(p, y1, acc1 * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-    return acc0, acc1, m, total
+        _, focal = focal_tokens(scores, i, i < count, KIND)
+        k = chunk_keys(ring, chunk, i, KIND)
+        s = tl.where(focal[None, :], key_products(q, k, PRECISION) * scale, float("-inf"))
+        v = (k[0],) if KIND.latent else chunk_values(ring, chunk, i, KIND)
+        softmax = add_keys(softmax, s, v, PRECISION)
+    return softmax
+
+
+@triton.jit
+def _two_rows(a, x, b, y):
+    """``a x + b y`` for weights ``[n]`` and rows ``[1, P]``, float32 ``[n, P]``."""
+    first = a[:, None] * x[0].to(tl.float32) + b[:, None] * y[0].to(tl.float32)
+    if len(x) == 1:
+        return (first,)
+    else:
+        return (first, a[:, None] * x[1].to(tl.float32) + b[:, None] * y[1].to(tl.float32))
 
 
 @triton.jit
 def _new_token(
-    q_ptr, k_ptr, v_ptr, pk_ptr, pv_ptr, rk_ptr, rv_ptr, rq_ptr, part_ptr, lse_ptr,
-    s_qh, s_pkn, s_pvn, s_rkn, s_rvn, s_rqn, head, row_tile, t, first, due, begin, slot, entry_visible,
-    R, W, Q, S, num_summary, chunk, scale, score_scale, bias,
-    D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr, BR: tl.constexpr,
-    LATENT: tl.constexpr, SCORED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    FOCAL: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    heads, k_ptr, v_ptr, entries, ring, past_queries, num_summary, moment, chunk_size, places, scores,
+    row_tile, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Split 0 of a KV head: attention to the new token and the new entries. The first tile of rows stores them.
-
-    begin: the position at which the due chunk begins; slot: where its entries go in the prefix.
-    """
+    """Split 0 of a KV head: attention to the new token and the new entries. The first tile of rows stores them."""
     writes = row_tile == 0
-    k0, k1 = _vector(k_ptr, 0, D0, P0), _vector(k_ptr, D0, D1, P1)
-    if LATENT:
-        v0, v1 = k0, tl.zeros([U1], k0.dtype)
-    else:
-        v0, v1 = _vector(v_ptr, 0, V0, U0), _vector(v_ptr, V0, V1, U1)
-    mean0, mean1 = k0, k1
-    if SCORED:
-        mean0 = _mean_query(q_ptr, s_qh, R, 0, D0, P0)
-        if D1 > 0:
-            mean1 = _mean_query(q_ptr, s_qh, R, D0, D1, P1)
+    k = load_row(k_ptr, KIND.D0, KIND.D1)
+    v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
+    chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
+    mean = mean_query(heads, KIND.D0, KIND.D1) if KIND.scored else k
     # an entry that is not due stays zero and unseen
-    e0, e1, f0, f1 = tl.zeros_like(k0), tl.zeros_like(k1), tl.zeros_like(v0), tl.zeros_like(v1)
-    scores = tl.full([CHUNK], float("-inf"), tl.float32)
-    if due:
-        g0, g1 = mean0.to(tl.float32), mean1.to(tl.float32)
-        if SCORED:
-            g0 = _summary(mean0, rq_ptr, s_rqn, t, Q, num_summary, 0, D0, P0)
-            if D1 > 0:
-                g1 = _summary(mean1, rq_ptr, s_rqn, t, Q, num_summary, D0, D1, P1)
-        if FOCAL > 0:
-            scores = _all_scores(
-                rk_ptr, s_rkn, k0, k1, g0, g1, begin, t, W, chunk, scale, D0, D1, P0, P1, CHUNK
-            )  # fmt: skip
-        e0, e1, f0, f1 = _represent(
-            pk_ptr, pv_ptr, rk_ptr, rv_ptr, s_pkn, s_pvn, s_rkn, s_rvn, k0, k1, v0, v1, g0, g1, scores,
-            begin, t, W, chunk, slot, writes, scale,
-            D0, D1, P0, P1, V0, V1, U0, U1, LATENT, SCORED, KEY, VALUE, FOCAL, CHUNK,
-        )  # fmt: skip
+    entry_k, entry_v = [tl.zeros_like(x) for x in k], [tl.zeros_like(x) for x in v]
+    ranked = tl.full([KIND.tile], float("-inf"), tl.float32)
+    summary = [x.to(tl.float32) for x in mean]
+    if moment.due:
+        if KIND.scored:
+            summary = summary_query(mean, past_queries, moment.t, num_summary, KIND.D0, KIND.D1)
+        if KIND.focal > 0:
+            ranked = all_scores(ring, chunk, summary, scores.weigh, KIND)
+        entry_k, entry_v = make_entries(entries, ring, chunk, summary, ranked, moment.slot, writes, scores.weigh, KIND)
         if writes:
-            at = (slot + FOCAL).to(tl.int64)
-            _put(pk_ptr + at * s_pkn, e0, 0, D0, P0)
-            _put(pk_ptr + at * s_pkn, e1, D0, D1, P1)
-            if not LATENT:
-                _put(pv_ptr + at * s_pvn, f0, 0, V0, U0)
-                _put(pv_ptr + at * s_pvn, f1, V0, V1, U1)
+            at = (moment.slot + KIND.focal).to(tl.int64)
+            store_row(entries.k + at * entries.s_k, entry_k, KIND.D0, KIND.D1)
+            if not KIND.latent:
+                store_row(entries.v + at * entries.s_v, entry_v, KIND.V0, KIND.V1)
     if writes:
-        at = (t % W).to(tl.int64)
-        _put(rk_ptr + at * s_rkn, k0, 0, D0, P0)
-        _put(rk_ptr + at * s_rkn, k1, D0, D1, P1)
-        if not LATENT:
-            _put(rv_ptr + at * s_rvn, v0, 0, V0, U0)
-            _put(rv_ptr + at * s_rvn, v1, V0, V1, U1)
-        if SCORED:
-            at = (t % Q).to(tl.int64)
-            _put(rq_ptr + at * s_rqn, mean0, 0, D0, P0)
-            _put(rq_ptr + at * s_rqn, mean1, D0, D1, P1)
+        at = (moment.t % ring.size).to(tl.int64)
+        store_row(ring.k + at * ring.s_k, k, KIND.D0, KIND.D1)
+        if not KIND.latent:
+            store_row(ring.v + at * ring.s_v, v, KIND.V0, KIND.V1)
+        if KIND.scored:
+            at = (moment.t % past_queries.size).to(tl.int64)
+            store_row(past_queries.q + at * past_queries.s_q, mean, KIND.D0, KIND.D1)
 
-    for start in range(row_tile * BR, tl.minimum(row_tile * BR + BR, R), 16):
+    first_row = row_tile * KIND.rows
+    for start in range(first_row, tl.minimum(first_row + KIND.rows, heads.size), 16):
         r = start + tl.arange(0, 16)
-        q0 = _rows(q_ptr, r, s_qh, r < R, 0, D0, P0)
-        q1 = q0
-        to_token = tl.sum(q0.to(tl.float32) * k0.to(tl.float32)[None, :], 1)
-        to_entry = tl.sum(q0.to(tl.float32) * e0.to(tl.float32)[None, :], 1)
-        if D1 > 0:
-            q1 = _rows(q_ptr, r, s_qh, r < R, D0, D1, P1)
-            to_token += tl.sum(q1.to(tl.float32) * k1.to(tl.float32)[None, :], 1)
-            to_entry += tl.sum(q1.to(tl.float32) * e1.to(tl.float32)[None, :], 1)
-        to_token = tl.where(first <= t, to_token * score_scale, float("-inf"))
-        to_entry = tl.where(entry_visible, to_entry * score_scale + bias, float("-inf"))
+        q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
+        to_token = row_products(q, k) * scores.attend
+        to_token = tl.where(moment.first <= moment.t, to_token, float("-inf"))
+        to_entry = row_products(q, entry_k) * scores.attend + scores.bias
+        to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
         m = tl.maximum(to_token, to_entry)
-        safe = tl.where(m == float("-inf"), 0.0, m)
-        a, b = tl.exp2(to_token - safe)[:, None], tl.exp2(to_entry - safe)[:, None]
-        acc0 = a * v0.to(tl.float32)[None, :] + b * f0.to(tl.float32)[None, :]
-        acc1 = acc0
-        if V1 > 0:
-            acc1 = a * v1.to(tl.float32)[None, :] + b * f1.to(tl.float32)[None, :]
-        total = tl.exp2(to_token - safe) + tl.exp2(to_entry - safe)
-        if FOCAL > 0:
-            acc0, acc1, m, total = _attend_focal(
-                acc0, acc1, m, total, q0, q1, rk_ptr, rv_ptr, s_rkn, s_rvn, k0, k1, v0, v1, scores, begin, t, W,
-                tl.where(entry_visible, chunk, 0), score_scale,
-                D0, D1, P0, P1, V0, V1, U0, U1, LATENT, FOCAL, CHUNK, PRECISION,
-            )  # fmt: skip
-        _store_part(part_ptr, lse_ptr, acc0, acc1, m, total, head * R + r, r < R, 0, S, V0, V1, U0, U1)
+        finite = tl.where(m == float("-inf"), 0.0, m)
+        a, b = tl.exp2(to_token - finite), tl.exp2(to_entry - finite)
+        softmax = Softmax(_two_rows(a, v, b, entry_v), m, a + b)
+        if KIND.focal > 0:
+            count = tl.where(moment.seen_at_once, chunk_size, 0)
+            softmax = _attend_focal(softmax, q, ring, chunk, ranked, count, scores.attend, KIND)
+        at = (places.row + r).to(tl.int64) * places.S
+        store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
 
 
 @triton.jit
-def step_split_kernel(
-    q_ptr, k_ptr, v_ptr, pk_ptr, pv_ptr, rk_ptr, rv_ptr, rq_ptr, seen_ptr, prompt_ptr, real_ptr, part_ptr, lse_ptr,
-    s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_pkb, s_pkh, s_pkn, s_pvb, s_pvh, s_pvn,
-    s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn, s_prompt,
-    K, R, M, W, Q, num_summary, chunk, window, max_chunks, summary_delay, scale, score_scale, bias,
-    D0: tl.constexpr, D1: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr,
-    V0: tl.constexpr, V1: tl.constexpr, U0: tl.constexpr, U1: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    LATENT: tl.constexpr, SCORED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, HAS_REAL: tl.constexpr,
-    FOCAL: tl.constexpr, CHUNK: tl.constexpr, PROMPT: tl.constexpr, PERIOD: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+def _share(
+    heads, entries, ring, moment, places, split, scores, row_tile, KIND: tl.constexpr
 ):  # fmt: skip
-    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]``; grid (S, row tiles, B * K).
+    """A split from 1 on: attention to its share of what the buffers held before the step."""
+    r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
+    q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
+    entry_tiles = tl.cdiv(moment.entries, KIND.keys)
+    tiles = entry_tiles + tl.cdiv(moment.tokens, KIND.keys)
+    lo, hi = tiles * (split - 1) // (places.S - 1), tiles * split // (places.S - 1)
+    softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
+    softmax = _attend_keys(
+        softmax, q, entries, lo, tl.minimum(hi, entry_tiles), moment.entries, 0, scores.attend, scores.bias, moment,
+        KIND.period, KIND,
+    )  # fmt: skip
+    softmax = _attend_keys(
+        softmax, q, ring, tl.maximum(lo - entry_tiles, 0), hi - entry_tiles, moment.tokens, moment.first % ring.size,
+        scores.attend, 0.0, moment, 0, KIND,
+    )  # fmt: skip
+    at = (places.row + r).to(tl.int64) * places.S + split
+    store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
 
-    scale weighs chunks; score_scale and bias are those of attention in base 2. PROMPT: rows may have entries of a
-    prompt ahead. PERIOD: entries of a chunk where only pooled ones get the bias, else 0. EARLY: let the reduce start
-    up meanwhile.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-    split, S, row_tile, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
-    b, kvh = (head // K).to(tl.int64), (head % K).to(tl.int64)
-    # a position fits into 32 bits, an address need not
-    t = tl.load(seen_ptr + b).to(tl.int32)
-    live = t >= 0  # always: without `real`, every row has a token
-    if HAS_REAL:
-        live = live & (tl.load(real_ptr + b) != 0)
-    q_ptr += b * s_qb + kvh * R * s_qh
-    pk_ptr += b * s_pkb + kvh * s_pkh
-    pv_ptr += b * s_pvb + kvh * s_pvh
-    rk_ptr += b * s_rkb + kvh * s_rkh
-    rv_ptr += b * s_rvb + kvh * s_rvh
 
-    ahead, exact = 0, 0
-    if PROMPT:
-        ahead = tl.load(prompt_ptr + b * s_prompt + 1).to(tl.int32)
-        exact = tl.load(prompt_ptr + b * s_prompt + 2).to(tl.int32)
-    max_chunks = tl.minimum(max_chunks, (M - ahead) // (FOCAL + 1))
+@triton.jit
+def _join(places, out_ptr, R, KIND: tl.constexpr):
+    """The outputs ``[R, V]`` of a KV head from the parts of all splits; zeros for no splits."""
+    V: tl.constexpr = KIND.V0 + KIND.V1
+    r, column = tl.arange(0, KIND.joined_rows), tl.arange(0, KIND.joined_columns)
+    row = (places.row + r).to(tl.int64)
+    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts)
+    there = (r < R)[:, None] & (column < V)[None, :]
+    tl.store(out_ptr + row[:, None] * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _moment(t, chunk, window, max_chunks, summary_delay, M, ahead, exact, KIND: tl.constexpr):
+    """What the step that reads token t does and sees."""
+    entries_each: tl.constexpr = KIND.focal + 1
+    max_chunks = tl.minimum(max_chunks, (M - ahead) // entries_each)
     closed = tl.maximum(t + 1 - window, 0) // chunk
     first = closed * chunk
     visible = tl.minimum(closed, max_chunks)
-    ripe = t + 1 - summary_delay
-    number = ripe // chunk - 1
-    due = (ripe > 0) & (ripe % chunk == 0) & (number < max_chunks)
-    entry_visible = due & (number < visible)
-
-    if live & (split == 0):
-        _new_token(
-            q_ptr, k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh, pk_ptr, pv_ptr, rk_ptr, rv_ptr,
-            rq_ptr + b * s_rqb + kvh * s_rqh, part_ptr, lse_ptr, s_qh, s_pkn, s_pvn, s_rkn, s_rvn, s_rqn,
-            head, row_tile, t, first, due, number * chunk, ahead + number * (FOCAL + 1), entry_visible,
-            R, W, Q, S, num_summary, chunk, scale, score_scale, bias,
-            D0, D1, P0, P1, V0, V1, U0, U1, BR, LATENT, SCORED, KEY, VALUE, FOCAL, CHUNK, PRECISION,
-        )  # fmt: skip
-    else:
-        # the new entries are the last ones
-        entries = ahead + (visible - entry_visible.to(tl.int32)) * (FOCAL + 1)
-        entries = tl.where(live, entries, 0)
-        tokens = tl.where(live, tl.maximum(t - first, 0), 0)
-        entry_tiles = tl.cdiv(entries, BN)
-        tiles = entry_tiles + tl.cdiv(tokens, BN)
-        share = tl.maximum(split - 1, 0)
-        lo, hi = tiles * share // (S - 1), tiles * (share + 1) // (S - 1)
-        r = row_tile * BR + tl.arange(0, BR)
-        q0 = _rows(q_ptr, r, s_qh, r < R, 0, D0, P0)
-        q1 = q0
-        if D1 > 0:
-            q1 = _rows(q_ptr, r, s_qh, r < R, D0, D1, P1)
-        acc0 = tl.zeros([BR, U0], tl.float32)
-        acc1 = tl.zeros([BR, U1], tl.float32)
-        m = tl.full([BR], float("-inf"), tl.float32)
-        total = tl.zeros([BR], tl.float32)
-        acc0, acc1, m, total = _attend_keys(
-            acc0, acc1, m, total, q0, q1, pk_ptr, pv_ptr, s_pkn, s_pvn,
-            lo, tl.minimum(hi, entry_tiles), entries, 0, _NO_WRAP, score_scale, bias, ahead, exact,
-            D0, D1, P0, P1, V0, V1, U0, U1, BN, LATENT, PRECISION, PERIOD,
-        )  # fmt: skip
-        acc0, acc1, m, total = _attend_keys(
-            acc0, acc1, m, total, q0, q1, rk_ptr, rv_ptr, s_rkn, s_rvn,
-            tl.maximum(lo - entry_tiles, 0), hi - entry_tiles, tokens, first % W, W, score_scale, 0.0,
-            0, 0, D0, D1, P0, P1, V0, V1, U0, U1, BN, LATENT, PRECISION, 0,
-        )  # fmt: skip
-        _store_part(part_ptr, lse_ptr, acc0, acc1, m, total, head * R + r, r < R, split, S, V0, V1, U0, U1)
+    complete = t + 1 - summary_delay
+    number = complete // chunk - 1
+    due = (complete > 0) & (complete % chunk == 0) & (number < max_chunks)
+    seen_at_once = due & (number < visible)
+    # the new entries are the last ones
+    entries = ahead + (visible - seen_at_once.to(tl.int32)) * entries_each
+    slot = ahead + number * entries_each
+    return _Moment(
+        t, first, due, number * chunk, slot, seen_at_once, entries, tl.maximum(t - first, 0), ahead, exact
+    )  # fmt: skip
 
 
 @triton.jit
-def step_reduce_kernel(
-    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, H, S,
-    DV: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+def step_kernel(
+    q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, prompt_ptr,
+    arrived_ptr, real_ptr, part_ptr, lse_ptr, out_ptr,
+    s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
+    s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
+    s_seen, s_prompt, s_prompt_n, s_arrived, s_arrived_n, s_real,
+    K, R, M, W, Q, num_summary, chunk, window, max_chunks, summary_delay, scale, score_scale, bias,
+    KIND: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, Dv]``, contiguous, and ``seen`` one further; grid (B * H, columns)."""
+    """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
+
+    arrived int32 ``[B, K + 1]``: programs of each KV head that are done, and KV heads; 0 before and after.
+    """
+    if KIND.early:
+        if KIND.joins:
+            gdc_wait()
+        else:
+            gdc_launch_dependents()
+    split, S, row_tile, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
+    # a position fits into 32 bits, an address need not
+    b, kvh = (head // K).to(tl.int64), (head % K).to(tl.int64)
+    seen = tl.load(seen_ptr + b * s_seen)
+    t = seen.to(tl.int32)
+    live = tl.load(real_ptr + b * s_real) != 0 if KIND.has_real else True
+    ahead, exact = 0, 0
+    if KIND.has_prompt:
+        ahead = tl.load(prompt_ptr + b * s_prompt + s_prompt_n).to(tl.int32)
+        exact = tl.load(prompt_ptr + b * s_prompt + 2 * s_prompt_n).to(tl.int32)
+    heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
+    past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
+    entries = Buffer(entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M)
+    ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
+    places, scores = _Places(part_ptr, lse_ptr, head * R, S), _Scores(scale, score_scale, bias)
+    moment = _moment(t, chunk, window, max_chunks, summary_delay, M, ahead, exact, KIND)
+
+    if live:
+        if split == 0:
+            _new_token(
+                heads, k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh, entries, ring, past_queries,
+                num_summary, moment, chunk, places, scores, row_tile, KIND,
+            )  # fmt: skip
+        else:
+            _share(heads, entries, ring, moment, places, split, scores, row_tile, KIND)
+
+    if KIND.joins:
+        if KIND.early:
+            # not before: programs of the next step would take the places of this one's
+            gdc_launch_dependents()
+        # the stores of all threads come before the count
+        tl.debug_barrier()
+        arrived = arrived_ptr + b * s_arrived
+        if tl.atomic_add(arrived + kvh * s_arrived_n, 1, sem="acq_rel") == S - 1:
+            # every program of the head has read `seen`
+            joined = tl.atomic_add(arrived + K * s_arrived_n, 1, sem="relaxed")
+            tl.store(arrived + kvh * s_arrived_n, 0)
+            _join(_Places(part_ptr, lse_ptr, head * R, tl.where(live, S, 0)), out_ptr, R, KIND)
+            if joined == K - 1:
+                tl.store(arrived + K * s_arrived_n, 0)
+                tl.store(seen_ptr + b * s_seen, seen + tl.where(live, 1, 0))
+
+
+@triton.jit
+def step_join_kernel(
+    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, s_seen, s_real, H, S,
+    V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns)."""
     if EARLY:
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, BS)
-    m = tl.full([BS], float("-inf"), tl.float32)
-    for start in range(0, S, BS):
-        m = tl.maximum(m, tl.load(lse_ptr + row * S + start + s, mask=start + s < S, other=float("-inf")))
-    top = tl.max(m, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    e = tl.program_id(1) * BC + tl.arange(0, BC)
-    acc = tl.zeros([BC], tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for start in range(0, S, BS):
-        weight = tl.exp2(tl.load(lse_ptr + row * S + start + s, mask=start + s < S, other=float("-inf")) - top)
-        # parts without a key were not written
-        there = (weight > 0)[:, None] & (e < DV)[None, :]
-        part = tl.load(part_ptr + (row * S + start + s)[:, None] * DV + e[None, :], mask=there, other=0.0)
-        acc += tl.sum(weight[:, None] * part, 0)
-        total += tl.sum(weight, 0)
-    out = acc / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row * DV + e, out.to(out_ptr.dtype.element_ty), mask=e < DV)
+    row, b = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64)
+    live = 1
+    if HAS_REAL:
+        live = (tl.load(real_ptr + b * s_real) != 0).to(tl.int32)
+    column = tl.program_id(1) * BC + tl.arange(0, BC)
+    one = tl.arange(0, 1)
+    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS)
+    tl.store(out_ptr + row * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 
     if (tl.program_id(1) == 0) & (row % H == 0):
-        live = 1
-        if HAS_REAL:
-            live = (tl.load(real_ptr + row // H) != 0).to(tl.int32)
-        tl.store(seen_ptr + row // H, tl.load(seen_ptr + row // H) + live)
+        tl.store(seen_ptr + b * s_seen, tl.load(seen_ptr + b * s_seen) + live)

@@ -1,0 +1,302 @@
+"""The entries of a chunk that is due in a decode step: its focal tokens as they are, the others pooled into one.
+
+A chunk's tokens come from the ring, but for the new one, which comes from the step's inputs: the ring may not hold it
+yet. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.device.parts import load_rows, store_rows, tile_width, zeros
+from condense.ops.types import Pooling
+
+
+class Kind(NamedTuple):
+    """What a step is compiled for. No field may have the name of an attribute of ``tl.constexpr``, such as ``value``.
+
+    D0 + D1 columns of keys, V0 + V1 of values; latent: values are the first D0 columns of the keys.
+    scored: a summary query weighs a chunk's tokens. key_pooling, value_pooling: how they are pooled.
+    focal: how many are entries of their own, chosen by all scores at once, in a tile of ``tile``.
+    period: entries of a chunk where only pooled ones have the bias, else 0.
+    has_prompt: rows may have entries of a prompt ahead; has_real: or no token.
+    rows (query heads) and keys per tile; precision of products.
+    early: kernels start up while the one before still runs.
+    joins: the program that is done last joins the parts of its KV head, whose rows are one tile: ``joined_rows`` rows
+    and ``joined_columns`` columns, ``joined_parts`` parts at a time; else a second kernel does.
+    """
+
+    D0: int
+    D1: int
+    V0: int
+    V1: int
+    latent: bool
+    scored: bool
+    key_pooling: Pooling | None
+    value_pooling: Pooling | None
+    focal: int
+    tile: int
+    period: int
+    has_prompt: bool
+    has_real: bool
+    rows: int
+    keys: int
+    precision: str
+    early: bool
+    joins: bool
+    joined_rows: int
+    joined_parts: int
+    joined_columns: int
+
+
+class Buffer(NamedTuple):
+    """Keys and values of one KV head: where they begin, the elements from one to the next, and their number."""
+
+    k: Any
+    v: Any
+    s_k: Any
+    s_v: Any
+    size: Any
+
+
+class Queries(NamedTuple):
+    """The same of queries."""
+
+    q: Any
+    s_q: Any
+    size: Any
+
+
+class Chunk(NamedTuple):
+    """A chunk: position of its first token, number of tokens, and of the new token the position, key and value."""
+
+    first: Any
+    size: Any
+    t: Any
+    k: Any
+    v: Any
+
+
+class _Weights(NamedTuple):
+    """Of one tile of tokens, relative to the highest score so far; alpha: what earlier tiles' weights are worth now.
+
+    chosen: the first token with the tile's highest score, which is better than all before or not.
+    """
+
+    inside: Any
+    weight: Any
+    alpha: Any
+    chosen: Any
+    better: Any
+
+
+@triton.jit
+def load_row(ptr, D0: tl.constexpr, D1: tl.constexpr):
+    """The row that begins at ``ptr``, ``[1, P]``."""
+    return load_rows(ptr, tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), D0, D1)
+
+
+@triton.jit
+def store_row(ptr, x, D0: tl.constexpr, D1: tl.constexpr):
+    """The counterpart of `load_row`."""
+    store_rows(ptr, tl.zeros([1], tl.int32), x, tl.full([1], True, tl.int1), D0, D1)
+
+
+@triton.jit
+def _add_rows(total, x):
+    """``[1, P]`` and the sum of the rows of x, in float32."""
+    first = total[0] + tl.sum(x[0].to(tl.float32), 0, keep_dims=True)
+    if len(total) == 1:
+        return (first,)
+    else:
+        return (first, total[1] + tl.sum(x[1].to(tl.float32), 0, keep_dims=True))
+
+
+@triton.jit
+def mean_query(heads, D0: tl.constexpr, D1: tl.constexpr):
+    """Mean over all of `Queries`, in their dtype."""
+    total = zeros(1, D0, D1)
+    for start in range(0, heads.size, 16):
+        r = start + tl.arange(0, 16)
+        total = _add_rows(total, load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, D0, D1))
+    return [tl.div_rn(x, tl.zeros_like(x) + heads.size).to(heads.q.dtype.element_ty) for x in total]
+
+
+@triton.jit
+def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
+    """Mean in float32 of the newest ``count`` mean queries, that of position t given; none before position 0."""
+    total = [x.to(tl.float32) for x in mean]
+    for start in range(1, count, 16):
+        back = start + tl.arange(0, 16)
+        at = ((t - back) % ring.size).to(tl.int64) * ring.s_q
+        total = _add_rows(total, load_rows(ring.q, at, (back < count) & (back <= t), D0, D1))
+    return [tl.div_rn(x, tl.zeros_like(x) + tl.minimum(count, t + 1)) for x in total]
+
+
+@triton.jit
+def _tokens(ptr, stride, ring_size, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
+    """Rows of tokens i of the chunk, zeros past its end."""
+    position = chunk.first + i
+    at = (position % ring_size).to(tl.int64) * stride
+    x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)
+    is_new = ((i < chunk.size) & (position == chunk.t))[:, None]
+    first = tl.where(is_new, new[0], x[0])
+    if len(x) == 1:
+        return (first,)
+    else:
+        return (first, tl.where(is_new, new[1], x[1]))
+
+
+@triton.jit
+def chunk_keys(ring, chunk, i, KIND: tl.constexpr):
+    """Keys of tokens i of the chunk."""
+    return _tokens(ring.k, ring.s_k, ring.size, chunk.k, chunk, i, KIND.D0, KIND.D1)
+
+
+@triton.jit
+def chunk_values(ring, chunk, i, KIND: tl.constexpr):
+    """Values of tokens i of the chunk, which are not latents."""
+    return _tokens(ring.v, ring.s_v, ring.size, chunk.v, chunk, i, KIND.V0, KIND.V1)
+
+
+@triton.jit
+def row_products(x, row):
+    """The product of every row of x ``[n, P]`` with one row ``[1, P]``, in float32 ``[n]``."""
+    s = tl.sum(x[0].to(tl.float32) * row[0].to(tl.float32), 1)
+    if len(x) == 2:
+        s += tl.sum(x[1].to(tl.float32) * row[1].to(tl.float32), 1)
+    return s
+
+
+@triton.jit
+def _scores(x, summary, inside, scale, SCORED: tl.constexpr):
+    """Scores of 16 tokens, -inf where not inside; not SCORED: 0."""
+    s = row_products(x, summary) * scale if SCORED else tl.zeros([16], tl.float32)
+    return tl.where(inside, s, float("-inf"))
+
+
+@triton.jit
+def all_scores(ring, chunk, summary, scale, KIND: tl.constexpr):
+    """Scores of all the chunk's tokens ``[KIND.tile]``, -inf past its end."""
+    j = tl.arange(0, KIND.tile)
+    scores = tl.full([KIND.tile], float("-inf"), tl.float32)
+    for start in range(0, chunk.size, 16):
+        i = start + tl.arange(0, 16)
+        s = _scores(chunk_keys(ring, chunk, i, KIND), summary, i < chunk.size, scale, True)
+        s = tl.sum(tl.where(j[:, None] == i[None, :], s[None, :], 0.0), 1)
+        scores = tl.where((j >= start) & (j < start + 16), s, scores)
+    return scores
+
+
+@triton.jit
+def focal_tokens(scores, i, inside, KIND: tl.constexpr):
+    """Scores of tokens i, and which of them are among the chunk's best, ties to the earlier."""
+    j = tl.arange(0, KIND.tile)[None, :]
+    s = tl.sum(tl.where(j == i[:, None], scores[None, :], 0.0), 1)
+    ahead = (scores[None, :] > s[:, None]) | ((scores[None, :] == s[:, None]) & (j < i[:, None]))
+    return s, inside & (tl.sum(ahead.to(tl.int32), 1) < KIND.focal)
+
+
+@triton.jit
+def _pool_part(acc, x, w, HOW: tl.constexpr):
+    x = x.to(tl.float32)
+    if HOW == "weighted":
+        return acc * w.alpha + tl.sum(w.weight[:, None] * x, 0, keep_dims=True)
+    elif HOW == "mean":
+        return acc + tl.sum(tl.where(w.inside[:, None], x, 0.0), 0, keep_dims=True)
+    elif HOW == "max":
+        return tl.maximum(acc, tl.max(tl.where(w.inside[:, None], x, float("-inf")), 0, keep_dims=True))
+    else:
+        return tl.where(w.better, tl.sum(tl.where(w.chosen[:, None], x, 0.0), 0, keep_dims=True), acc)
+
+
+@triton.jit
+def _pool(acc, x, w, HOW0: tl.constexpr, HOW1: tl.constexpr):
+    """Takes one more tile of tokens into a pooled row, whose parts may be pooled differently."""
+    first = _pool_part(acc[0], x[0], w, HOW0)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, _pool_part(acc[1], x[1], w, HOW1))
+
+
+@triton.jit
+def _finish_part(acc, total, count, HOW: tl.constexpr, dtype: tl.constexpr):
+    if HOW == "weighted":
+        acc = tl.div_rn(acc, tl.zeros_like(acc) + total)
+    elif HOW == "mean":
+        acc = tl.div_rn(acc, tl.zeros_like(acc) + count)
+    return acc.to(dtype)
+
+
+@triton.jit
+def _finish(acc, total, count, HOW0: tl.constexpr, HOW1: tl.constexpr, dtype: tl.constexpr):
+    """The pooled row, rounded as it is stored."""
+    first = _finish_part(acc[0], total, count, HOW0, dtype)
+    if len(acc) == 1:
+        return (first,)
+    else:
+        return (first, _finish_part(acc[1], total, count, HOW1, dtype))
+
+
+@triton.jit
+def _nothing_pooled(D0: tl.constexpr, D1: tl.constexpr, HOW0: tl.constexpr, HOW1: tl.constexpr):
+    first = tl.full([1, tile_width(D0)], float("-inf") if HOW0 == "max" else 0.0, tl.float32)
+    if D1 == 0:
+        return (first,)
+    else:
+        return (first, tl.full([1, tile_width(D1)], float("-inf") if HOW1 == "max" else 0.0, tl.float32))
+
+
+@triton.jit
+def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIND: tl.constexpr):
+    """The pooled entry as it is stored, key and value rows; focal tokens go to entries from ``slot`` on if ``writes``.
+
+    summary: the query that weighs the tokens, unless ``KIND.scored`` is False; ``scores`` are `all_scores`, used where
+    there are focal tokens. A latent's first part is pooled as a value.
+    """
+    KEY: tl.constexpr = KIND.key_pooling
+    VALUE: tl.constexpr = KIND.value_pooling
+    HEAD: tl.constexpr = KIND.value_pooling if KIND.latent else KIND.key_pooling
+    key = _nothing_pooled(KIND.D0, KIND.D1, HEAD, KEY)
+    value = _nothing_pooled(KIND.V0, KIND.V1, VALUE, VALUE)
+    m = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for start in range(0, chunk.size, 16):
+        i = start + tl.arange(0, 16)
+        inside = i < chunk.size
+        x = chunk_keys(ring, chunk, i, KIND)
+        focal, place = inside, i
+        if KIND.focal > 0:
+            s, focal = focal_tokens(scores, i, inside, KIND)
+            place = slot + tl.cumsum(focal.to(tl.int32), 0) - 1
+            slot += tl.sum(focal.to(tl.int32), 0)
+            inside = inside & ~focal
+            s = tl.where(inside, s, float("-inf"))
+            focal = focal & writes
+            store_rows(entries.k, place.to(tl.int64) * entries.s_k, x, focal, KIND.D0, KIND.D1)
+        else:
+            s = _scores(x, summary, inside, scale, KIND.scored)
+        best = tl.max(s, 0)
+        m_new = tl.maximum(m, best)
+        # a tile may be all focal
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new) if KIND.focal > 0 else m_new
+        weight, alpha = tl.exp(s - finite), tl.exp(m - finite)
+        # a tie goes to the lowest position: between tiles, then in one
+        w = _Weights(inside, weight, alpha, i == tl.min(tl.where(s == best, i, start + 16), 0), best > m)
+        m, total = m_new, total * alpha + tl.sum(weight, 0)
+        key = _pool(key, x, w, HEAD, KEY)
+        if not KIND.latent:
+            y = chunk_values(ring, chunk, i, KIND)
+            value = _pool(value, y, w, VALUE, VALUE)
+            if KIND.focal > 0:
+                store_rows(entries.v, place.to(tl.int64) * entries.s_v, y, focal, KIND.V0, KIND.V1)
+    count = chunk.size - KIND.focal
+    key = _finish(key, total, count, HEAD, KEY, chunk.k[0].dtype)
+    if KIND.latent:
+        return key, (key[0],)
+    else:
+        return key, _finish(value, total, count, VALUE, VALUE, chunk.k[0].dtype)

@@ -1,0 +1,96 @@
+"""An online softmax over keys that come tile by tile, and its parts joined in a fixed order.
+
+Scores are base 2. Shapes: n rows of a tile, S splits that share a row's keys, V value columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.device.parts import add_weighted, products, store_rows, zeros
+
+
+class Softmax(NamedTuple):
+    """Running maximum m ``[n]``, sum of exponentials relative to it, values weighted by these, ``[n, V]`` in parts."""
+
+    acc: Any
+    m: Any
+    total: Any
+
+
+@triton.jit
+def empty_softmax(N: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    """No key yet."""
+    return Softmax(zeros(N, V0, V1), tl.full([N], float("-inf"), tl.float32), tl.zeros([N], tl.float32))
+
+
+@triton.jit
+def _sum_of_blocks(q, k, PRECISION: tl.constexpr):
+    """The products of rows ``[n, P]`` with rows ``[keys, P]`` in blocks of 128 columns, added up at the end.
+
+    Without matrix units a product is one chain of P additions, and its error grows with P.
+    """
+    C: tl.constexpr = q.shape[1] // 128
+    q = tl.permute(tl.reshape(q, [q.shape[0], C, 128]), (1, 0, 2))
+    k = tl.permute(tl.reshape(k, [k.shape[0], C, 128]), (1, 2, 0))
+    return tl.sum(tl.dot(q, k, input_precision=PRECISION), 0)
+
+
+@triton.jit
+def key_products(q, k, PRECISION: tl.constexpr):
+    """The product of every row of q with every key, as `products`; in float32 without long chains of additions."""
+    if PRECISION == "ieee" and q[0].shape[1] > 128:
+        s = _sum_of_blocks(q[0], k[0], PRECISION)
+        if len(q) == 2:
+            s = tl.dot(q[1], tl.trans(k[1]), s, input_precision=PRECISION)
+    else:
+        s = products(q, k, PRECISION)
+    return s
+
+
+@triton.jit
+def add_keys(softmax, s, v, PRECISION: tl.constexpr):
+    """Takes in keys with scores s ``[n, keys]`` and values v; every row has seen a key then, now or before."""
+    m = tl.maximum(softmax.m, tl.max(s, 1))
+    p = tl.exp2(s - m[:, None])
+    alpha = tl.exp2(softmax.m - m)
+    acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
+    return Softmax(acc, m, softmax.total * alpha + tl.sum(p, 1))
+
+
+@triton.jit
+def store_part(part_ptr, lse_ptr, softmax, at, inside, V0: tl.constexpr, V1: tl.constexpr):
+    """Output and log-sum-exp to places ``at`` ``[n]``: 0 and -inf for rows that saw no key."""
+    some = softmax.total > 0
+    total = tl.where(some, softmax.total, 1.0)
+    tl.store(lse_ptr + at, tl.where(some, softmax.m + tl.log2(total), float("-inf")), mask=inside)
+    store_rows(part_ptr, at * (V0 + V1), [x / total[:, None] for x in softmax.acc], inside, V0, V1)
+
+
+@triton.jit
+def join_parts(part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: tl.constexpr):
+    """Outputs ``[rows, columns]`` of rows whose S parts lie side by side, SB of them at a time; 0 without any key.
+
+    Parts are read past the first-level cache: other multiprocessors wrote them in the same kernel.
+    """
+    s = tl.arange(0, SB)[None, :]
+    m = tl.full(row.shape, float("-inf"), tl.float32)
+    acc = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
+    total = tl.zeros(row.shape, tl.float32)
+    for start in range(0, S, SB):
+        at = row[:, None] * S + start + s
+        there = inside[:, None] & (start + s < S)
+        lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        there = there[:, :, None] & (column < V)[None, None, :]
+        part_at = at[:, :, None] * V + column[None, None, :]
+        part = tl.load(part_ptr + part_at, mask=there, other=0.0, cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, 1))
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        weight, alpha = tl.exp2(lse - finite[:, None]), tl.exp2(m - finite)
+        acc = acc * alpha[:, None] + tl.sum(weight[:, :, None] * part, 1)
+        total = total * alpha + tl.sum(weight, 1)
+        m = m_new
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
