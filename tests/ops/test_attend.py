@@ -177,7 +177,9 @@ def test_attend_unknown_backend():
     q, *rest = sources(1, 2, 1, 4, 3, 5)
     spans = RuleSpans(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
     for name in ("Triton", "Torch", ""):
-        with pytest.raises(ValueError, match=f"backend must be .*'reference', 'torch', 'triton', got '{name}'"):
+        with pytest.raises(
+            ValueError, match=f"backend must be .*'reference', 'torch', 'triton', 'hopper', got '{name}'"
+        ):
             attend(q, two_sources(*rest), spans, scale=0.5, backend=name)
 
 

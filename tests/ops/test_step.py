@@ -10,8 +10,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import condense
 from condense.functional import attend_to, extend, num_entries, step_settings
-from condense.ops import StepState, checks, decode_step, step_backend
-from condense.ops.checks import step_obstacle
+from condense.ops import StepState, decode_step, step_backend
+from condense.ops.triton import limits
+from condense.ops.triton.limits import step_obstacle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
@@ -250,5 +251,5 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ids=str,
 )
 def test_backends_of_a_step(monkeypatch, device, dtype, widths, method, latent, backend):
-    monkeypatch.setattr(checks, "_HAS_TRITON", True)
+    monkeypatch.setattr(limits, "_HAS_TRITON", True)
     assert step_backend(device, dtype, widths, step_settings(method), latent=latent) == backend

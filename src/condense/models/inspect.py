@@ -14,7 +14,7 @@ from condense.functional import SLACK, first_needed, num_entries, step_settings
 from condense.methods import DGA, Dense, Method
 from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
 from condense.models.families import is_latent, sliding_window
-from condense.ops.checks import settings_obstacle
+from condense.ops.triton.limits import settings_obstacle
 
 
 @dataclass(frozen=True)

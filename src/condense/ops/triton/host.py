@@ -6,9 +6,8 @@ a call, and a layer makes dozens of them.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,6 +31,23 @@ def dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def whole_rows(x: Tensor) -> Tensor:
+    """The last dimension contiguous, and what tensor descriptors ask for: rows and start at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    *strides, width = x.stride()
+    if width == 1 and x.data_ptr() % 16 == 0 and all([s > 0 and s % step == 0 for s in strides]):
+        return x
+    padded = x.new_zeros(*x.shape[:-1], cdiv(x.shape[-1], step) * step)[..., : x.shape[-1]]
+    return padded.copy_(x)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels start on the current device, which need not be the tensors' in a model spread over several."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device_of(x)
+
+
 def check_programs(count: int) -> None:
     """Raise ValueError for more programs than a grid can have on any axis but its first."""
     if count > _MOST_PROGRAMS:
@@ -39,17 +55,3 @@ def check_programs(count: int) -> None:
             f"rows times KV heads must be at most {_MOST_PROGRAMS:,} for a Triton kernel, got {count:,}; split the "
             "batch or use backend='torch'"
         )
-
-
-class Gpu(NamedTuple):
-    """Compute capability and number of multiprocessors."""
-
-    capability: tuple[int, int]
-    multiprocessors: int
-
-
-@functools.cache
-def gpu_of(device: torch.device) -> Gpu:
-    """Asked for in every call, looked up once."""
-    properties = torch.cuda.get_device_properties(device)
-    return Gpu((properties.major, properties.minor), properties.multi_processor_count)

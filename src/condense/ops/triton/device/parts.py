@@ -27,17 +27,16 @@ def tile_width(width):
     return max(16, triton.next_power_of_2(width))
 
 
-def descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> dict[str, TensorDescriptor | None]:
-    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]`` by name: tiles of ``rows`` and all heads.
+def described(tensors: list[Tensor], rows: int, count: int = 1) -> list[TensorDescriptor | None]:
+    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` and all heads.
 
-    A second part of the width has the name with a 1 after it, None if there is none.
+    First ``count`` for the first part of each tensor's width, then as many for the second, None where there is none.
     """
-    found: dict[str, TensorDescriptor | None] = {}
-    for name, x in zip(names, tensors, strict=True):
-        first, rest = split_width(x.shape[-1])
-        found[name] = _descriptor(x[..., :first] if rest > 0 else x, rows)
-        found[name + "1"] = _descriptor(x[..., first:], rows) if rest > 0 else None
-    return found
+    first, rest = split_width(tensors[0].shape[-1])
+    none = [None] * (count - len(tensors))
+    firsts = [_descriptor(x[..., :first] if rest > 0 else x, rows) for x in tensors]
+    rests = [_descriptor(x[..., first:], rows) if rest > 0 else None for x in tensors]
+    return [*firsts, *none, *rests, *none]
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
