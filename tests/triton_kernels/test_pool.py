@@ -11,13 +11,8 @@ from budget import band, errors
 
 import condense
 from condense.functional import extend
-<<<<<<< HEAD
 from condense.ops import POOLINGS, SummarySpans, pool_groups, summarize
 from condense.ops.triton import limits
-=======
-from condense.ops import POOLINGS, Windows, pool_groups, summarize
-from condense.ops.triton import limits
->>>>>>> 0c0b981 (ops: Triton kernels over a list of sources, backends as records, for a third source and for hopper by name)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = limits.DTYPES if DEVICE == "cuda" else [torch.float32]

@@ -39,8 +39,8 @@ class Backend:
 
     load: its operations; kernels are imported by the first call. The obstacles: what keeps it from attending, pooling
     or summing up attention per token, as the end of a sentence that begins with its name, None if nothing does.
-    instead: the backend that such an error names. is_fast: whether "auto" takes it, where it can run, for attention on a
-    GPU.
+    instead: the backend that such an error names. is_fast: whether "auto" takes it for attention on a GPU, where it can
+    run.
     """
 
     name: str

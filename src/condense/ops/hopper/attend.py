@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from condense.ops.hopper.attend_forward import launch
-from condense.ops.hopper.limits import multiprocessors
 from condense.ops.spans import Source, Spans
 from condense.ops.triton.attend import Call, call_of, needs_operation, operation
+from condense.ops.triton.host import gpu_of
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments)
-    return launch(call, multiprocessors(call.q.device))
+    return launch(call, gpu_of(call.q.device).multiprocessors)
 
 
 _attend = operation("attend_hopper", _forward)

@@ -17,8 +17,8 @@ whole.
 Queries and keys may be wider than values: the first D0 columns, as many as a value has, and the D1 that follow, both a
 power of two, lie apart in shared memory, and the scores are the sum of two products.
 
-Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source, D0 width of values,
-D0 + D1 of queries and keys. BN keys per block.
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source,
+D0 width of values, D0 + D1 of queries and keys. BN keys per block.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Memory(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a tile of queries q reads: its stream, the span of each row in each source, offsets of the biases; piece: how
-    many tiles came before.
+    """What a tile of queries q reads: its stream, the span of each row in each source, offsets of the biases; piece:
+    how many tiles came before.
     """
 
     stretches: Any
@@ -149,7 +149,7 @@ def _stream(first, row, problem, spans, N: gl.constexpr, BN: gl.constexpr, KIND:
     stretches = (_stretch(0, first, row, problem, spans, BN, KIND),)
     edges, blocks = stretches[0].blocks - stretches[0].inner, stretches[0].blocks
     for n in gl.static_range(1, N):
-        stretches = stretches + (_stretch(n, first, row, problem, spans, BN, KIND),)
+        stretches += (_stretch(n, first, row, problem, spans, BN, KIND),)
         edges += stretches[n].blocks - stretches[n].inner
         blocks += stretches[n].blocks
     # a tile that sees nothing reads one block, all masked
@@ -220,11 +220,8 @@ def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constex
             source, at = _block(t, stretches, edges, BN)
             for n in gl.static_range(len(k)):
                 if source == n:
-                    if len(k_rest) > 0:
-                        parts = (k[n], k_rest[n])
-                    else:
-                        parts = (k[n],)
-                    _load(parts, row, at, memory.k, memory.k_full, memory.k_empty, count, STAGES)
+                    k_parts = (k[n], k_rest[n]) if len(k_rest) > 0 else (k[n],)
+                    _load(k_parts, row, at, memory.k, memory.k_full, memory.k_empty, count, STAGES)
                     _load((v[n],), row, at, (memory.v,), memory.v_full, memory.v_empty, count, STAGES)
             count += 1
 
@@ -323,8 +320,9 @@ def _view(i, row, stretches, edges, q, piece, problem, spans, scores, KIND: gl.c
     firsts, lasts, bias_at = (), (), ()
     for n in gl.static_range(len(stretches)):
         first, last = visible(n, i, row, spans, KIND)
-        firsts, lasts = firsts + (first,), lasts + (last,)
-        bias_at = bias_at + (b * scores.s_bias[n][0] + kvh * scores.s_bias[n][1],)
+        firsts += (first,)
+        lasts += (last,)
+        bias_at += (b * scores.s_bias[n][0] + kvh * scores.s_bias[n][1],)
     return View(stretches, edges, firsts, lasts, bias_at, q, piece)
 
 
@@ -400,7 +398,7 @@ def attend_fwd_hopper_kernel(
     k_rest = (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
     sizes = (k0.shape[2],)
     for n in gl.static_range(1, N):
-        sizes = sizes + (k[n].shape[2],)
+        sizes += (k[n].shape[2],)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     problem = Problem(K, R, L, tiles, works, Spans(rule, start, spans_ptr, s_spans))
     scores = Scores(scale, levels, biases, s_bias, sizes)
@@ -466,7 +464,7 @@ def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
     (B, _, L, D), D0, K, R = q.shape, out.shape[3], shared.K, shared.R
     tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
-    is_biased = any([x is not None for x in shared.biases])
+    is_biased = any(x is not None for x in shared.biases)
     BN, stages = (64, 3) if is_biased else (128, 2)
     tensors = (
         q, *_described(k, 0, D0, BN), *_described(k, D0, D, BN), *_described(v, 0, D0, BN), shared.biases, call.spans,

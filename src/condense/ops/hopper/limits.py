@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
+from condense.ops.triton.host import gpu_of
 from condense.ops.triton.limits import attend_obstacle as triton_obstacle
 from condense.ops.types import Problem
 
@@ -20,7 +19,8 @@ def attend_obstacle(problem: Problem) -> str | None:
     """What keeps the kernel from attending, None if nothing does."""
     if (obstacle := triton_obstacle(problem)) is not None:
         return obstacle
-    if problem.device.type != "cuda" or _capability(problem.device) != (9, 0):
+    on_gpu = problem.device.type == "cuda" and torch.cuda.is_available()
+    if not on_gpu or gpu_of(problem.device).capability != (9, 0):
         return "needs a GPU of compute capability 9.0 (H100, H200)"
     if problem.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {problem.dtype}"
@@ -37,16 +37,4 @@ def fills_gpu(problem: Problem) -> bool:
     False where the problem does not say how many rows and heads there are.
     """
     tiles = -(-problem.num_queries // (TILE_ROWS // problem.ratio))
-    return tiles * problem.rows * problem.kv_heads >= multiprocessors(problem.device)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """None without a GPU."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many the GPU has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return tiles * problem.rows * problem.kv_heads >= gpu_of(problem.device).multiprocessors

@@ -6,6 +6,7 @@ Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L queries, N 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -86,11 +87,12 @@ class Shared(NamedTuple):
         check_programs(call.q.shape[0] * K)
         biases = tuple([None if x is None else (x.float() * LOG2E).contiguous() for x in call.biases])
         kind = "row" if call.spans is None else "rows" if call.spans.ndim == 2 else "arrays"
-        return cls(
-            K, call.q.shape[1] // K, biases, tuple([(0, 0) if x is None else row_strides(x) for x in biases]),
-            (call.spans.stride(1), *row_strides(call.spans)) if kind == "arrays" and call.spans is not None else (0, 0, 0),
-            tuple([x * LOG2E for x in call.levels]), kind,
-        )  # fmt: skip
+        s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in biases])
+        s_spans = (0, 0, 0)
+        if call.spans is not None and kind == "arrays":
+            s_spans = (call.spans.stride(1), *row_strides(call.spans))
+        levels = tuple([x * LOG2E for x in call.levels])
+        return cls(K, call.q.shape[1] // K, biases, s_bias, s_spans, levels, kind)
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:
@@ -123,11 +125,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Call(*arguments)
     shared = Shared.of(call)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
+    k, v = not_empty(call.k), not_empty(call.v)
     (B, _, L, D), R = q.shape, shared.R
     tiles = _tiles("fwd", q.dtype, q.is_cuda, max(D, out.shape[3]), R)
     tensors = (
-        q, *described(not_empty(call.k), tiles.keys, MAX_SOURCES), *described(not_empty(call.v), tiles.keys, MAX_SOURCES),
-        shared.biases, call.spans, out, lse,
+        q, *described(k, tiles.keys, MAX_SOURCES), *described(v, tiles.keys, MAX_SOURCES), shared.biases, call.spans,
+        out, lse,
     )  # fmt: skip
     numbers = (
         q.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, shared.K, R, L, *call.rule, call.scale * LOG2E,
@@ -169,9 +172,9 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
         heads = min(R & -R, tiles.rows)
         sizes = [x.shape[2] for x in k]
         seen = _seen(call.spans, sizes) if shared.kind == "arrays" and call.spans is not None else None
+        grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in (q, d_out))
         tensors = (
-            row_lse, delta, *(y for x in (q, d_out) for y in described([x.unflatten(1, (-1, heads))], tiles.rows // heads)),
-            tuple(k), tuple(v), shared.biases, call.spans, seen, dk, dv,
+            row_lse, delta, *itertools.chain(*grouped), tuple(k), tuple(v), shared.biases, call.spans, seen, dk, dv,
         )  # fmt: skip
         numbers = (
             tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), shared.s_bias, shared.s_spans,
@@ -283,7 +286,7 @@ def needs_operation(call: Call) -> bool:
     """
     if torch.compiler.is_compiling() or type(call.q) is not Tensor:
         return True
-    return torch.is_grad_enabled() and any([x.requires_grad for x in (call.q, *call.k, *call.v)])
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, *call.k, *call.v))
 
 
 def attend(

@@ -28,25 +28,19 @@ def _forward_keys(
 ):
     """Online softmax over keys ``[lo, hi)`` of one source; a query sees ``[first, last)``. Scores are base 2."""
     acc, m, total = softmax.acc, softmax.m, softmax.total
-    level = source.level
+    BIASED: tl.constexpr = source.bias is not None
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
         k = load_block(source.k, [row.b, row.head, start, 0], BN)
         s = products(q, k, PRECISION)
-        if source.bias is not None:
+        if BIASED:
             s = s * scale + tl.load(source.bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
         if MASKED:
             s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), s, float("-inf"))
         # scale is positive: scaling the maximum leaves one fused multiply-add per score
-        if source.bias is not None:
-            m_new = tl.maximum(m, tl.max(s, 1))
-        else:
-            m_new = tl.maximum(m, tl.max(s, 1) * scale + level)
+        m_new = tl.maximum(m, tl.max(s, 1) if BIASED else tl.max(s, 1) * scale + source.level)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        if source.bias is not None:
-            p = tl.exp2(s - m_safe[:, None])
-        else:
-            p = tl.exp2(s * scale - (m_safe - level)[:, None])
+        p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - source.level)[:, None])
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
         v = load_block(source.v, [row.b, row.head, start, 0], BN)

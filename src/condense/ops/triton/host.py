@@ -6,8 +6,10 @@ a call, and a layer makes dozens of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def whole_rows(x: Tensor) -> Tensor:
     """The last dimension contiguous, and what tensor descriptors ask for: rows and start at multiples of 16 bytes."""
     step = 16 // x.element_size()
     *strides, width = x.stride()
-    if width == 1 and x.data_ptr() % 16 == 0 and all([s > 0 and s % step == 0 for s in strides]):
+    if width == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides):
         return x
     padded = x.new_zeros(*x.shape[:-1], cdiv(x.shape[-1], step) * step)[..., : x.shape[-1]]
     return padded.copy_(x)
@@ -55,3 +57,17 @@ def check_programs(count: int) -> None:
             f"rows times KV heads must be at most {_MOST_PROGRAMS:,} for a Triton kernel, got {count:,}; split the "
             "batch or use backend='torch'"
         )
+
+
+class Gpu(NamedTuple):
+    """Compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Asked for in every call, looked up once."""
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu((properties.major, properties.minor), properties.multi_processor_count)

@@ -27,8 +27,8 @@ class Start(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Who sees what: the rule and where the program's row starts, or arrays int32 ``[sources, 2, B|1, K|1, L]``, lo and hi
-    of each source, with their strides but for the first (twice the second) and the last (1).
+    """Who sees what: the rule and where the program's row starts, or arrays int32 ``[sources, 2, B|1, K|1, L]``, lo and
+    hi of each source, with their strides but for the first (twice the second) and the last (1).
     """
 
     rule: Rule
@@ -94,8 +94,8 @@ class Sources(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of keys of one source: pointers, offsets of its rows (``at``: in rows, of the contiguous gradients), which
-    of them exist, their base-2 bias, and the queries ``[first, last)`` that see each.
+    """A block of keys of one source: pointers, offsets of its rows (``at``: in rows, of the contiguous gradients),
+    which of them exist, their base-2 bias, and the queries ``[first, last)`` that see each.
     """
 
     k: Any
