@@ -85,7 +85,10 @@ class Shared(NamedTuple):
         """Raises ValueError for more rows and heads than a grid holds."""
         K = call.k[0].shape[1]
         check_programs(call.q.shape[0] * K)
-        biases = tuple([None if x is None else (x.float() * LOG2E).contiguous() for x in call.biases])
+        # the row that an empty source borrows has no bias
+        biases = tuple(
+            [None if x is None or x.shape[2] == 0 else (x.float() * LOG2E).contiguous() for x in call.biases]
+        )
         kind = "row" if call.spans is None else "rows" if call.spans.ndim == 2 else "arrays"
         s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in biases])
         s_spans = (0, 0, 0)
