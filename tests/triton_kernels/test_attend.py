@@ -270,6 +270,9 @@ def test_any_number_of_sources_within_budget(kind):
     yardstick, _ = run_with("torch", device=DEVICE)
     got, lse = run_with("triton", device=DEVICE)
     for x, y, z in zip(got, yardstick, want, strict=True):
+        assert x.shape == z.shape
+        if z.numel() == 0:
+            continue
         assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + band(z, dtype)).all())
     seen = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse).cpu(), seen)
