@@ -100,7 +100,17 @@ def pool_groups(
     """
     operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
     if operations.pool_groups is not None:
-        return operations.pool_groups(k, v, summary, start, num_groups, group_size, scale, key_pooling, value_pooling)
+        return operations.pool_groups(
+            k,
+            v,
+            summary,
+            start=start,
+            num_groups=num_groups,
+            group_size=group_size,
+            scale=scale,
+            key_pooling=key_pooling,
+            value_pooling=value_pooling,
+        )
     groups_k, groups_v = (chunks(x, start, num_groups, group_size) for x in (k, v))
     if summary is None:
         scores = k.new_zeros(groups_k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # so many sizes and layouts of a kernel are remembered; then all are forgotten, which costs a look at each
@@ -36,6 +37,10 @@ class Launcher:
         tell, tensor descriptors. numbers, constants: in its place each has one type, always; numbers also in tuples.
         options: Triton's, such as ``num_warps``, always the same where all else is.
         """
+        if torch.compiler.is_compiling():
+            # torch.compile knows how to make a kernel part of what it compiles
+            self.kernel[grid](*tensors, *numbers, *constants, **options)
+            return
         key = (tensors[0].device, tuple([_kind(x) for x in tensors]), numbers, constants)
         compiled = self._compiled.get(key)
         if compiled is not None:
