@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from two_sources import array_spans, two_sources
 
 from condense.ops import RuleSpans, Source, UniformRule, api, attend, resolve_backend
+from condense.ops.backends import BACKENDS, Backend
 from condense.ops.tensors.per_row import at_least
-from condense.ops.triton import attend as triton_attend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)
@@ -214,7 +214,8 @@ def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
     """Where the kernels would run: what is condensed goes to them, what is not does not."""
     calls = []
     monkeypatch.setattr(api, "resolve_backend", lambda *args, **kwargs: "triton")
-    monkeypatch.setattr(triton_attend, "attend", lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
+    operations = BACKENDS["torch"].load()._replace(attend=lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
+    monkeypatch.setitem(BACKENDS, "triton", Backend("triton", lambda: operations))
     q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
     none, start = k[:, :, :0], torch.tensor([0])
     keys = two_sources(none, none, k, v)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -37,19 +37,26 @@ def _nothing(problem: Problem) -> None:
 class Backend:
     """One way to compute.
 
-    load: its operations; kernels are imported by the first call. The obstacles: what keeps it from attending, pooling
-    or summing up attention per token, as the end of a sentence that begins with its name, None if nothing does.
-    instead: the backend that such an error names. is_fast: whether "auto" takes it for attention on a GPU, where it can
-    run.
+    imports: its operations, with the modules that they are in. The obstacles: what keeps it from attending, pooling or
+    summing up attention per token, as the end of a sentence that begins with its name, None if nothing does. instead:
+    the backend that such an error names. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
     """
 
     name: str
-    load: Callable[[], Operations]
+    imports: Callable[[], Operations]
     attend_obstacle: Callable[[Problem], str | None] = _nothing
     pool_obstacle: Callable[[Problem], str | None] = _nothing
     importance_obstacle: Callable[[Problem], str | None] = _nothing
     instead: str = "torch"
     is_fast: Callable[[Problem], bool] = lambda problem: True
+
+    _loaded: list[Operations] = field(default_factory=list)
+
+    def load(self) -> Operations:
+        """The operations, imported by the first call."""
+        if not self._loaded:
+            self._loaded.append(self.imports())
+        return self._loaded[0]
 
 
 def _reference() -> Operations:

@@ -23,6 +23,7 @@ D0 width of values, D0 + D1 of queries and keys. BN keys per block.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import triton
@@ -35,6 +36,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.triton.attend import Call, Shared, not_empty, results
 from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import begins_at_0, start_of_row, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
@@ -44,14 +46,16 @@ from condense.ops.triton.limits import MAX_SOURCES
 ROWS = gl.constexpr(64)
 
 
-class Stretch(NamedTuple):
-    """The blocks of one source that a tile reads: its first key, blocks that need a mask on the left, blocks that do
-    not, and all.
+class Stream(NamedTuple):
+    """The blocks of keys that a tile reads: for each source its first key, its blocks that need a mask on the left,
+    those that need none, and all of them; then how many need a mask in all sources together, and how many there are.
     """
 
     lo: Any
     left: Any
     inner: Any
+    all: Any
+    edges: Any
     blocks: Any
 
 
@@ -97,8 +101,7 @@ class View(NamedTuple):
     how many tiles came before.
     """
 
-    stretches: Any
-    edges: Any
+    stream: Any
     firsts: Any
     lasts: Any
     bias_at: Any
@@ -126,7 +129,7 @@ def _rows(first, j, L, R):
 
 @gluon.jit
 def _stretch(n: gl.constexpr, first, row, problem, spans, BN: gl.constexpr, KIND: gl.constexpr):
-    """The blocks of source n for a tile whose first query is ``first``.
+    """The blocks of source n for a tile whose first query is ``first``, four numbers as in `Stream`.
 
     Spans never move back, so a tile's first and last query hold the ends of all.
     """
@@ -134,41 +137,45 @@ def _stretch(n: gl.constexpr, first, row, problem, spans, BN: gl.constexpr, KIND
     lo, lo_end = visible(n, first, row, spans, KIND)
     hi, hi_end = visible(n, last, row, spans, KIND)
     if begins_at_0(n, KIND):
-        inner = lo_end // BN
-        return Stretch(0, 0, inner, gl.cdiv(hi_end, BN))
+        return lo, lo, lo_end // BN, gl.cdiv(hi_end, BN)
     else:
         blocks = gl.cdiv(gl.maximum(hi_end - lo, 0), BN)
         left = gl.minimum(gl.cdiv(gl.maximum(hi - lo, 0), BN), blocks)
-        inner = gl.maximum(gl.maximum(lo_end - lo, 0) // BN - left, 0)
-        return Stretch(lo, left, inner, blocks)
+        return lo, left, gl.maximum(gl.maximum(lo_end - lo, 0) // BN - left, 0), blocks
 
 
 @gluon.jit
 def _stream(first, row, problem, spans, N: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr):
-    """The stretches of N sources, how many blocks need a mask and how many there are."""
-    stretches = (_stretch(0, first, row, problem, spans, BN, KIND),)
-    edges, blocks = stretches[0].blocks - stretches[0].inner, stretches[0].blocks
+    """What a tile whose first query is ``first`` reads of N sources."""
+    lo, left, inner, size = _stretch(0, first, row, problem, spans, BN, KIND)
+    edges, blocks = size - inner, size
+    los, lefts, inners, sizes = (lo,), (left,), (inner,), (size,)
     for n in gl.static_range(1, N):
-        stretches += (_stretch(n, first, row, problem, spans, BN, KIND),)
-        edges += stretches[n].blocks - stretches[n].inner
-        blocks += stretches[n].blocks
+        lo, left, inner, size = _stretch(n, first, row, problem, spans, BN, KIND)
+        edges += size - inner
+        blocks += size
+        los += (lo,)
+        lefts += (left,)
+        inners += (inner,)
+        sizes += (size,)
     # a tile that sees nothing reads one block, all masked
-    return stretches, gl.where(blocks == 0, 1, edges), gl.maximum(blocks, 1)
+    return Stream(los, lefts, inners, sizes, gl.where(blocks == 0, 1, edges), gl.maximum(blocks, 1))
 
 
 @gluon.jit
-def _block(t, stretches, edges, BN: gl.constexpr):
+def _block(t, stream, BN: gl.constexpr):
     """Block t of a stream: its source, and its first key."""
-    u = t - edges
+    u = t - stream.edges
     source, at = 0, 0
     edge, inner = 0, 0
-    for n in gl.static_range(len(stretches)):
-        s = stretches[n]
+    for n in gl.static_range(len(stream.lo)):
+        left = stream.left[n]
         here = gl.where(u < 0, t >= edge, u >= inner)
-        block = gl.where(u < 0, gl.where(t - edge < s.left, t - edge, t - edge + s.inner), s.left + u - inner)
-        source, at = gl.where(here, n, source), gl.where(here, s.lo + block * BN, at)
-        edge += s.blocks - s.inner
-        inner += s.inner
+        masked = gl.where(t - edge < left, t - edge, t - edge + stream.inner[n])
+        block = gl.where(u < 0, masked, left + u - inner)
+        source, at = gl.where(here, n, source), gl.where(here, stream.lo[n] + block * BN, at)
+        edge += stream.all[n] - stream.inner[n]
+        inner += stream.inner[n]
     return source, at
 
 
@@ -215,9 +222,9 @@ def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constex
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = _tile(work, problem)
         spans = _spans_of_row(problem.spans, row, KIND)
-        stretches, edges, blocks = _stream(first, row, problem, spans, len(k), BN, KIND)
-        for t in range(blocks):
-            source, at = _block(t, stretches, edges, BN)
+        stream = _stream(first, row, problem, spans, len(k), BN, KIND)
+        for t in range(stream.blocks):
+            source, at = _block(t, stream, BN)
             for n in gl.static_range(len(k)):
                 if source == n:
                     k_parts = (k[n], k_rest[n]) if len(k_rest) > 0 else (k[n],)
@@ -251,22 +258,22 @@ def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr):
     """One step of the online softmax, scores base 2: weights, new maximum and sum, what earlier sums shrink by."""
-    source, at = _block(t, view.stretches, view.edges, BN)
+    source, at = _block(t, view.stream, BN)
     n = at + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
     # scale is positive: scaling the maximum leaves one fused multiply-add per score
     scale, level = scores.scale, _of_source(source, scores.levels)
-    if BIASED:
+    if BIASED > 0:
         s = s * scale + level
         for i in gl.static_range(len(scores.sizes)):
-            if scores.biases[i] is not None:
+            if (BIASED >> i) & 1:
                 here = (n < scores.sizes[i]) & (source == i)
                 s += gl.load(scores.biases[i] + view.bias_at[i] + n, mask=here, other=0.0)[None, :]
     if MASKED:
         lo, hi = _of_source(source, view.firsts), _of_source(source, view.lasts)
         s = gl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) if BIASED else gl.max(s, 1) * scale + level)
+    m_new = gl.maximum(m, gl.max(s, 1) if BIASED > 0 else gl.max(s, 1) * scale + level)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - level)[:, None])
+    p = gl.exp2(s - m_safe[:, None] if BIASED > 0 else s * scale - (m_safe - level)[:, None])
     alpha = gl.exp2(m - m_safe)
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
 
@@ -314,25 +321,26 @@ def _fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WI
 
 
 @gluon.jit
-def _view(i, row, stretches, edges, q, piece, problem, spans, scores, KIND: gl.constexpr):
+def _view(i, row, stream, q, piece, problem, spans, scores, KIND: gl.constexpr):
     """What the rows of a tile see: the spans of queries i, and the offsets of their biases."""
     b, kvh = row.b.to(gl.int64), row.head.to(gl.int64)
     firsts, lasts, bias_at = (), (), ()
-    for n in gl.static_range(len(stretches)):
+    for n in gl.static_range(len(stream.lo)):
         first, last = visible(n, i, row, spans, KIND)
         firsts += (first,)
         lasts += (last,)
         bias_at += (b * scores.s_bias[n][0] + kvh * scores.s_bias[n][1],)
-    return View(stretches, edges, firsts, lasts, bias_at, q, piece)
+    return View(stream, firsts, lasts, bias_at, q, piece)
 
 
 @gluon.jit
 def _consume(
-    q_ptr, s_q, out_ptr, lse_ptr, queries, problem, scores, memory,
+    tensors, queries, problem, scores, memory,
     D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warp group: 64 of the 128 rows of each tile."""
+    q_ptr, s_q, out_ptr, lse_ptr = tensors
     K, R, L = problem.K, problem.R, problem.L
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -351,9 +359,9 @@ def _consume(
         hopper.fence_async_shared()
 
         spans = _spans_of_row(problem.spans, row, KIND)
-        stretches, edges, blocks = _stream(first, row, problem, spans, len(scores.sizes), BN, KIND)
+        stream = _stream(first, row, problem, spans, len(scores.sizes), BN, KIND)
         i, r, real = _rows(first, j, L, R)
-        view = _view(i, row, stretches, edges, q, piece, problem, spans, scores, KIND)
+        view = _view(i, row, stream, q, piece, problem, spans, scores, KIND)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, narrow))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
         acc = gl.zeros([ROWS, D0], gl.float32, wide)
@@ -364,10 +372,12 @@ def _consume(
         p, m, total, _ = _softmax(s, m, total, 0, view, scores, BN, True, BIASED)
         mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
         online = Online(acc, p, m, total)
-        whole = gl.maximum(edges, 1)
+        whole = gl.maximum(stream.edges, 1)
         online = _step(online, 1, whole, count + 1, view, scores, memory, BN, STAGES, True, BIASED, GROUP)
-        online = _step(online, whole, blocks, count + whole, view, scores, memory, BN, STAGES, False, BIASED, GROUP)
-        count, piece = count + blocks, piece + 1
+        online = _step(
+            online, whole, stream.blocks, count + whole, view, scores, memory, BN, STAGES, False, BIASED, GROUP
+        )
+        count, piece = count + stream.blocks, piece + 1
         acc = _add_values(online.p, online.acc, memory, count - 1, BN, STAGES)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(memory.v_empty.index((count - 1) % STAGES))
@@ -391,8 +401,9 @@ def attend_fwd_hopper_kernel(
     N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`. N: sources; tiles: of queries; works: tiles times B
-    times K. k0_rest to k3_rest: the last D1 columns of the keys, None if D1 is 0.
+    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`. N: sources; BIASED: those with a bias, as bits;
+    tiles: of queries; works: tiles times B times K. k0_rest to k3_rest: the last D1 columns of the keys, None if D1 is
+    0.
     """
     k, v = (k0, k1, k2, k3)[:N], (v0, v1, v2, v3)[:N]
     k_rest = (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
@@ -426,13 +437,14 @@ def attend_fwd_hopper_kernel(
         mbarrier.init(turns.index(group), count=1)
     hopper.fence_async_shared()
 
+    tensors = (q_ptr, s_q, out_ptr, lse_ptr)
     memory = Memory(k_rings, v_ring, k_full, k_empty, v_full, v_empty, turns)
     gl.warp_specialize([
         (_consume, (
-            q_ptr, s_q, out_ptr, lse_ptr, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0,
+            tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0,
         )),
         (_consume, (
-            q_ptr, s_q, out_ptr, lse_ptr, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 1,
+            tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 1,
         )),
         (_produce, (k, k_rest, v, problem, memory, BN, STAGES, KIND)),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -441,15 +453,20 @@ def attend_fwd_hopper_kernel(
 _FORWARD = Launcher(attend_fwd_hopper_kernel)
 
 
+@functools.cache
+def _layout(width: int) -> gl.NVMMASharedLayout:
+    """How 16-bit rows lie in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
+
+
 def _described(tensors: list[Tensor], first: int, last: int, BN: int) -> list[TensorDescriptor | None]:
     """Descriptors of columns ``[first, last)`` of each source, None for sources that are not there."""
     found: list[TensorDescriptor | None] = [None] * MAX_SOURCES
     if last > first:
-        swizzle = min(128, (last - first) * tensors[0].element_size())
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
+        block, layout = [1, 1, BN, last - first], _layout(last - first)
         for n, x in enumerate(tensors):
-            x = x[..., first:last] if x.shape[3] > last - first else x
-            found[n] = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, last - first], layout)
+            columns = x[..., first:last] if x.shape[3] > last - first else x
+            found[n] = descriptor(TensorDescriptor, columns, block, layout=layout)
     return found
 
 
@@ -464,17 +481,19 @@ def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
     (B, _, L, D), D0, K, R = q.shape, out.shape[3], shared.K, shared.R
     tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
-    is_biased = any(x is not None for x in shared.biases)
-    BN, stages = (64, 3) if is_biased else (128, 2)
+    # which sources have a bias, as bits; the others point anywhere
+    biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
+    biases = tuple([lse if x is None else x for x in shared.biases])
+    BN, stages = (64, 3) if biased else (128, 2)
     tensors = (
-        q, *_described(k, 0, D0, BN), *_described(k, D0, D, BN), *_described(v, 0, D0, BN), shared.biases, call.spans,
+        q, *_described(k, 0, D0, BN), *_described(k, D0, D, BN), *_described(v, 0, D0, BN), biases, shared.spans,
         out, lse,
     )  # fmt: skip
     numbers = (
         q.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, K, R, L, *call.rule, call.scale * LOG2E,
         tiles, works,
     )  # fmt: skip
-    constants = (len(k), D0, D - D0, shared.kind, is_biased, BN, stages)
+    constants = (len(k), D0, D - D0, shared.kind, biased, BN, stages)
     with on_device_of(q):
         # 12 warps: 168 registers each to begin with, of which the loading warps give most to the others
         _FORWARD((min(works, programs), 1, 1), tensors, numbers, constants, {"num_warps": 4, "maxnreg": 168})

@@ -16,7 +16,8 @@ from torch import Tensor
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel
 from condense.ops.triton.attend_forward import attend_fwd_kernel
-from condense.ops.triton.device.parts import described, split_width
+from condense.ops.triton.descriptors import described
+from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
@@ -76,6 +77,7 @@ class Shared(NamedTuple):
     R: int
     biases: tuple[Tensor | None, ...]
     s_bias: tuple[tuple[int, int], ...]
+    spans: Tensor
     s_spans: tuple[int, int, int]
     levels: tuple[float, ...]
     kind: str
@@ -91,11 +93,11 @@ class Shared(NamedTuple):
         )
         kind = "row" if call.spans is None else "rows" if call.spans.ndim == 2 else "arrays"
         s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in biases])
-        s_spans = (0, 0, 0)
+        spans, s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
         if call.spans is not None and kind == "arrays":
             s_spans = (call.spans.stride(1), *row_strides(call.spans))
         levels = tuple([x * LOG2E for x in call.levels])
-        return cls(K, call.q.shape[1] // K, biases, s_bias, s_spans, levels, kind)
+        return cls(K, call.q.shape[1] // K, biases, s_bias, spans, s_spans, levels, kind)
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:
@@ -117,10 +119,10 @@ def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _constants(call: Call, kind: str, *more: int) -> tuple[int | str, ...]:
-    """What the kernels are compiled for: widths, kind of spans, precision, tiles."""
+    """What the kernels are compiled for: number of sources, widths, kind of spans, precision, tiles."""
     # three products of the matrix units in place of one exact: within the error of PyTorch's float32 attention
     precision = "tf32x3" if call.q.dtype == torch.float32 else "tf32"
-    return *split_width(call.q.shape[3]), *split_width(call.v[0].shape[3]), kind, precision, *more
+    return len(call.k), *split_width(call.q.shape[3]), *split_width(call.v[0].shape[3]), kind, precision, *more
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -132,7 +134,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     (B, _, L, D), R = q.shape, shared.R
     tiles = _tiles("fwd", q.dtype, q.is_cuda, max(D, out.shape[3]), R)
     tensors = (
-        q, *described(k, tiles.keys, MAX_SOURCES), *described(v, tiles.keys, MAX_SOURCES), shared.biases, call.spans,
+        q, *described(k, tiles.keys, MAX_SOURCES), *described(v, tiles.keys, MAX_SOURCES), shared.biases, shared.spans,
         out, lse,
     )  # fmt: skip
     numbers = (
@@ -160,7 +162,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
         tiles = _tiles("dq", q.dtype, q.is_cuda, max(D, Dv), R)
         tensors = (
             q, *described(k, tiles.keys, MAX_SOURCES), *described(v, tiles.keys, MAX_SOURCES), shared.biases,
-            call.spans, out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq,
+            shared.spans, out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq,
         )  # fmt: skip
         numbers = (
             q.stride()[:3], d_out.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, K, R, L,
@@ -177,7 +179,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
         seen = _seen(call.spans, sizes) if shared.kind == "arrays" and call.spans is not None else None
         grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in (q, d_out))
         tensors = (
-            row_lse, delta, *itertools.chain(*grouped), tuple(k), tuple(v), shared.biases, call.spans, seen, dk, dv,
+            row_lse, delta, *itertools.chain(*grouped), tuple(k), tuple(v), shared.biases, shared.spans, seen, dk, dv,
         )  # fmt: skip
         numbers = (
             tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), shared.s_bias, shared.s_spans,

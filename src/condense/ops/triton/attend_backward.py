@@ -20,19 +20,19 @@ from condense.ops.triton.device.rule import begins_at_0, cut, seen_by, split, st
 
 @triton.jit
 def _dq_keys(
-    dq, queries, source, row, lo, hi, first, last, scale,
+    dq, queries, source, bias, lo, hi, first, last, scale,
     BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale; a query sees ``[first, last)``."""
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        k = load_block(source.k, [row.b, row.head, start, 0], BN)
-        v = load_block(source.v, [row.b, row.head, start, 0], BN)
+        k = load_block(source.k, [source.b, source.head, start, 0], BN)
+        v = load_block(source.v, [source.b, source.head, start, 0], BN)
         s = products(queries.q, k, PRECISION)
         dp = products(queries.d_out, v, PRECISION)
         shift = (queries.lse - source.level)[:, None]
-        if source.bias is not None:
-            shift = shift - tl.load(source.bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
+        if bias is not None:
+            shift = shift - tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
         p = tl.exp2(s * scale - shift)
         if MASKED:
             p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), p, 0.0)
@@ -48,15 +48,15 @@ def attend_dq_kernel(
     biases, spans_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
     s_q, s_out, s_bias, s_spans, levels, K, R, L,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per row.
 
     out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out.
     """
-    k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
-    v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
+    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
+    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
@@ -78,16 +78,17 @@ def attend_dq_kernel(
     tl.store(delta_ptr + at, delta, mask=real)
     queries = Queries(q, d_out, lse, delta)
     dq = zeros(BM, D0, D1)
-    for n in tl.static_range(len(k)):
-        if k[n] is not None:
-            bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
-            source = Source(parts(k[n], k_rest[n]), parts(v[n], v_rest[n]), biases[n], bias_at, levels[n])
-            first, last = visible(n, i, row, spans, KIND)
-            lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
-            if not begins_at_0(n, KIND):
-                dq = _dq_keys(dq, queries, source, row, lo, left, first, last, scale, BN, True, PRECISION)
-            dq = _dq_keys(dq, queries, source, row, left, right, first, last, scale, BN, False, PRECISION)
-            dq = _dq_keys(dq, queries, source, row, right, hi, first, last, scale, BN, True, PRECISION)
+    for n in tl.static_range(N):
+        bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
+        k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
+        v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
+        source = Source(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
+        first, last = visible(n, i, row, spans, KIND)
+        lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
+        if not begins_at_0(n, KIND):
+            dq = _dq_keys(dq, queries, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
+        dq = _dq_keys(dq, queries, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
+        dq = _dq_keys(dq, queries, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 
@@ -126,7 +127,9 @@ def _dkv_queries(
 
 
 @triton.jit
-def _block_of(n: tl.constexpr, number, sources, row, K, L, spans, seen, s_seen, KIND: tl.constexpr, BN: tl.constexpr):
+def _block_of(
+    n: tl.constexpr, number, sources, biases, row, K, L, spans, seen, s_seen, KIND: tl.constexpr, BN: tl.constexpr
+):
     """Block ``number`` of source n: where its keys and values and their gradients lie, and who sees them."""
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     key, size = number * BN + tl.arange(0, BN), sources.sizes[n]
@@ -134,8 +137,8 @@ def _block_of(n: tl.constexpr, number, sources, row, K, L, spans, seen, s_seen, 
     k_at = b * sources.s_k[n][0] + kvh * sources.s_k[n][1] + key.to(tl.int64) * sources.s_k[n][2]
     v_at = b * sources.s_v[n][0] + kvh * sources.s_v[n][1] + key.to(tl.int64) * sources.s_v[n][2]
     bias = tl.zeros([BN], tl.float32) + sources.levels[n]
-    if sources.biases[n] is not None:
-        at = sources.biases[n] + b * sources.s_bias[n][0] + kvh * sources.s_bias[n][1]
+    if biases is not None:
+        at = biases + b * sources.s_bias[n][0] + kvh * sources.s_bias[n][1]
         bias += tl.load(at + key, mask=inside, other=0.0)
     first, last = seen_by(n, key, size, L, row, spans, seen, s_seen, KIND)
     return Block(
@@ -149,8 +152,8 @@ def attend_dkv_kernel(
     lse_ptr, delta_ptr, q, q_rest, d_out, d_out_rest, k, v, biases, spans_ptr, seen, dk, dv,
     s_k, s_v, s_bias, s_spans, s_seen, levels, K, R, L, size0, size1, size2, size3,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous.
 
@@ -164,13 +167,13 @@ def attend_dkv_kernel(
     row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
     b = row.b.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
-    sources = Sources(k, v, dk, dv, s_k, s_v, (size0, size1, size2, size3), biases, s_bias, levels)
+    sources = Sources(k, v, dk, dv, s_k, s_v, s_bias, (size0, size1, size2, size3), levels)
     number = tl.program_id(1)
-    block = _block_of(0, number, sources, row, K, L, spans, seen, s_seen, KIND, BN)
-    for n in tl.static_range(1, len(k)):
+    block = _block_of(0, number, sources, biases[0], row, K, L, spans, seen, s_seen, KIND, BN)
+    for n in tl.static_range(1, N):
         number -= tl.cdiv(sources.sizes[n - 1], BN)
         if number >= 0:
-            block = _block_of(n, number, sources, row, K, L, spans, seen, s_seen, KIND, BN)
+            block = _block_of(n, number, sources, biases[n], row, K, L, spans, seen, s_seen, KIND, BN)
     keys = Keys(
         load_rows(block.k, block.k_at, block.inside, D0, D1), load_rows(block.v, block.v_at, block.inside, V0, V1),
         block.bias, block.first, block.last,

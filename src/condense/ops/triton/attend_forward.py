@@ -24,17 +24,31 @@ VARYING = ("L", "query_start", "window_start", "padding", "prompt_entries", "chu
 
 @triton.jit
 def _forward_keys(
-    softmax, q, source, row, lo, hi, first, last, scale, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    softmax,
+    q,
+    source,
+    bias,
+    lo,
+    hi,
+    first,
+    last,
+    scale,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """Online softmax over keys ``[lo, hi)`` of one source; a query sees ``[first, last)``. Scores are base 2."""
+    """Online softmax over keys ``[lo, hi)`` of one source; a query sees ``[first, last)``. Scores are base 2.
+
+    bias: pointer to the biases of all rows, None for none.
+    """
     acc, m, total = softmax.acc, softmax.m, softmax.total
-    BIASED: tl.constexpr = source.bias is not None
+    BIASED: tl.constexpr = bias is not None
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        k = load_block(source.k, [row.b, row.head, start, 0], BN)
+        k = load_block(source.k, [source.b, source.head, start, 0], BN)
         s = products(q, k, PRECISION)
         if BIASED:
-            s = s * scale + tl.load(source.bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
+            s = s * scale + tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
         if MASKED:
             s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), s, float("-inf"))
         # scale is positive: scaling the maximum leaves one fused multiply-add per score
@@ -43,7 +57,7 @@ def _forward_keys(
         p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - source.level)[:, None])
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
-        v = load_block(source.v, [row.b, row.head, start, 0], BN)
+        v = load_block(source.v, [source.b, source.head, start, 0], BN)
         acc = add_weighted([x * alpha[:, None] for x in acc], p, v, PRECISION)
         m = m_new
     return Softmax(acc, m, total)
@@ -55,12 +69,12 @@ def attend_fwd_kernel(
     k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
     biases, spans_ptr, out_ptr, lse_ptr, s_q, s_bias, s_spans, levels, K, R, L,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2."""
-    k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
-    v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
+    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
+    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
@@ -72,16 +86,17 @@ def attend_fwd_kernel(
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
     m = tl.full([BM], float("-inf"), tl.float32)
     softmax = Softmax(zeros(BM, V0, V1), m, tl.zeros([BM], tl.float32))
-    for n in tl.static_range(len(k)):
-        if k[n] is not None:
-            bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
-            source = Source(parts(k[n], k_rest[n]), parts(v[n], v_rest[n]), biases[n], bias_at, levels[n])
-            first, last = visible(n, i, row, spans, KIND)
-            lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
-            if not begins_at_0(n, KIND):
-                softmax = _forward_keys(softmax, q, source, row, lo, left, first, last, scale, BN, True, PRECISION)
-            softmax = _forward_keys(softmax, q, source, row, left, right, first, last, scale, BN, False, PRECISION)
-            softmax = _forward_keys(softmax, q, source, row, right, hi, first, last, scale, BN, True, PRECISION)
+    for n in tl.static_range(N):
+        bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
+        k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
+        v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
+        source = Source(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
+        first, last = visible(n, i, row, spans, KIND)
+        lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
+        if not begins_at_0(n, KIND):
+            softmax = _forward_keys(softmax, q, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
+        softmax = _forward_keys(softmax, q, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
+        softmax = _forward_keys(softmax, q, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
     at = (b * K * R + head) * L + i
     safe = tl.where(softmax.total > 0, softmax.total, 1.0)
     store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)

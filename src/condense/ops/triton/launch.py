@@ -56,8 +56,9 @@ class Launcher:
 
 def _kind(x: Any) -> Any:
     """What Triton compiles for in one argument without numbers."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, tuple):
+    if x is None:
+        return None
+    if type(x) is tuple:
         return tuple([_kind(item) for item in x])
-    return None if x is None else x.base.dtype
+    # a descriptor's tensor is always aligned
+    return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x.base.dtype

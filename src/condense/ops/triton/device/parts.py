@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from condense.ops.triton.host import power_of_2
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -25,23 +21,6 @@ def split_width(width: int) -> tuple[int, int]:
 def tile_width(width):
     """Columns of the tile that holds ``width`` of them."""
     return max(16, triton.next_power_of_2(width))
-
-
-def described(tensors: list[Tensor], rows: int, count: int = 1) -> list[TensorDescriptor | None]:
-    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` and all heads.
-
-    First ``count`` for the first part of each tensor's width, then as many for the second, None where there is none.
-    """
-    first, rest = split_width(tensors[0].shape[-1])
-    none = [None] * (count - len(tensors))
-    firsts = [_descriptor(x[..., :first] if rest > 0 else x, rows) for x in tensors]
-    rests = [_descriptor(x[..., first:], rows) if rest > 0 else None for x in tensors]
-    return [*firsts, *none, *rests, *none]
-
-
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    *_, width = shape = list(x.shape)
-    return TensorDescriptor(x, shape, list(x.stride()), [1, 1, *shape[2:-2], rows, max(16, power_of_2(width))])
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Records that kernels build on their first lines, so that what belongs together travels together.
 
-Numbers cross the launch flat: Triton compiles a kernel anew for other numbers in a tuple, whatever it is told.
+Numbers cross the launch flat: Triton compiles a kernel anew for other numbers in a tuple, whatever it is told. No field
+is ever None, which Triton 3.6 does not know in a record.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ class Spans(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Keys and values in parts (`condense.ops.triton.device.parts`), as descriptors ``[B, K, N, width]``.
-
-    bias: pointer to the base-2 biases of the entries, None for none; bias_at: offset of those of a row; level: added to
-    all of them.
+    """Keys and values in parts (`condense.ops.triton.device.parts`), as descriptors ``[B, K, N, width]``, and the batch
+    row and KV head to read. level: base-2 number added to the scores of all entries; bias_at: where the row's biases
+    begin among those of all rows.
     """
 
     k: Any
     v: Any
-    bias: Any
-    bias_at: Any
+    b: Any
+    head: Any
     level: Any
+    bias_at: Any
 
 
 class Softmax(NamedTuple):
@@ -79,7 +80,7 @@ class Queries(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """All sources by pointers, one per source in each field, as are strides, sizes and levels."""
+    """All sources by pointers, strides, sizes and levels, one per source in each field."""
 
     k: Any
     v: Any
@@ -87,9 +88,8 @@ class Sources(NamedTuple):
     dv: Any
     s_k: Any
     s_v: Any
-    sizes: Any
-    biases: Any
     s_bias: Any
+    sizes: Any
     levels: Any
 
 
