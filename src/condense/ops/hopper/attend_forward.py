@@ -44,6 +44,8 @@ from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 
 ROWS = gl.constexpr(64)
+# queries from which blocks of 128 keys are faster than of 64
+_LONG = 1 << 15
 
 
 class Stream(NamedTuple):
@@ -484,7 +486,7 @@ def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
     # which sources have a bias, as bits; the others point anywhere
     biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
     biases = tuple([lse if x is None else x for x in shared.biases])
-    BN, stages = (64, 3) if biased else (128, 2)
+    BN, stages = (64, 3) if biased or L < _LONG else (128, 2)
     tensors = (
         q, *_described(k, 0, D0, BN), *_described(k, D0, D, BN), *_described(v, 0, D0, BN), biases, shared.spans,
         out, lse,

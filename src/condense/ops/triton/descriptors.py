@@ -34,7 +34,7 @@ def _block(rows: int, width: int, *heads: int) -> list[int]:
     return [1, 1, *heads, rows, max(16, power_of_2(width))]
 
 
-def descriptor(kind: type, x: Tensor, block: list[int], **fields: Any) -> Any:
+def descriptor(kind: Any, x: Tensor, block: list[int], **fields: Any) -> Any:
     """``kind(x, shape, strides, block, **fields)`` without its checks, which take longer than all else that a call does
     with a tensor: `condense.ops.triton.host.whole_rows` has seen to what they ask for.
     """
