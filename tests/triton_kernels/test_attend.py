@@ -252,7 +252,7 @@ def test_any_number_of_sources_within_budget(kind):
     keys = [
         x for n, size in enumerate(sizes) for x in oracle.random_qkv(B, K, K, size, D, D, dtype=dtype, seed=n + 1)[1:]
     ]
-    bias = torch.randn(B, 1, sizes[1], generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    bias = torch.randn(B, 1, sizes[1], generator=torch.Generator().manual_seed(9), dtype=torch.float64).clamp(-4, 4)
     biases = [0.7, bias, None, -0.4][: len(sizes)]
     weight = oracle.random_qkv(B, H, 1, L, D, 1, seed=3)[0].to(dtype)
 
@@ -277,7 +277,7 @@ def test_any_number_of_sources_within_budget(kind):
     seen = torch.isfinite(want_lse)
     assert torch.equal(torch.isfinite(lse).cpu(), seen)
     largest = 0.2 * q.double().norm(dim=-1).amax() * max(x.double().norm(dim=-1).amax() for x in keys[::2] if x.numel())
-    assert bool(((lse.cpu() - want_lse)[seen].abs() <= torch.finfo(dtype).eps * (largest + bias.abs().amax())).all())
+    assert bool(((lse.cpu() - want_lse)[seen].abs() <= torch.finfo(dtype).eps * (largest + 4)).all())
 
 
 def test_too_many_sources_are_refused():
