@@ -8,7 +8,7 @@ scores of the next keys are multiplied while the values of the last ones still a
 
 On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) 19.9 ms, where
 `condense.ops.triton.attend_forward` takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers,
-and 64 are taken.
+and 64 are taken, as for fewer than 32K queries (8K tokens: 0.36 ms for 0.41).
 
 Keys come as one stream of blocks that all three derive from the same integers: first the blocks that some row sees only
 in part (where a source's spans begin and end), which need a mask, source by source; then those that every row sees
