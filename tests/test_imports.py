@@ -87,7 +87,7 @@ def test_arrows_have_no_circle():
 
 
 # folders of `ops` that are a backend, each with what it may import of `ops` besides itself and the shared modules
-BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": {"hopper"}, "hopper": {"triton"}}
+BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": set(), "hopper": {"triton"}}
 
 
 def ops_of(path):

@@ -144,9 +144,9 @@ def attention(
 
     q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, Dv]``, rotated already; Hkv divides H; float64,
     float32, bfloat16 or float16. scale: softmax scale, default ``D ** -0.5``.
-    backend: "reference" (the definition), "torch", "triton" (where it can run) or "auto". cu_seqlens: packed
-    documents, int ``[n + 1]`` from 0 to L, B = 1; groups and windows restart at each. padding: left pads per row, int
-    ``[B]``.
+    backend: "reference" (the definition), "torch", "triton", "hopper" (the last two where they can run) or "auto".
+    cu_seqlens: packed documents, int ``[n + 1]`` from 0 to L, B = 1; groups and windows restart at each.
+    padding: left pads per row, int ``[B]``.
     Returns out ``[B, H, L, Dv]`` and, with return_lse, the log-sum-exp ``[B, H, L]`` in float32 or wider;
     padded queries give 0 and -inf. Differentiable in q, k and v.
     Raises ValueError for arguments that do not fit together.

@@ -1,16 +1,18 @@
-"""The forward kernel for Hopper, held to float64 like the plain one; small shapes would not choose it by themselves."""
+"""The `hopper` backend, held to float64 like the plain kernels; small shapes would not choose it by themselves."""
 
 import pytest
 import torch
 from triton_kernels import test_attend as plain
 
 import condense
-from condense.ops.triton import attend as triton_attend
+from condense.ops import resolve_backend
+from condense.ops.backends import BACKENDS
+from condense.ops.hopper import limits
 from condense.testing import oracle
 
 HALF = [dtype for dtype in plain.DTYPES if dtype != torch.float32]
 # keys in one part and in two, the latter with each kind of bounds, and with the small blocks that a bias takes (dga)
-ROWS = [row for row in plain.MATRIX if row[2] in HALF and row[3] == row[4] and row[3:] in triton_attend._HOPPER_WIDTHS]
+ROWS = [row for row in plain.MATRIX if row[2] in HALF and row[3] == row[4] and row[3:] in limits.WIDTHS]
 ROWS += [
     (name, shape, dtype, *widths)
     for name in ("cca", "streaming-log_size", "dga")
@@ -21,13 +23,19 @@ ROWS += [
 
 
 @pytest.fixture(autouse=True)
-def always(monkeypatch):
-    monkeypatch.setattr(triton_attend, "_fills", lambda q, K: True)
+def hopper_for_triton(monkeypatch):
+    """The tests of the plain kernels ask for "triton"."""
+    monkeypatch.setitem(BACKENDS, "triton", BACKENDS["hopper"])
 
 
 @pytest.mark.parametrize(("name", "shape", "dtype", "D", "Dv"), ROWS, ids=str)
 def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
     plain.test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv)
+
+
+@pytest.mark.parametrize("kind", ["two scales", "drawn", "drawn, one empty", "four"])
+def test_any_number_of_sources_within_budget(kind):
+    plain.test_any_number_of_sources_within_budget(kind)
 
 
 def test_general_bounds_per_row_and_head():
@@ -51,13 +59,13 @@ def test_is_chosen_for_long_sequences_and_agrees_with_the_plain_kernel(H, K, D, 
     """Several tiles per program, so that the ring of keys goes on from one to the next."""
     monkeypatch.undo()
     q, k, v = (x.cuda() for x in oracle.random_qkv(1, H, K, 5000, D, Dv, dtype=torch.bfloat16))
-    assert triton_attend._fills(q, K)
-    assert triton_attend._is_for_hopper(q, Dv, H // K)
+    assert resolve_backend("auto", q.device, q.dtype, (D, Dv), num_queries=5000, heads=(1, H, K)) == "hopper"
+    assert resolve_backend("auto", q.device, q.dtype, (D, Dv), num_queries=50, heads=(1, H, K)) == "triton"
     for method in (condense.CCA(), condense.CCA(window=100, rep_bias="log_size"), condense.StreamingLLM(window=500)):
         got = condense.attention(q, k, v, method=method, return_lse=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(triton_attend, "_fills", lambda q, K: False)
-            want = condense.attention(q, k, v, method=method, return_lse=True)
+        named = condense.attention(q, k, v, method=method, return_lse=True, backend="hopper")
+        assert all(torch.equal(x, y) for x, y in zip(got, named, strict=True))
+        want = condense.attention(q, k, v, method=method, return_lse=True, backend="triton")
         # both round weights and outputs to bfloat16
         assert float((got[0].float() - want[0].float()).abs().max()) <= 2**-6 * float(want[0].abs().max())
         assert float((got[1] - want[1]).abs().max()) < 1e-5

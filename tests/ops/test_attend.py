@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from two_sources import array_spans, two_sources
 
 from condense.ops import RuleSpans, Source, UniformRule, api, attend, resolve_backend
+from condense.ops.backends import BACKENDS, Backend
 from condense.ops.tensors.per_row import at_least
-from condense.ops.triton import attend as triton_attend
 from condense.testing import oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -190,7 +190,9 @@ def test_attend_unknown_backend():
     q, *rest = sources(1, 2, 1, 4, 3, 5)
     spans = RuleSpans(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
     for name in ("Triton", "Torch", ""):
-        with pytest.raises(ValueError, match=f"backend must be .*'reference', 'torch', 'triton', got '{name}'"):
+        with pytest.raises(
+            ValueError, match=f"backend must be .*'reference', 'torch', 'triton', 'hopper', got '{name}'"
+        ):
             attend(q, two_sources(*rest), spans, scale=0.5, backend=name)
 
 
@@ -225,7 +227,8 @@ def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
     """Where the kernels would run: what is condensed goes to them, what is not does not."""
     calls = []
     monkeypatch.setattr(api, "resolve_backend", lambda *args, **kwargs: "triton")
-    monkeypatch.setattr(triton_attend, "attend", lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
+    operations = BACKENDS["torch"].load()._replace(attend=lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
+    monkeypatch.setitem(BACKENDS, "triton", Backend("triton", lambda: operations))
     q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
     none, start = k[:, :, :0], torch.tensor([0])
     keys = two_sources(none, none, k, v)

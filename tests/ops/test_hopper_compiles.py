@@ -6,9 +6,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from condense.ops.triton import attend as triton_attend
+from condense.ops import RuleSpans, Source, UniformRule
+from condense.ops.hopper import limits
+from condense.ops.triton.attend import call_of
 
-WIDTHS = [widths for widths in triton_attend._HOPPER_WIDTHS if len(set(widths)) > 1]
+WIDTHS = [widths for widths in limits.WIDTHS if len(set(widths)) > 1]
 SHARED_MEMORY = 227 * 1024
 
 
@@ -36,12 +38,9 @@ def compiled(monkeypatch):
 
 @pytest.mark.parametrize(("D", "Dv"), WIDTHS)
 def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
-    from condense.ops.hopper.attend_forward import launch_fwd_hopper
+    from condense.ops.hopper.attend_forward import launch
 
     q, k, v = (torch.zeros(1, 2, 128, width, dtype=torch.bfloat16) for width in (D, D, Dv))
-    plan = triton_attend._Plan(q, 2, None, [], [16, 64, 1, 8], [0, 0, 0, 0], 0.1, 0.0)
-    shared = {name: value for name, value in plan.shared().items() if name not in ("L", "PRECISION")}
-    out, lse = triton_attend._results(q, v)
-    launch_fwd_hopper(q, [k, v, k, v], out, lse, programs=132, s_bounds=plan.s_bounds, M=8, **shared)
+    launch(call_of(q, [Source(k, v), Source(k, v)], RuleSpans(UniformRule(16, 64, max_chunks=8), 0, 0), 0.1), 132)
     assert compiled[0].metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in compiled[0].asm["ptx"]

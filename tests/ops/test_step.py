@@ -12,8 +12,9 @@ import condense
 from condense.caches.buffers import static_bias
 from condense.functional import extend
 from condense.methods import step_settings
-from condense.ops import Chunks, StepState, checks, decode_step, step_backend
-from condense.ops.checks import step_obstacle
+from condense.ops import Chunks, StepState, decode_step, step_backend
+from condense.ops.triton import limits
+from condense.ops.triton.limits import step_obstacle
 from condense.state import num_entries
 from condense.testing import cases, oracle
 
@@ -246,5 +247,5 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ids=str,
 )
 def test_backends_of_a_step(monkeypatch, device, dtype, widths, method, latent, backend):
-    monkeypatch.setattr(checks, "_HAS_TRITON", True)
+    monkeypatch.setattr(limits, "_HAS_TRITON", True)
     assert step_backend(device, dtype, widths, step_settings(method), latent=latent) == backend

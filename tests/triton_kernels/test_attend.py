@@ -7,16 +7,17 @@ import torch
 from two_sources import array_spans, as_arrays, two_sources
 
 import condense
-from condense.ops import RuleSpans, UniformRule, attend
-from condense.ops.checks import TRITON_DTYPES, TRITON_WIDTHS
+from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, attend
+from condense.ops.tensors.per_row import at_least
 from condense.ops.triton import attend as triton_attend
+from condense.ops.triton import limits
 from condense.testing import oracle
 from condense.testing.budget import errors, one_ulp
 from condense.testing.cases import METHODS
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = TRITON_DTYPES if CUDA else [torch.float32]
+DTYPES = limits.DTYPES if CUDA else [torch.float32]
 WIDTH = 128 if CUDA else 16
 # B, H, K, L
 SHAPES = {"ratio1": (1, 2, 2, 70), "ratio3": (1, 3, 1, 149), "ratio7-padded": (2, 7, 1, 41)}
@@ -39,7 +40,7 @@ if CUDA:
 # every case and shape at one width, every width in one case, the other dtypes at some widths; interpreted, which is
 # slow, every case in one shape and every shape in one case
 LATENT_WIDTHS = [(192, 128), (96, 64)]
-WIDTHS = [(D, D) for D in TRITON_WIDTHS if D != WIDTH] if CUDA else [(64, 16), (80, 80)]
+WIDTHS = [(D, D) for D in limits.WIDTHS if D != WIDTH] if CUDA else [(64, 16), (80, 80)]
 WIDTHS += LATENT_WIDTHS
 PAIRS = [(name, shape) for name in CASES for shape in SHAPES if CUDA or name == "cca" or shape == "ratio7-padded"]
 MATRIX = [(name, shape, DTYPES[0], WIDTH, 24 if not CUDA else WIDTH) for name, shape in PAIRS] + [
@@ -204,8 +205,87 @@ def test_is_one_well_formed_operation(kind):
     if kind == "arrays":
         spans = as_arrays(spans, 20, q.device)
     entries_k, entries_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
-    arguments = (q, entries_k, entries_v, k, v, None, *triton_attend._describe(spans, 20, q.device), 0.3, 0.5)
-    torch.library.opcheck(triton_attend._attend, arguments)
+    call = triton_attend.call_of(q, two_sources(entries_k, entries_v, k, v, 0.5), spans, 0.3)
+    torch.library.opcheck(triton_attend._attend, tuple(call))
+
+
+def test_without_a_gradient_the_function_inside_the_operation_runs():
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, WIDTH, WIDTH, dtype=DTYPES[0]))
+    spans, keys = RuleSpans(UniformRule(4, 5), 0, 0), two_sources(k[:, :, 3::4], v[:, :, 3::4], k, v)
+    assert not triton_attend.needs_operation(triton_attend.call_of(q, keys, spans, 0.3))
+    direct = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
+    q.requires_grad_()
+    assert triton_attend.needs_operation(triton_attend.call_of(q, keys, spans, 0.3))
+    by_operation = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
+    assert all(torch.equal(x, y) for x, y in zip(direct, by_operation, strict=True))
+
+
+class _TwoScales:
+    """Groups of 16 tokens behind groups of 4, behind a window: three sources."""
+
+    def spans(self, seen):
+        near, far = at_least(seen - 7, 0) // 4, at_least(seen - 27, 0) // 16
+        return [(seen * 0, far), (far * 4, near), (near * 4, seen)]
+
+
+def _drawn(sizes, B, K, L):
+    """Spans that never move back, drawn per row and head; the first queries see nothing."""
+    generator = torch.Generator().manual_seed(0)
+    spans = []
+    for size in sizes:
+        lo, hi = (torch.randint(0, size + 1, (B, K, L), generator=generator).sort(-1).values for _ in range(2))
+        lo[..., :5], hi[..., :5] = 0, 0
+        spans.append(Span(lo, torch.maximum(lo, hi)))
+    return ArraySpans(tuple(spans))
+
+
+@pytest.mark.parametrize("kind", ["two scales", "drawn", "drawn, one empty", "four"])
+def test_any_number_of_sources_within_budget(kind):
+    """Output, log-sum-exp and gradients of queries and of every source, with a bias of each kind."""
+    dtype, (B, H, K, L, D) = DTYPES[0], (2, 6, 2, 71, WIDTH)
+    sizes = {"two scales": (4, 16, L), "drawn": (19, 33, 47), "drawn, one empty": (19, 0, 47), "four": (9, 20, 1, 40)}[
+        kind
+    ]
+    spans = _drawn(sizes, B, K, L)
+    if kind == "two scales":
+        spans = RuleSpans(_TwoScales(), torch.tensor([0, -13]), torch.tensor([0, 0]))
+    q = oracle.random_qkv(B, H, K, L, D, D, dtype=dtype)[0]
+    keys = [
+        x for n, size in enumerate(sizes) for x in oracle.random_qkv(B, K, K, size, D, D, dtype=dtype, seed=n + 1)[1:]
+    ]
+    bias = torch.randn(B, 1, sizes[1], generator=torch.Generator().manual_seed(9), dtype=torch.float64).clamp(-4, 4)
+    biases = [0.7, bias, None, -0.4][: len(sizes)]
+    weight = oracle.random_qkv(B, H, 1, L, D, 1, seed=3)[0].to(dtype)
+
+    def run_with(name, **target):
+        inputs = [x.to(**target).requires_grad_() for x in (q, *keys)]
+        device = inputs[0].device
+        sources = [
+            Source(k, v, x.to(device) if isinstance(x, torch.Tensor) else x)
+            for k, v, x in zip(inputs[1::2], inputs[2::2], biases, strict=True)
+        ]
+        out, lse = attend(inputs[0], sources, spans, scale=0.2, backend=name, return_lse=True)
+        return [out, *torch.autograd.grad(out, inputs, weight.to(out), allow_unused=True)], lse
+
+    want, want_lse = run_with("reference", dtype=torch.float64)
+    yardstick, _ = run_with("torch", device=DEVICE)
+    got, lse = run_with("triton", device=DEVICE)
+    for x, y, z in zip(got, yardstick, want, strict=True):
+        assert x.shape == z.shape
+        if z.numel() == 0:
+            continue
+        assert bool((errors(x.cpu(), z) <= 2 * errors(y.cpu(), z) + one_ulp(z, dtype)).all())
+    seen = torch.isfinite(want_lse)
+    assert torch.equal(torch.isfinite(lse).cpu(), seen)
+    largest = 0.2 * q.double().norm(dim=-1).amax() * max(x.double().norm(dim=-1).amax() for x in keys[::2] if x.numel())
+    assert bool(((lse.cpu() - want_lse)[seen].abs() <= torch.finfo(dtype).eps * (largest + 4)).all())
+
+
+def test_too_many_sources_are_refused():
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, WIDTH, WIDTH, dtype=DTYPES[0]))
+    spans = _drawn([20] * 5, 1, 1, 20)
+    with pytest.raises(ValueError, match="'triton' takes up to 4 sources, got 5; use backend='torch'"):
+        attend(q, [Source(k, v)] * 5, spans, scale=0.3, backend="triton")
 
 
 @pytest.mark.parametrize("rows", [[3, 3], [0, 5]], ids=["rows alike", "rows apart"])

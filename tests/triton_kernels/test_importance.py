@@ -7,8 +7,8 @@ from triton_kernels.test_attend import DEVICE, DTYPES, WIDTH
 import condense
 from condense.functional import extend
 from condense.ops import importance
-from condense.ops.checks import TRITON_WIDTHS
 from condense.ops.tensors.sampling import sampled_queries
+from condense.ops.triton.limits import WIDTHS
 from condense.testing import oracle
 
 # B, H, K, L, D, pads
@@ -20,9 +20,7 @@ SHAPES = {
 }
 SAMPLES = {"few": (3, 4), "recent": (1, 0), "more-than-there-are": (200, 100), "default": (64, 64)}
 MATRIX = [(DTYPES[0], WIDTH, shape, sample) for shape in SHAPES for sample in SAMPLES] + [
-    (dtype, width, "ratio3", "default")
-    for dtype in DTYPES
-    for width in (TRITON_WIDTHS if DEVICE == "cuda" else (24, 64))
+    (dtype, width, "ratio3", "default") for dtype in DTYPES for width in (WIDTHS if DEVICE == "cuda" else (24, 64))
 ]
 
 

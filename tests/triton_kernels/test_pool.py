@@ -11,12 +11,12 @@ import torch
 import condense
 from condense.functional import extend
 from condense.ops import POOLINGS, SummarySpans, pool_groups, summarize
-from condense.ops.checks import MAX_POOLING_WIDTH, POOLING_DTYPES
+from condense.ops.triton import limits
 from condense.plan import ForwardPlan
 from condense.testing.budget import errors, one_ulp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = POOLING_DTYPES if DEVICE == "cuda" else [torch.float32]
+DTYPES = limits.DTYPES if DEVICE == "cuda" else [torch.float32]
 WIDTHS = [(24, 16), (16, 40), (80, 80), (40, 0), (16, 1)]
 if DEVICE == "cuda":
     WIDTHS += [(64, 64), (96, 64), (128, 128), (192, 128), (256, 256), (288, 256), (576, 0), (576, 512), (1024, 1024)]
@@ -242,6 +242,6 @@ def test_what_triton_cannot_pool_is_named():
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"^backend 'triton' pools .*float32, got torch.float64; use backend='torch'"):
         pool_groups(k, k, None, **settings)
-    wide = torch.zeros(1, 1, 8, MAX_POOLING_WIDTH + 1, device=DEVICE)
+    wide = torch.zeros(1, 1, 8, limits.MAX_POOLING_WIDTH + 1, device=DEVICE)
     with pytest.raises(ValueError, match=r"^backend 'triton' pools head widths up to 1024, got \(1025, 16\)"):
         pool_groups(wide, k.float(), None, **settings)

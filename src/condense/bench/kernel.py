@@ -103,7 +103,17 @@ def bench_kernel(plan: KernelPlan, *, on_row: Callable[[Row], None] = lambda row
         "shape": plain(setting.shape),
         "batch": setting.batch,
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "backends": [resolve_backend(name, setting.device, setting.dtype, widths) for name in plan.backends],
+        "backends": [
+            resolve_backend(
+                name,
+                setting.device,
+                setting.dtype,
+                widths,
+                num_queries=max(plan.lengths),
+                heads=(setting.batch, setting.shape.num_q, setting.shape.num_kv),
+            )
+            for name in plan.backends
+        ],
         "claims": clock.is_cuda,
         "ceilings": plain(ceilings),
         "baselines": {name: BASELINES[name].about for name in plan.baselines},

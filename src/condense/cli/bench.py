@@ -68,7 +68,7 @@ def kernel_command(
     ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
-    backend: Annotated[str, typer.Option(help="Of condense: auto, torch, triton; several side by side.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Of condense: auto, torch, triton, hopper; or several.")] = "auto",
     budget: Annotated[float | None, typer.Option(help="Seconds of timing per figure. Default: 0.4.", min=0.0)] = None,
     quick: QuickOption = False,
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,

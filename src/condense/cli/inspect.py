@@ -51,7 +51,16 @@ def inspect_command(
     skeleton = read_skeleton(model)
     chosen = given or saved_choice(skeleton) or CCA()
     reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)
-    backend = resolve_backend("auto", torch.device(device), DTYPES[dtype], (reports[0].width, reports[0].value_width))
+    config = skeleton.config.get_text_config()
+    heads = config.num_attention_heads
+    backend = resolve_backend(
+        "auto",
+        torch.device(device),
+        DTYPES[dtype],
+        (reports[0].width, reports[0].value_width),
+        num_queries=length,
+        heads=(1, heads, getattr(config, "num_key_value_heads", None) or heads),
+    )
     methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))
     _print(reports, f"{'; '.join(methods)} at {length} tokens, {dtype}, backend {backend}")
     if json is not None:

@@ -15,8 +15,8 @@ from condense.methods.prompt import FocalPrompt
 from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
 from condense.models.families import is_latent, sliding_window
 from condense.ops import UniformRule
-from condense.ops.checks import settings_obstacle
 from condense.ops.tensors.per_row import PerRow, at_most
+from condense.ops.triton.limits import settings_obstacle
 from condense.state import SLACK, first_needed, num_entries, prompt_entries
 
 _MOST_SEARCHED = 2**23

@@ -9,7 +9,7 @@ from condense.ops.api import (
     pool_groups,
     summarize,
 )
-from condense.ops.checks import resolve_backend, resolve_pooling, step_backend
+from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
 from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummarySpans
 

@@ -11,17 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from condense.ops.checks import check_backend, resolve_backend, resolve_pooling
-from condense.ops.reference import attend as reference_attend
-from condense.ops.reference import importance as reference_importance
-from condense.ops.reference import pool as reference_pool
+from condense.ops.backends import BACKENDS, check_backend, resolve_backend, resolve_importance, resolve_pooling
 from condense.ops.spans import Source, Spans
 from condense.ops.tensors.per_row import PerRow
 from condense.ops.tensors.right_aligned import chunks
 from condense.ops.tensors.sampling import Sample
-from condense.ops.torch import attend as torch_attend
-from condense.ops.torch import importance as torch_importance
-from condense.ops.torch import pool as torch_pool
 from condense.ops.torch import step as torch_step
 from condense.ops.types import Pooling, Represent, StepSettings, StepState, SummarySpans
 
@@ -53,22 +47,21 @@ def attend(
         raise ValueError(f"sources must have heads that divide those of q, {q.shape[1]}, got {window.k.shape[1]}")
     if any(isinstance(source.bias, Tensor) and source.bias.requires_grad for source in sources):
         raise ValueError("a source's bias must not require a gradient: it gets none, pass bias.detach()")
-    widths = (q.shape[3], window.v.shape[3])
-    chosen = resolve_backend(backend, q.device, q.dtype, widths, num_queries=q.shape[2], dropout_p=dropout_p)
     L, N = q.shape[2], window.k.shape[2]
-    if backend == "auto" and chosen == "triton" and L == N and not return_lse and spans.is_causal(L, N):
+    chosen = resolve_backend(
+        backend,
+        q.device,
+        q.dtype,
+        (q.shape[3], window.v.shape[3]),
+        num_queries=L,
+        dropout_p=dropout_p,
+        heads=(q.shape[0], q.shape[1], window.k.shape[1]),
+        num_sources=len(sources),
+    )
+    is_kernel = chosen in ("triton", "hopper")
+    if backend == "auto" and is_kernel and L == N and not return_lse and spans.is_causal(L, N):
         chosen = "torch"  # nothing is condensed and nothing came before: PyTorch's own causal kernel is the fastest
-    match chosen:
-        case "triton":
-            from condense.ops.triton import attend as triton_attend
-
-            out, lse = triton_attend.attend(q, sources, spans, scale=scale)
-            return out, lse if return_lse else None
-        case "reference":
-            out, lse = reference_attend.attend(q, sources, spans, scale=scale, dropout_p=dropout_p)
-            return out, lse if return_lse else None
-        case _:
-            return torch_attend.attend(q, sources, spans, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
+    return BACKENDS[chosen].load().attend(q, sources, spans, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
 
 
 def summarize(q: Tensor, tail: Tensor, windows: SummarySpans, *, backend: str = "auto") -> Tensor:
@@ -80,15 +73,8 @@ def summarize(q: Tensor, tail: Tensor, windows: SummarySpans, *, backend: str = 
     rounded to the dtype of q, then over the window. Queries that are in neither, or not yet there, count as zero.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
-    match resolve_pooling(backend, q.device, q.dtype, (q.shape[3],)):
-        case "triton":
-            from condense.ops.triton import pool as triton_pool
-
-            return triton_pool.summarize(q, tail, windows)
-        case "reference":
-            return reference_pool.summarize(q, tail, windows)
-        case _:
-            return torch_pool.summarize(q, tail, windows)
+    chosen = resolve_pooling(backend, q.device, q.dtype, (q.shape[3],))
+    return BACKENDS[chosen].load().summarize(q, tail, windows)
 
 
 def pool_groups(
@@ -112,20 +98,25 @@ def pool_groups(
     `pool`) asks for scores. What a group past the band's end gives is finite and means nothing.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
-    chosen = resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))
-    if chosen == "triton":
-        from condense.ops.triton import pool as triton_pool
-
-        return triton_pool.pool_groups(k, v, summary, start, num_groups, group_size, scale, key_pooling, value_pooling)
+    operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
+    if operations.pool_groups is not None:
+        return operations.pool_groups(
+            k,
+            v,
+            summary,
+            start=start,
+            num_groups=num_groups,
+            group_size=group_size,
+            scale=scale,
+            key_pooling=key_pooling,
+            value_pooling=value_pooling,
+        )
     groups_k, groups_v = (chunks(x, start, num_groups, group_size) for x in (k, v))
     if summary is None:
         scores = k.new_zeros(groups_k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))
     else:
-        scores = group_scores(summary, groups_k, scale=scale, backend=chosen)
-    return (
-        pool(groups_k, scores, how=key_pooling, backend=chosen),
-        pool(groups_v, scores, how=value_pooling, backend=chosen),
-    )
+        scores = operations.group_scores(summary, groups_k, scale=scale)
+    return operations.pool(groups_k, scores, how=key_pooling), operations.pool(groups_v, scores, how=value_pooling)
 
 
 def decode_step(
@@ -164,8 +155,8 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
     """
-    module = reference_pool if check_backend(backend) == "reference" else torch_pool
-    return module.group_scores(summary, k, scale=scale)
+    name = "reference" if check_backend(backend) == "reference" else "torch"
+    return BACKENDS[name].load().group_scores(summary, k, scale=scale)
 
 
 def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> Tensor:
@@ -176,8 +167,8 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
     Gradients flow through the weights, not through the choice of the anchor.
     """
-    module = reference_pool if check_backend(backend) == "reference" else torch_pool
-    return module.pool(x, scores, how=how)
+    name = "reference" if check_backend(backend) == "reference" else "torch"
+    return BACKENDS[name].load().pool(x, scores, how=how)
 
 
 @torch.no_grad()
@@ -189,11 +180,5 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: s
     ``[B, K, L]`` float32 or wider; padding gets 0. No gradients.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
-    match resolve_backend(backend, q.device, q.dtype, (q.shape[3],), num_queries=q.shape[2]):
-        case "triton":
-            from condense.ops.triton.importance import importance as compute
-        case "reference":
-            compute = reference_importance.importance
-        case _:
-            compute = torch_importance.importance
-    return compute(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]
+    operations = BACKENDS[resolve_importance(backend, q.device, q.dtype, q.shape[3], q.shape[2])].load()
+    return operations.importance(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from condense.ops.spans import UniformRule
@@ -85,6 +86,27 @@ class SummarySpans(NamedTuple):
     def rows(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """start, before and after of each row, int64 CPU ``[B]``."""
         return as_rows(self.start, num_rows), as_rows(self.before, num_rows), as_rows(self.after, num_rows)
+
+
+class Problem(NamedTuple):
+    """What a backend may have limits for. widths: of keys and values; rows, heads and kv_heads of q and k, rows 0 where
+    they are not known.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    widths: tuple[int, ...]
+    num_queries: int = 2
+    dropout_p: float = 0.0
+    rows: int = 0
+    heads: int = 1
+    kv_heads: int = 1
+    num_sources: int = 2
+
+    @property
+    def ratio(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
 
 
 class StepState(NamedTuple):

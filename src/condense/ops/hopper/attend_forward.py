@@ -1,4 +1,4 @@
-"""Forward kernel of prefix-band attention for Hopper: one warp loads, two warp groups multiply.
+"""Forward kernel of attention over a list of sources for Hopper: one warp loads, two warp groups multiply.
 
 A program walks tiles of ``2 * 64`` rows (see `condense.ops.triton.device.rule`), one after the other. Each of the two
 warp groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read
@@ -8,21 +8,23 @@ scores of the next keys are multiplied while the values of the last ones still a
 
 On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) 19.9 ms, where
 `condense.ops.triton.attend_forward` takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers,
-and 64 are taken.
+and 64 are taken, as for fewer than 32K queries (8K tokens: 0.36 ms for 0.41).
 
 Keys come as one stream of blocks that all three derive from the same integers: first the blocks that some row sees only
-in part (prefix end, band start, band end), which need a mask, then those that every row sees whole.
+in part (where a source's spans begin and end), which need a mask, source by source; then those that every row sees
+whole.
 
 Queries and keys may be wider than values: the first D0 columns, as many as a value has, and the D1 that follow, both a
 power of two, lie apart in shared memory, and the scores are the sum of two products.
 
-Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, M prefix entries, N band tokens,
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source,
 D0 width of values, D0 + D1 of queries and keys. BN keys per block.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -32,11 +34,90 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from condense.ops.triton.attend import Call, Shared, not_empty, results
 from condense.ops.triton.attend_forward import VARYING
-from condense.ops.triton.device.rule import visible
-from condense.ops.triton.host import cdiv
+from condense.ops.triton.descriptors import descriptor
+from condense.ops.triton.device.records import Row, Rule, Spans, Start
+from condense.ops.triton.device.rule import begins_at_0, start_of_row, visible
+from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.limits import MAX_SOURCES
 
 ROWS = gl.constexpr(64)
+# queries from which blocks of 128 keys are faster than of 64
+_LONG = 1 << 15
+
+
+class Stream(NamedTuple):
+    """The blocks of keys that a tile reads: for each source its first key, its blocks that need a mask on the left,
+    those that need none, and all of them; then how many need a mask in all sources together, and how many there are.
+    """
+
+    lo: Any
+    left: Any
+    inner: Any
+    all: Any
+    edges: Any
+    blocks: Any
+
+
+class Problem(NamedTuple):
+    """What a program needs to know of any tile: heads, ratio, queries, tiles of queries, tiles of queries in all rows
+    and heads; who sees what but for the start of a row.
+    """
+
+    K: Any
+    R: Any
+    L: Any
+    tiles: Any
+    works: Any
+    spans: Any
+
+
+class Scores(NamedTuple):
+    """What is added to scores: their scale, the sources' levels, biases with their strides, and the sources' sizes."""
+
+    scale: Any
+    levels: Any
+    biases: Any
+    s_bias: Any
+    sizes: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: rings of keys (in parts) and values, barriers that say that a place in them is full or empty, and
+    those by which the two groups take turns.
+    """
+
+    k: Any
+    v: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    turns: Any
+
+
+class View(NamedTuple):
+    """What a tile of queries q reads: its stream, the span of each row in each source, offsets of the biases; piece:
+    how many tiles came before.
+    """
+
+    stream: Any
+    firsts: Any
+    lasts: Any
+    bias_at: Any
+    q: Any
+    piece: Any
+
+
+class Online(NamedTuple):
+    """An online softmax: weighted values, weights of the newest block, largest score and sum of weights per row."""
+
+    acc: Any
+    p: Any
+    m: Any
+    total: Any
 
 
 @gluon.jit
@@ -49,45 +130,82 @@ def _rows(first, j, L, R):
 
 
 @gluon.jit
-def _stream(first, L, R, b, kvh, bounds, s_bounds, start, rule, BN: gl.constexpr, RULE: gl.constexpr):
-    """The blocks of keys of a tile whose first query is ``first``, in six integers, and how many blocks those are.
+def _stretch(n: gl.constexpr, first, row, problem, spans, BN: gl.constexpr, KIND: gl.constexpr):
+    """The blocks of source n for a tile whose first query is ``first``, four numbers as in `Stream`.
 
-    Bounds never decrease, so a tile's first and last query hold the ends of all.
+    Spans never move back, so a tile's first and last query hold the ends of all.
     """
-    b, kvh = b.to(gl.int64), kvh.to(gl.int64)
-    last = gl.minimum(first + 2 * ROWS // R, L) - 1
-    rep_lo, start_lo, end_lo = visible(first, b, kvh, bounds, s_bounds, start, rule, RULE)
-    rep_hi, start_hi, end_hi = visible(last, b, kvh, bounds, s_bounds, start, rule, RULE)
-    whole = rep_lo // BN
-    prefix_edge = gl.cdiv(rep_hi, BN) - whole
-    band = gl.cdiv(gl.maximum(end_hi - start_lo, 0), BN)
-    left = gl.minimum(gl.cdiv(gl.maximum(start_hi - start_lo, 0), BN), band)
-    inner = gl.maximum(gl.maximum(end_lo - start_lo, 0) // BN - left, 0)
+    last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
+    lo, lo_end = visible(n, first, row, spans, KIND)
+    hi, hi_end = visible(n, last, row, spans, KIND)
+    if begins_at_0(n, KIND):
+        return lo, lo, lo_end // BN, gl.cdiv(hi_end, BN)
+    else:
+        blocks = gl.cdiv(gl.maximum(hi_end - lo, 0), BN)
+        left = gl.minimum(gl.cdiv(gl.maximum(hi - lo, 0), BN), blocks)
+        return lo, left, gl.maximum(gl.maximum(lo_end - lo, 0) // BN - left, 0), blocks
+
+
+@gluon.jit
+def _stream(first, row, problem, spans, N: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr):
+    """What a tile whose first query is ``first`` reads of N sources."""
+    lo, left, inner, size = _stretch(0, first, row, problem, spans, BN, KIND)
+    edges, blocks = size - inner, size
+    los, lefts, inners, sizes = (lo,), (left,), (inner,), (size,)
+    for n in gl.static_range(1, N):
+        lo, left, inner, size = _stretch(n, first, row, problem, spans, BN, KIND)
+        edges += size - inner
+        blocks += size
+        los += (lo,)
+        lefts += (left,)
+        inners += (inner,)
+        sizes += (size,)
     # a tile that sees nothing reads one block, all masked
-    edges = gl.where(whole + prefix_edge + band == 0, 1, prefix_edge + band - inner)
-    return (whole, prefix_edge, start_lo, left, inner, edges), edges + whole + inner
+    return Stream(los, lefts, inners, sizes, gl.where(blocks == 0, 1, edges), gl.maximum(blocks, 1))
 
 
 @gluon.jit
 def _block(t, stream, BN: gl.constexpr):
-    """Block t of a stream: whether it lies in the prefix, and its first key."""
-    whole, prefix_edge, lo, left, inner, edges = stream
-    u = t - edges
-    is_prefix = gl.where(u < 0, t < prefix_edge, u < whole)
-    in_prefix = gl.where(u < 0, whole + t, u)
-    in_band = gl.where(t < prefix_edge + left, t - prefix_edge, t - prefix_edge + inner)
-    in_band = gl.where(u < 0, in_band, left + u - whole)
-    return is_prefix, gl.where(is_prefix, in_prefix * BN, lo + in_band * BN)
+    """Block t of a stream: its source, and its first key."""
+    u = t - stream.edges
+    source, at = 0, 0
+    edge, inner = 0, 0
+    for n in gl.static_range(len(stream.lo)):
+        left = stream.left[n]
+        here = gl.where(u < 0, t >= edge, u >= inner)
+        masked = gl.where(t - edge < left, t - edge, t - edge + stream.inner[n])
+        block = gl.where(u < 0, masked, left + u - inner)
+        source, at = gl.where(here, n, source), gl.where(here, stream.lo[n] + block * BN, at)
+        edge += stream.all[n] - stream.inner[n]
+        inner += stream.inner[n]
+    return source, at
 
 
 @gluon.jit
-def _tile(work, tiles, K, R):
-    """First query, batch row and KV head of a piece of work; the last rows see most: they come first."""
-    return (tiles - 1 - work % tiles) * (2 * ROWS // R), work // tiles // K, work // tiles % K
+def _of_source(source, values):
+    """The number or vector of a source that is known at run time only."""
+    found = values[len(values) - 1]
+    for n in gl.static_range(len(values) - 1):
+        found = gl.where(source == n, values[n], found)
+    return found
 
 
 @gluon.jit
-def _load(parts, b, kvh, start, rings, full, empty, count, STAGES: gl.constexpr):
+def _tile(work, problem):
+    """First query, and batch row and KV head of a piece of work; the last queries see most: they come first."""
+    first = (problem.tiles - 1 - work % problem.tiles) * (2 * ROWS // problem.R)
+    return first, Row(work // problem.tiles // problem.K, work // problem.tiles % problem.K)
+
+
+@gluon.jit
+def _spans_of_row(spans, row, KIND: gl.constexpr):
+    """spans with the start of a batch row."""
+    start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
+    return Spans(spans.rule, start, spans.arrays, spans.strides)
+
+
+@gluon.jit
+def _load(parts, row, start, rings, full, empty, count, STAGES: gl.constexpr):
     """Fetches one block into its place in the rings, as soon as both groups are done with what lies there."""
     stage, phase = count % STAGES, count // STAGES & 1
     mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -96,102 +214,96 @@ def _load(parts, b, kvh, start, rings, full, empty, count, STAGES: gl.constexpr)
     else:
         mbarrier.expect(full.index(stage), parts[0].block_type.nbytes + parts[1].block_type.nbytes)
     for n in gl.static_range(len(parts)):
-        tma.async_copy_global_to_shared(parts[n], [b, kvh, start, 0], full.index(stage), rings[n].index(stage))
+        tma.async_copy_global_to_shared(parts[n], [row.b, row.head, start, 0], full.index(stage), rings[n].index(stage))
 
 
 @gluon.jit
-def _produce(
-    entries_k, entries_v, window_k, window_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings, barriers,
-    BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
-):  # fmt: skip
-    """The loading warp."""
-    k_rings, v_ring = rings
-    k_full, k_empty, v_full, v_empty = barriers
+def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr):
+    """The loading warp. k, k_rest, v: descriptors of the sources, k_rest empty where keys have one part."""
     count = 0
-    for work in range(gl.program_id(0), works, gl.num_programs(0)):
-        first, b, kvh = _tile(work, tiles, K, R)
-        stream, blocks = _stream(first, L, R, b, kvh, bounds, s_bounds, start, rule, BN, RULE)
-        for t in range(blocks):
-            is_prefix, at = _block(t, stream, BN)
-            if is_prefix:
-                _load(entries_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
-                _load((entries_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
-            else:
-                _load(window_k, b, kvh, at, k_rings, k_full, k_empty, count, STAGES)
-                _load((window_v,), b, kvh, at, (v_ring,), v_full, v_empty, count, STAGES)
+    for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
+        first, row = _tile(work, problem)
+        spans = _spans_of_row(problem.spans, row, KIND)
+        stream = _stream(first, row, problem, spans, len(k), BN, KIND)
+        for t in range(stream.blocks):
+            source, at = _block(t, stream, BN)
+            for n in gl.static_range(len(k)):
+                if source == n:
+                    k_parts = (k[n], k_rest[n]) if len(k_rest) > 0 else (k[n],)
+                    _load(k_parts, row, at, memory.k, memory.k_full, memory.k_empty, count, STAGES)
+                    _load((v[n],), row, at, (memory.v,), memory.v_full, memory.v_empty, count, STAGES)
             count += 1
 
 
 @gluon.jit
-def _scores(q, k_rings, k_full, count, BN: gl.constexpr, STAGES: gl.constexpr):
+def _scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
     """Starts the product of queries and one block of keys, both in one or two parts."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     stage, phase = count % STAGES, count // STAGES & 1
-    mbarrier.wait(k_full.index(stage), phase)
+    mbarrier.wait(memory.k_full.index(stage), phase)
     s = gl.zeros([ROWS, BN], gl.float32, layout)
     for n in gl.static_range(len(q)):
-        k = k_rings[n].index(stage).reshape([BN, q[n].shape[1]])
+        k = memory.k[n].index(stage).reshape([BN, q[n].shape[1]])
         s = hopper.warpgroup_mma(q[n], k.permute([1, 0]), s, use_acc=n > 0, is_async=True)
     return s
 
 
 @gluon.jit
-def _add_values(p, acc, v_ring, count, BN: gl.constexpr, STAGES: gl.constexpr):
+def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
     """Starts adding one block's values, weighted, to the accumulator; they have arrived."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    p = gl.convert_layout(p.to(v_ring.dtype), operand)
-    return hopper.warpgroup_mma(p, v_ring.index(count % STAGES).reshape([BN, acc.type.shape[1]]), acc, is_async=True)
+    p = gl.convert_layout(p.to(memory.v.dtype), operand)
+    v = memory.v.index(count % STAGES).reshape([BN, acc.type.shape[1]])
+    return hopper.warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
-def _softmax(
-    s, m, total, t, stream, seen, bias_ptr, M, scale, level,
-    BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr,
-):  # fmt: skip
+def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr):
     """One step of the online softmax, scores base 2: weights, new maximum and sum, what earlier sums shrink by."""
-    rep_end, raw_start, raw_end = seen
-    is_prefix, at = _block(t, stream, BN)
+    source, at = _block(t, view.stream, BN)
     n = at + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
-    if BIASED:
-        s = s * scale + gl.load(bias_ptr + n, mask=(n < M) & is_prefix, other=0.0)[None, :]
-    if MASKED:
-        lo = gl.where(is_prefix, 0, raw_start)
-        hi = gl.where(is_prefix, rep_end, raw_end)
-        s = gl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), s, float("-inf"))
     # scale is positive: scaling the maximum leaves one fused multiply-add per score
-    level = gl.where(is_prefix, level, 0.0)
-    m_new = gl.maximum(m, gl.max(s, 1) if BIASED else gl.max(s, 1) * scale + level)
+    scale, level = scores.scale, _of_source(source, scores.levels)
+    if BIASED > 0:
+        s = s * scale + level
+        for i in gl.static_range(len(scores.sizes)):
+            if (BIASED >> i) & 1:
+                here = (n < scores.sizes[i]) & (source == i)
+                s += gl.load(scores.biases[i] + view.bias_at[i] + n, mask=here, other=0.0)[None, :]
+    if MASKED:
+        lo, hi = _of_source(source, view.firsts), _of_source(source, view.lasts)
+        s = gl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) if BIASED > 0 else gl.max(s, 1) * scale + level)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - level)[:, None])
+    p = gl.exp2(s - m_safe[:, None] if BIASED > 0 else s * scale - (m_safe - level)[:, None])
     alpha = gl.exp2(m - m_safe)
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
 def _step(
-    acc, p, m, total, lo, hi, count, piece, stream, seen, q, bias_ptr, M, scale, level, rings, barriers, turns,
+    online, lo, hi, now, view, scores, memory,
     BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Blocks ``[lo, hi)`` of a stream; the weights p of the block before are still to be used. count: of block lo."""
-    k_rings, v_ring = rings
-    k_full, k_empty, v_full, v_empty = barriers
+    """Blocks ``[lo, hi)`` of a stream; the weights of the block before are still to be used. now: count of block lo."""
+    acc, p, m, total = online.acc, online.p, online.m, online.total
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     for t in range(lo, hi):
-        now = count + t - lo
-        mbarrier.wait(turns.index(GROUP), ((now - 1 - piece) & 1) ^ (1 - GROUP))
-        s = _scores(q, k_rings, k_full, now, BN, STAGES)
-        acc_next = _add_values(p, acc, v_ring, now - 1, BN, STAGES)
-        mbarrier.arrive(turns.index(1 - GROUP))
+        count = now + t - lo
+        mbarrier.wait(memory.turns.index(GROUP), ((count - 1 - view.piece) & 1) ^ (1 - GROUP))
+        s = _scores(view.q, memory, count, BN, STAGES)
+        acc_next = _add_values(p, acc, memory, count - 1, BN, STAGES)
+        mbarrier.arrive(memory.turns.index(1 - GROUP))
         s = hopper.warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(k_empty.index(now % STAGES))
-        p, m, total, alpha = _softmax(s, m, total, t, stream, seen, bias_ptr, M, scale, level, BN, MASKED, BIASED)
+        mbarrier.arrive(memory.k_empty.index(count % STAGES))
+        p, m, total, alpha = _softmax(s, m, total, t, view, scores, BN, MASKED, BIASED)
         # the softmax comes first: p goes through the wait, and the loop in which a barrier waits ends a run of
         # instructions within which the assembler would still move it
-        mbarrier.wait(v_full.index(now % STAGES), now // STAGES & 1)
+        mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
         acc, p = hopper.warpgroup_mma_wait(0, deps=[acc_next, p])
-        mbarrier.arrive(v_empty.index((now - 1) % STAGES))
+        mbarrier.arrive(memory.v_empty.index((count - 1) % STAGES))
         acc = acc * gl.convert_layout(alpha, rows)[:, None]
-    return acc, p, m, total
+    return Online(acc, p, m, total)
 
 
 @triton.constexpr_function
@@ -201,27 +313,37 @@ def _packed(width):
 
 
 @gluon.jit
-def _fetch_queries(
-    place, q_ptr, s_q, first, b, kvh, L, R, COLUMN: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr
-):
+def _fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr):
     """Columns ``[COLUMN, COLUMN + WIDTH)`` of a group's queries, to shared memory."""
     packed: gl.constexpr = _packed(WIDTH)
     i, r, real = _rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R)
-    at = b * s_q[0] + (kvh * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
+    at = row.b.to(gl.int64) * s_q[0] + (row.head.to(gl.int64) * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, packed))[None, :]
     place.store(gl.load(q_ptr + at[:, None] + d, mask=real[:, None], other=0.0))
 
 
 @gluon.jit
+def _view(i, row, stream, q, piece, problem, spans, scores, KIND: gl.constexpr):
+    """What the rows of a tile see: the spans of queries i, and the offsets of their biases."""
+    b, kvh = row.b.to(gl.int64), row.head.to(gl.int64)
+    firsts, lasts, bias_at = (), (), ()
+    for n in gl.static_range(len(stream.lo)):
+        first, last = visible(n, i, row, spans, KIND)
+        firsts += (first,)
+        lasts += (last,)
+        bias_at += (b * scores.s_bias[n][0] + kvh * scores.s_bias[n][1],)
+    return View(stream, firsts, lasts, bias_at, q, piece)
+
+
+@gluon.jit
 def _consume(
-    q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level, tiles,
-    works, queries, rings, barriers, turns,
-    D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
+    tensors, queries, problem, scores, memory,
+    D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warp group: 64 of the 128 rows of each tile."""
-    k_rings, v_ring = rings
-    k_full, k_empty, v_full, v_empty = barriers
+    q_ptr, s_q, out_ptr, lse_ptr = tensors
+    K, R, L = problem.K, problem.R, problem.L
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D0, 16])
@@ -230,75 +352,79 @@ def _consume(
     packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed))
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))
     count, piece = 0, 0
-    for work in range(gl.program_id(0), works, gl.num_programs(0)):
-        first, b, kvh = _tile(work, tiles, K, R)
-        wide_b, wide_kvh = b.to(gl.int64), kvh.to(gl.int64)
-        _fetch_queries(q[0], q_ptr, s_q, first, wide_b, wide_kvh, L, R, 0, D0, GROUP)
+    for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
+        first, row = _tile(work, problem)
+        head = (row.b.to(gl.int64) * K + row.head.to(gl.int64)) * R
+        _fetch_queries(q[0], q_ptr, s_q, first, row, R, L, 0, D0, GROUP)
         if D1 > 0:
-            _fetch_queries(q[1], q_ptr, s_q, first, wide_b, wide_kvh, L, R, D0, D1, GROUP)
+            _fetch_queries(q[1], q_ptr, s_q, first, row, R, L, D0, D1, GROUP)
         hopper.fence_async_shared()
 
-        stream, blocks = _stream(first, L, R, b, kvh, bounds, s_bounds, start, rule, BN, RULE)
+        spans = _spans_of_row(problem.spans, row, KIND)
+        stream = _stream(first, row, problem, spans, len(scores.sizes), BN, KIND)
         i, r, real = _rows(first, j, L, R)
-        seen = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
-        bias = bias_ptr + wide_b * s_bias[0] + wide_kvh * s_bias[1]
+        view = _view(i, row, stream, q, piece, problem, spans, scores, KIND)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, narrow))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
         acc = gl.zeros([ROWS, D0], gl.float32, wide)
 
-        s = _scores(q, k_rings, k_full, count, BN, STAGES)
+        s = _scores(q, memory, count, BN, STAGES)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(count % STAGES))
-        p, m, total, _ = _softmax(s, m, total, 0, stream, seen, bias, M, scale, level, BN, True, BIASED)
-        mbarrier.wait(v_full.index(count % STAGES), count // STAGES & 1)
-        whole = gl.maximum(stream[5], 1)
-        acc, p, m, total = _step(
-            acc, p, m, total, 1, whole, count + 1, piece, stream, seen, q, bias, M, scale, level, rings, barriers,
-            turns, BN, STAGES, True, BIASED, GROUP,
-        )  # fmt: skip
-        acc, p, m, total = _step(
-            acc, p, m, total, whole, blocks, count + whole, piece, stream, seen, q, bias, M, scale, level, rings,
-            barriers, turns, BN, STAGES, False, BIASED, GROUP,
-        )  # fmt: skip
-        count, piece = count + blocks, piece + 1
-        acc = _add_values(p, acc, v_ring, count - 1, BN, STAGES)
+        mbarrier.arrive(memory.k_empty.index(count % STAGES))
+        p, m, total, _ = _softmax(s, m, total, 0, view, scores, BN, True, BIASED)
+        mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
+        online = Online(acc, p, m, total)
+        whole = gl.maximum(stream.edges, 1)
+        online = _step(online, 1, whole, count + 1, view, scores, memory, BN, STAGES, True, BIASED, GROUP)
+        online = _step(
+            online, whole, stream.blocks, count + whole, view, scores, memory, BN, STAGES, False, BIASED, GROUP
+        )
+        count, piece = count + stream.blocks, piece + 1
+        acc = _add_values(online.p, online.acc, memory, count - 1, BN, STAGES)
         acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index((count - 1) % STAGES))
+        mbarrier.arrive(memory.v_empty.index((count - 1) % STAGES))
 
-        safe = gl.where(total > 0, total, 1.0)
-        lse = gl.where(total > 0, (m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
-        gl.store(lse_ptr + (wide_b * K * R + wide_kvh * R + r) * L + i, lse, mask=real)
+        safe = gl.where(online.total > 0, online.total, 1.0)
+        lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
+        gl.store(lse_ptr + (head + r) * L + i, lse, mask=real)
         # through the queries' place in shared memory, to be written in whole rows
         q[0].store((acc / gl.convert_layout(safe, gl.SliceLayout(1, wide))[:, None]).to(dtype))
         i, r, real = _rows(first, packed_j, L, R)
-        at = (wide_b * K * R + wide_kvh * R + r) * L + i
+        at = (head + r) * L + i
         d = gl.arange(0, D0, layout=gl.SliceLayout(0, packed))[None, :]
         gl.store(out_ptr + at[:, None] * D0 + d, q[0].load(packed), mask=real[:, None])
 
 
 @gluon.jit(do_not_specialize=(*VARYING, "tiles", "works"))
 def attend_fwd_hopper_kernel(
-    q_ptr, entries_k, entries_k1, entries_v, window_k, window_k1, window_v, bias_ptr, bounds, out_ptr, lse_ptr,
-    s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
-    chunk, window, entries, max_chunks, scale, level, tiles, works,
-    D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, RULE: gl.constexpr,
-    BIASED: gl.constexpr,
+    q_ptr, k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, biases, spans_ptr, out_ptr, lse_ptr,
+    s_q, s_bias, s_spans, levels, K, R, L, chunk, window, entries, max_chunks,
+    query_start, window_start, padding, prompt_entries, scale, tiles, works,
+    N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`. tiles: of queries; works: tiles times B times K.
-
-    entries_k1, window_k1: the last D1 columns of the keys, None if D1 is 0.
+    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`. N: sources; BIASED: those with a bias, as bits;
+    tiles: of queries; works: tiles times B times K. k0_rest to k3_rest: the last D1 columns of the keys, None if D1 is
+    0.
     """
+    k, v = (k0, k1, k2, k3)[:N], (v0, v1, v2, v3)[:N]
+    k_rest = (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
+    sizes = (k0.shape[2],)
+    for n in gl.static_range(1, N):
+        sizes += (k[n].shape[2],)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    problem = Problem(K, R, L, tiles, works, Spans(rule, start, spans_ptr, s_spans))
+    scores = Scores(scale, levels, biases, s_bias, sizes)
+
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     q0 = gl.allocate_shared_memory(dtype, [2, ROWS, D0], gl.NVMMASharedLayout.get_default_for([ROWS, D0], dtype))
-    k0_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], window_k.layout)
+    k0_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], k0.layout)
     if D1 == 0:
-        queries, k_rings, prefix_keys, band_keys = (q0,), (k0_ring,), (entries_k,), (window_k,)
+        queries, k_rings = (q0,), (k0_ring,)
     else:
         q1 = gl.allocate_shared_memory(dtype, [2, ROWS, D1], gl.NVMMASharedLayout.get_default_for([ROWS, D1], dtype))
-        k1_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D1], window_k1.layout)
-        queries, k_rings = (q0, q1), (k0_ring, k1_ring)
-        prefix_keys, band_keys = (entries_k, entries_k1), (window_k, window_k1)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], window_v.layout)
+        queries, k_rings = (q0, q1), (k0_ring, gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D1], k0_rest.layout))
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], v0.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -313,62 +439,64 @@ def attend_fwd_hopper_kernel(
         mbarrier.init(turns.index(group), count=1)
     hopper.fence_async_shared()
 
-    start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
-    rings, barriers = (k_rings, v_ring), (k_full, k_empty, v_full, v_empty)
+    tensors = (q_ptr, s_q, out_ptr, lse_ptr)
+    memory = Memory(k_rings, v_ring, k_full, k_empty, v_full, v_empty, turns)
     gl.warp_specialize([
         (_consume, (
-            q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level,
-            tiles, works, queries, rings, barriers, turns, D0, D1, BN, STAGES, RULE, BIASED, 0,
+            tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0,
         )),
         (_consume, (
-            q_ptr, bias_ptr, bounds, out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, start, rule, scale, level,
-            tiles, works, queries, rings, barriers, turns, D0, D1, BN, STAGES, RULE, BIASED, 1,
+            tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 1,
         )),
-        (_produce, (
-            prefix_keys, entries_v, band_keys, window_v, bounds, s_bounds, K, R, L, start, rule, tiles, works, rings,
-            barriers, BN, STAGES, RULE,
-        )),
+        (_produce, (k, k_rest, v, problem, memory, BN, STAGES, KIND)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def launch_fwd_hopper(
-    q: Tensor,
-    sources: list[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    *,
-    programs: int,
-    K: int,
-    R: int,
-    BIASED: bool,
-    **shared: Any,
-) -> None:
-    """Starts the kernel on 16-bit tensors, at most 128 query heads per KV head.
+_FORWARD = Launcher(attend_fwd_hopper_kernel)
 
-    Values are 64 or 128 wide, queries and keys as wide or half as wide again.
 
-    sources: prefix k and v, band k and v, none empty. programs: one per multiprocessor. shared:
-    the kernel's other arguments.
+@functools.cache
+def _layout(width: int) -> gl.NVMMASharedLayout:
+    """How 16-bit rows lie in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
+
+
+def _described(tensors: list[Tensor], first: int, last: int, BN: int) -> list[TensorDescriptor | None]:
+    """Descriptors of columns ``[first, last)`` of each source, None for sources that are not there."""
+    found: list[TensorDescriptor | None] = [None] * MAX_SOURCES
+    if last > first:
+        block, layout = [1, 1, BN, last - first], _layout(last - first)
+        for n, x in enumerate(tensors):
+            columns = x[..., first:last] if x.shape[3] > last - first else x
+            found[n] = descriptor(TensorDescriptor, columns, block, layout=layout)
+    return found
+
+
+def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of 16-bit tensors with at most 128 query heads per KV head.
+
+    Values are 64 or 128 wide, queries and keys as wide or half as wide again. programs: one per multiprocessor.
     """
-    B, _, L, D = q.shape
-    D0 = out.shape[3]
-    D1 = D - D0
+    shared = Shared.of(call)
+    q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
+    k, v = not_empty(call.k), not_empty(call.v)
+    (B, _, L, D), D0, K, R = q.shape, out.shape[3], shared.K, shared.R
     tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
-    BN, stages = (64, 3) if BIASED else (128, 2)
-
-    def descriptor(x: Tensor) -> TensorDescriptor:
-        swizzle = min(128, x.shape[3] * x.element_size())
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=16, rank=4)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, BN, x.shape[3]], layout)
-
-    def keys(x: Tensor) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-        return descriptor(x[..., :D0]), descriptor(x[..., D0:]) if D1 > 0 else None
-
-    entries_k, entries_v, window_k, window_v = sources
-    # 12 warps: 168 registers each to begin with, of which the loading warps give most to the others
-    attend_fwd_hopper_kernel[(min(works, programs),)](
-        q, *keys(entries_k), descriptor(entries_v), *keys(window_k), descriptor(window_v), out_ptr=out, lse_ptr=lse,
-        s_q=q.stride()[:3], K=K, R=R, L=L, tiles=tiles, works=works, D0=D0, D1=D1, BN=BN, STAGES=stages,
-        BIASED=BIASED, num_warps=4, maxnreg=168, **shared,
+    # which sources have a bias, as bits; the others point anywhere
+    biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
+    biases = tuple([lse if x is None else x for x in shared.biases])
+    BN, stages = (64, 3) if biased or L < _LONG else (128, 2)
+    tensors = (
+        q, *_described(k, 0, D0, BN), *_described(k, D0, D, BN), *_described(v, 0, D0, BN), biases, shared.spans,
+        out, lse,
     )  # fmt: skip
+    numbers = (
+        q.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, K, R, L, *call.rule, call.scale * LOG2E,
+        tiles, works,
+    )  # fmt: skip
+    constants = (len(k), D0, D - D0, shared.kind, biased, BN, stages)
+    with on_device_of(q):
+        # 12 warps: 168 registers each to begin with, of which the loading warps give most to the others
+        _FORWARD((min(works, programs), 1, 1), tensors, numbers, constants, {"num_warps": 4, "maxnreg": 168})
+    return out, lse

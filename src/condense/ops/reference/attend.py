@@ -25,8 +25,8 @@ def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: t
 
 
 def attend(
-    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`. Materialises ``[B, H, L, S]`` scores."""
     H, L = q.shape[1], q.shape[2]
     K, sizes = sources[0].k.shape[1], [source.k.shape[2] for source in sources]
@@ -47,4 +47,4 @@ def attend(
     weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)
     out = torch.einsum("bkrls,bksd->bkrld", weights, v).masked_fill(empty, 0.0)
     lse = lse.masked_fill(empty[..., 0], float("-inf"))
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2) if return_lse else None

@@ -1,4 +1,4 @@
-"""Backward kernels of prefix-band attention; see `condense.ops.triton.attend_forward` for the layout.
+"""Backward kernels of attention over a list of sources; see `condense.ops.triton.attend_forward` for the layout.
 
 One program per tile of rows (dq) and one per block of keys (dk, dv): no atomics, the same result every time.
 
@@ -14,57 +14,59 @@ import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.rule import seen_by, split, tile_rows, visible
+from condense.ops.triton.device.records import Block, Keys, Queries, Row, Rule, Source, Sources, Spans, Start
+from condense.ops.triton.device.rule import begins_at_0, cut, seen_by, split, start_of_row, tile_rows, visible
 
 
 @triton.jit
 def _dq_keys(
-    dq, q, d_out, lse, delta, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale, level,
-    BN: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    dq, queries, source, bias, lo, hi, first, last, scale,
+    BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale."""
+    """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale; a query sees ``[first, last)``."""
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        k = load_block(k_source, [b, kvh, start, 0], BN)
-        v = load_block(v_source, [b, kvh, start, 0], BN)
-        s = products(q, k, PRECISION)
-        dp = products(d_out, v, PRECISION)
-        shift = (lse - level)[:, None]
-        if BIASED:
-            shift = shift - tl.load(bias_ptr + n, mask=n < size, other=0.0)[None, :]
+        k = load_block(source.k, [source.b, source.head, start, 0], BN)
+        v = load_block(source.v, [source.b, source.head, start, 0], BN)
+        s = products(queries.q, k, PRECISION)
+        dp = products(queries.d_out, v, PRECISION)
+        shift = (queries.lse - source.level)[:, None]
+        if bias is not None:
+            shift = shift - tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
         p = tl.exp2(s * scale - shift)
         if MASKED:
             p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), p, 0.0)
-        ds = p * (dp - delta[:, None])
+        ds = p * (dp - queries.delta[:, None])
         dq = add_weighted(dq, ds, k, PRECISION)
     return dq
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_dq_kernel(
-    q_ptr, entries_k, entries_k1, entries_v, entries_v1, window_k, window_k1, window_v, window_v1, bias_ptr, bounds,
-    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
-    s_q, s_out, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
-    chunk, window, entries, max_chunks, scale, level, softmax_scale,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr,
+    k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
+    biases, spans_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
+    s_q, s_out, s_bias, s_spans, levels, K, R, L,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per row.
 
     out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out.
     """
+    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
+    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, kvh = tl.program_id(1) // K, tl.program_id(1) % K
-    wide_b, wide_kvh = b.to(tl.int64), kvh.to(tl.int64)
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
-    start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
-    rep_end, raw_start, raw_end = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
-    head = wide_kvh * R + r
-    at = (wide_b * K * R + head) * L + i
-    q_at = wide_b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
-    q = load_rows(q_ptr, q_at, real, D0, D1)
-    out_at = wide_b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2]
-    d_out = load_rows(d_out_ptr, out_at, real, V0, V1)
+    head = kvh * R + r
+    at = (b * K * R + head) * L + i
+    q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
+    d_out = load_rows(d_out_ptr, b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2], real, V0, V1)
     out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
     delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
     if V1 > 0:
@@ -74,134 +76,115 @@ def attend_dq_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(row_lse_ptr + at, lse, mask=real)
     tl.store(delta_ptr + at, delta, mask=real)
+    queries = Queries(q, d_out, lse, delta)
     dq = zeros(BM, D0, D1)
-    zero = tl.zeros_like(rep_end)
-
-    bias_ptr += wide_b * s_bias[0] + wide_kvh * s_bias[1]
-    k, v = parts(entries_k, entries_k1), parts(entries_v, entries_v1)
-    hi = tl.max(rep_end)
-    _, whole = split(0, 0, tl.min(rep_end), hi, BN)
-    dq = _dq_keys(
-        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
-        BN, False, BIASED, PRECISION,
-    )  # fmt: skip
-    dq = _dq_keys(
-        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
-        BN, True, BIASED, PRECISION,
-    )  # fmt: skip
-
-    k, v = parts(window_k, window_k1), parts(window_v, window_v1)
-    lo, hi = tl.min(raw_start), tl.max(raw_end)
-    left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
-    dq = _dq_keys(
-        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
-        BN, True, False, PRECISION,
-    )  # fmt: skip
-    dq = _dq_keys(
-        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
-        BN, False, False, PRECISION,
-    )  # fmt: skip
-    dq = _dq_keys(
-        dq, q, d_out, lse, delta, k, v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
-        BN, True, False, PRECISION,
-    )  # fmt: skip
+    for n in tl.static_range(N):
+        bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
+        k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
+        v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
+        source = Source(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
+        first, last = visible(n, i, row, spans, KIND)
+        lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
+        if not begins_at_0(n, KIND):
+            dq = _dq_keys(dq, queries, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
+        dq = _dq_keys(dq, queries, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
+        dq = _dq_keys(dq, queries, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 
 @triton.jit
 def _dkv_queries(
-    dk, dv, k, v, bias, q_source, d_out_source, lse_ptr, delta_ptr, b, kvh, first, last, lo, hi, L, R, scale,
-    BM: tl.constexpr, HEADS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    grads, keys, queries, row, lo, hi, L, R, scale,
+    BM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv; ``[first, last)`` see a key."""
+    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv.
+
+    queries: descriptors and pointers; a tile of them holds ``BM // HEADS`` queries of HEADS heads.
+    """
+    dk, dv = grads
+    HEADS: tl.constexpr = queries.q[0].block_shape[2]
     QUERIES: tl.constexpr = BM // HEADS
-    row = tl.arange(0, BM)
+    line = tl.arange(0, BM)
     for group in range(R // HEADS):
-        head = kvh * (R // HEADS) + group
-        stat_rows = (head * HEADS + row // QUERIES).to(tl.int64) * L + row % QUERIES
+        head = row.head * (R // HEADS) + group
+        stat_rows = (head * HEADS + line // QUERIES).to(tl.int64) * L + line % QUERIES
         for start in range(lo, hi, QUERIES):
-            i = start + row % QUERIES
+            i = start + line % QUERIES
             inside = i < L if MASKED else i >= 0
-            q = load_block(q_source, [b, head, 0, start, 0], BM)
-            d_out = load_block(d_out_source, [b, head, 0, start, 0], BM)
-            lse = tl.load(lse_ptr + stat_rows + start, mask=inside, other=float("inf"))
-            delta = tl.load(delta_ptr + stat_rows + start, mask=inside, other=0.0)
-            s = products(k, q, PRECISION)
-            dp = products(v, d_out, PRECISION)
-            p = tl.exp2(s * scale + (bias[:, None] - lse[None, :]))
+            q = load_block(queries.q, [row.b, head, 0, start, 0], BM)
+            d_out = load_block(queries.d_out, [row.b, head, 0, start, 0], BM)
+            lse = tl.load(queries.lse + stat_rows + start, mask=inside, other=float("inf"))
+            delta = tl.load(queries.delta + stat_rows + start, mask=inside, other=0.0)
+            s = products(keys.k, q, PRECISION)
+            dp = products(keys.v, d_out, PRECISION)
+            p = tl.exp2(s * scale + (keys.bias[:, None] - lse[None, :]))
             if MASKED:
-                p = tl.where((i[None, :] >= first[:, None]) & (i[None, :] < last[:, None]), p, 0.0)
+                p = tl.where((i[None, :] >= keys.first[:, None]) & (i[None, :] < keys.last[:, None]), p, 0.0)
             ds = p * (dp - delta[None, :])
             dv = add_weighted(dv, p, d_out, PRECISION)
             dk = add_weighted(dk, ds, q, PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=(*VARYING, "N", "prefix_blocks"))
+@triton.jit
+def _block_of(
+    n: tl.constexpr, number, sources, biases, row, K, L, spans, seen, s_seen, KIND: tl.constexpr, BN: tl.constexpr
+):
+    """Block ``number`` of source n: where its keys and values and their gradients lie, and who sees them."""
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    key, size = number * BN + tl.arange(0, BN), sources.sizes[n]
+    inside = key < size
+    k_at = b * sources.s_k[n][0] + kvh * sources.s_k[n][1] + key.to(tl.int64) * sources.s_k[n][2]
+    v_at = b * sources.s_v[n][0] + kvh * sources.s_v[n][1] + key.to(tl.int64) * sources.s_v[n][2]
+    bias = tl.zeros([BN], tl.float32) + sources.levels[n]
+    if biases is not None:
+        at = biases + b * sources.s_bias[n][0] + kvh * sources.s_bias[n][1]
+        bias += tl.load(at + key, mask=inside, other=0.0)
+    first, last = seen_by(n, key, size, L, row, spans, seen, s_seen, KIND)
+    return Block(
+        sources.k[n], sources.v[n], sources.dk[n], sources.dv[n], k_at, v_at, (b * K + kvh) * size + key.to(tl.int64),
+        inside, bias, first, last,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=(*VARYING, "size0", "size1", "size2", "size3"))
 def attend_dkv_kernel(
-    q_source, q_source1, entries_k_ptr, entries_v_ptr, window_k_ptr, window_v_ptr, bias_ptr, bounds,
-    prefix_seen, band_seen,
-    d_out_source, d_out_source1, lse_ptr, delta_ptr, d_entries_k_ptr, d_entries_v_ptr, d_window_k_ptr, d_window_v_ptr,
-    s_entries_k, s_entries_v, s_window_k, s_window_v, s_bias, s_prefix_seen, s_band_seen,
-    K, R, L, M, N, prefix_blocks, query_start, band_start, pads, offset, chunk, window, entries, max_chunks,
-    scale, level, softmax_scale,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HEADS: tl.constexpr, RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    lse_ptr, delta_ptr, q, q_rest, d_out, d_out_rest, k, v, biases, spans_ptr, seen, dk, dv,
+    s_k, s_v, s_bias, s_spans, s_seen, levels, K, R, L, size0, size1, size2, size3,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, n, D]`` and dv ``[B, K, n, Dv]`` of both sources, contiguous.
+    """dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous.
 
-    A tile of rows is ``BM // HEADS`` queries of HEADS heads, q and d_out ``[B, H / HEADS, HEADS, L, D]``.
+    q and d_out: descriptors ``[B, H / HEADS, HEADS, L, D]``. k, v, dk, dv, seen (for arrays): a pointer per source.
+    size0 to size3: entries of the sources, whatever where there are fewer.
 
-    One launch for both: the first prefix blocks, which nearly all queries see, start first, and the band's many
-    short programs fill the rest of the device.
+    One launch for all: the blocks of the first source start first, whose entries nearly all queries see in a condensed
+    prompt, and the window's many short programs fill the rest of the device.
     """
-    block = tl.program_id(1)
-    b, kvh = (tl.program_id(0) // K).to(tl.int64), (tl.program_id(0) % K).to(tl.int64)
-    is_prefix = block < prefix_blocks
-    block = tl.where(is_prefix, block, block - prefix_blocks)
-    size = tl.where(is_prefix, M, N)
-    n = block * BN + tl.arange(0, BN)
-    inside = n < size
-    wide_n = n.to(tl.int64)
-    bias = tl.zeros([BN], tl.float32)
-    start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
-    if is_prefix:
-        k_ptr, k_at = entries_k_ptr, b * s_entries_k[0] + kvh * s_entries_k[1] + wide_n * s_entries_k[2]
-        v_ptr, v_at = entries_v_ptr, b * s_entries_v[0] + kvh * s_entries_v[1] + wide_n * s_entries_v[2]
-        dk_ptr, dv_ptr = d_entries_k_ptr, d_entries_v_ptr
-        bias += level
-        if BIASED:
-            bias += tl.load(bias_ptr + b * s_bias[0] + kvh * s_bias[1] + n, mask=inside, other=0.0)
-        first, last = seen_by(
-            n, size, True, L, b, kvh, prefix_seen, s_prefix_seen, bounds, start, rule, RULE
-        )  # fmt: skip
-    else:
-        k_ptr, k_at = window_k_ptr, b * s_window_k[0] + kvh * s_window_k[1] + wide_n * s_window_k[2]
-        v_ptr, v_at = window_v_ptr, b * s_window_v[0] + kvh * s_window_v[1] + wide_n * s_window_v[2]
-        dk_ptr, dv_ptr = d_window_k_ptr, d_window_v_ptr
-        first, last = seen_by(n, size, False, L, b, kvh, band_seen, s_band_seen, bounds, start, rule, RULE)
-    k, v = load_rows(k_ptr, k_at, inside, D0, D1), load_rows(v_ptr, v_at, inside, V0, V1)
-    queries, d_outs = parts(q_source, q_source1), parts(d_out_source, d_out_source1)
-
-    lse_ptr += b * K * R * L
-    delta_ptr += b * K * R * L
-    seen = first < last
-    lo, hi = tl.min(tl.where(seen, first, L)), tl.max(last)
-    left, right = split(lo, tl.max(first), tl.min(tl.where(inside, last, L)), hi, BM // HEADS)
-    dk, dv = zeros(BN, D0, D1), zeros(BN, V0, V1)
-    row, head = tl.program_id(0) // K, tl.program_id(0) % K
-    dk, dv = _dkv_queries(
-        dk, dv, k, v, bias, queries, d_outs, lse_ptr, delta_ptr, row, head, first, last, lo, left, L, R,
-        scale, BM, HEADS, True, PRECISION,
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
+    b = row.b.to(tl.int64)
+    spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
+    sources = Sources(k, v, dk, dv, s_k, s_v, s_bias, (size0, size1, size2, size3), levels)
+    number = tl.program_id(1)
+    block = _block_of(0, number, sources, biases[0], row, K, L, spans, seen, s_seen, KIND, BN)
+    for n in tl.static_range(1, N):
+        number -= tl.cdiv(sources.sizes[n - 1], BN)
+        if number >= 0:
+            block = _block_of(n, number, sources, biases[n], row, K, L, spans, seen, s_seen, KIND, BN)
+    keys = Keys(
+        load_rows(block.k, block.k_at, block.inside, D0, D1), load_rows(block.v, block.v_at, block.inside, V0, V1),
+        block.bias, block.first, block.last,
     )  # fmt: skip
-    dk, dv = _dkv_queries(
-        dk, dv, k, v, bias, queries, d_outs, lse_ptr, delta_ptr, row, head, first, last, left, right, L, R,
-        scale, BM, HEADS, False, PRECISION,
-    )  # fmt: skip
-    dk, dv = _dkv_queries(
-        dk, dv, k, v, bias, queries, d_outs, lse_ptr, delta_ptr, row, head, first, last, right, hi, L, R,
-        scale, BM, HEADS, True, PRECISION,
-    )  # fmt: skip
-    at = (b * K + kvh) * size + wide_n
-    store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in dk], inside, D0, D1)
-    store_rows(dv_ptr, at * (V0 + V1), dv, inside, V0, V1)
+    queries = Queries(parts(q, q_rest), parts(d_out, d_out_rest), lse_ptr + b * K * R * L, delta_ptr + b * K * R * L)
+    is_seen = block.first < block.last
+    lo, hi = tl.min(tl.where(is_seen, block.first, L)), tl.max(block.last)
+    left, right = split(lo, tl.max(block.first), tl.min(tl.where(block.inside, block.last, L)), hi, BM // HEADS)
+    grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
+    grads = _dkv_queries(grads, keys, queries, row, lo, left, L, R, scale, BM, True, PRECISION)
+    grads = _dkv_queries(grads, keys, queries, row, left, right, L, R, scale, BM, False, PRECISION)
+    grads = _dkv_queries(grads, keys, queries, row, right, hi, L, R, scale, BM, True, PRECISION)
+    store_rows(block.dk, block.at * (D0 + D1), [x * softmax_scale for x in grads[0]], block.inside, D0, D1)
+    store_rows(block.dv, block.at * (V0 + V1), grads[1], block.inside, V0, V1)

@@ -1,11 +1,12 @@
-"""Forward kernel of prefix-band attention: one online softmax over prefix entries, then the band.
+"""Forward kernel of attention over a list of sources: one online softmax, one source after the other.
 
 A program owns a tile of rows, see `condense.ops.triton.device.rule`. Blocks of keys that every row sees whole
 run without a mask. Keys and values come through tensor descriptors ``[B, K, N, D]``, which read zeros past the end.
 
-Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, M prefix entries, N band tokens,
-D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. A descriptor whose
-name ends in 1 is for the second part, None if there is none. BM rows and BN keys per tile.
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source,
+D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. Descriptors k0 to
+k3 and v0 to v3 are of the sources' first parts, None where there are fewer; those whose names end in _rest of the
+second parts, None if there is none. BM rows and BN keys per tile.
 """
 
 from __future__ import annotations
@@ -14,96 +15,90 @@ import triton
 import triton.language as tl
 
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.rule import split, tile_rows, visible
+from condense.ops.triton.device.records import Row, Rule, Softmax, Source, Spans, Start
+from condense.ops.triton.device.rule import begins_at_0, cut, start_of_row, tile_rows, visible
 
 # numbers that change from call to call must not each make a new kernel
-VARYING = ("L", "M", "query_start", "band_start", "pads", "offset", "chunk", "window", "max_chunks")
+VARYING = ("L", "query_start", "window_start", "padding", "prompt_entries", "chunk", "window", "max_chunks")
 
 
 @triton.jit
 def _forward_keys(
-    acc, m, total, q, k_source, v_source, bias_ptr, b, kvh, lo, hi, first, last, size, scale, level,
-    BN: tl.constexpr, MASKED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over keys ``[lo, hi)`` of one source; a row sees ``[first, last)``. Scores are base 2.
+    softmax,
+    q,
+    source,
+    bias,
+    lo,
+    hi,
+    first,
+    last,
+    scale,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax over keys ``[lo, hi)`` of one source; a query sees ``[first, last)``. Scores are base 2.
 
-    level is added to all of them; with BIASED, a number per key is.
+    bias: pointer to the biases of all rows, None for none.
     """
+    acc, m, total = softmax.acc, softmax.m, softmax.total
+    BIASED: tl.constexpr = bias is not None
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        k = load_block(k_source, [b, kvh, start, 0], BN)
+        k = load_block(source.k, [source.b, source.head, start, 0], BN)
         s = products(q, k, PRECISION)
         if BIASED:
-            s = s * scale + tl.load(bias_ptr + n, mask=n < size, other=0.0)[None, :]
+            s = s * scale + tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
         if MASKED:
             s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), s, float("-inf"))
         # scale is positive: scaling the maximum leaves one fused multiply-add per score
-        m_new = tl.maximum(m, tl.max(s, 1) if BIASED else tl.max(s, 1) * scale + level)
+        m_new = tl.maximum(m, tl.max(s, 1) if BIASED else tl.max(s, 1) * scale + source.level)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - level)[:, None])
+        p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - source.level)[:, None])
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
-        v = load_block(v_source, [b, kvh, start, 0], BN)
+        v = load_block(source.v, [source.b, source.head, start, 0], BN)
         acc = add_weighted([x * alpha[:, None] for x in acc], p, v, PRECISION)
         m = m_new
-    return acc, m, total
+    return Softmax(acc, m, total)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_fwd_kernel(
-    q_ptr, entries_k, entries_k1, entries_v, entries_v1, window_k, window_k1, window_v, window_v1, bias_ptr, bounds,
-    out_ptr, lse_ptr, s_q, s_bias, s_bounds, K, R, L, M, query_start, band_start, pads, offset,
-    chunk, window, entries, max_chunks, scale, level,
-    D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RULE: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr,
+    k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
+    biases, spans_ptr, out_ptr, lse_ptr, s_q, s_bias, s_spans, levels, K, R, L,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2."""
+    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
+    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
     # the last rows see most: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, kvh = tl.program_id(1) // K, tl.program_id(1) % K
-    wide_b, wide_kvh = b.to(tl.int64), kvh.to(tl.int64)
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
-    start, rule = (query_start, band_start, pads, offset), (chunk, window, entries, max_chunks)
-    rep_end, raw_start, raw_end = visible(i, wide_b, wide_kvh, bounds, s_bounds, start, rule, RULE)
-    head = wide_kvh * R + r
-    q_at = wide_b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
-    q = load_rows(q_ptr, q_at, real, D0, D1)
-    acc = zeros(BM, V0, V1)
+    head = kvh * R + r
+    q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
     m = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    zero = tl.zeros_like(rep_end)
-
-    bias_ptr += wide_b * s_bias[0] + wide_kvh * s_bias[1]
-    k, v = parts(entries_k, entries_k1), parts(entries_v, entries_v1)
-    hi = tl.max(rep_end)
-    _, whole = split(0, 0, tl.min(rep_end), hi, BN)
-    acc, m, total = _forward_keys(
-        acc, m, total, q, k, v, bias_ptr, b, kvh, 0, whole, zero, rep_end, M, scale, level,
-        BN, False, BIASED, PRECISION,
-    )  # fmt: skip
-    acc, m, total = _forward_keys(
-        acc, m, total, q, k, v, bias_ptr, b, kvh, whole, hi, zero, rep_end, M, scale, level,
-        BN, True, BIASED, PRECISION,
-    )  # fmt: skip
-
-    k, v = parts(window_k, window_k1), parts(window_v, window_v1)
-    lo, hi = tl.min(raw_start), tl.max(raw_end)
-    left, right = split(lo, tl.max(raw_start), tl.min(raw_end), hi, BN)
-    acc, m, total = _forward_keys(
-        acc, m, total, q, k, v, bias_ptr, b, kvh, lo, left, raw_start, raw_end, M, scale, 0.0,
-        BN, True, False, PRECISION,
-    )  # fmt: skip
-    acc, m, total = _forward_keys(
-        acc, m, total, q, k, v, bias_ptr, b, kvh, left, right, raw_start, raw_end, M, scale, 0.0,
-        BN, False, False, PRECISION,
-    )  # fmt: skip
-    acc, m, total = _forward_keys(
-        acc, m, total, q, k, v, bias_ptr, b, kvh, right, hi, raw_start, raw_end, M, scale, 0.0,
-        BN, True, False, PRECISION,
-    )  # fmt: skip
-
-    at = (wide_b * K * R + head) * L + i
-    safe = tl.where(total > 0, total, 1.0)
-    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in acc], real, V0, V1)
-    lse = tl.where(total > 0, (m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    softmax = Softmax(zeros(BM, V0, V1), m, tl.zeros([BM], tl.float32))
+    for n in tl.static_range(N):
+        bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
+        k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
+        v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
+        source = Source(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
+        first, last = visible(n, i, row, spans, KIND)
+        lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
+        if not begins_at_0(n, KIND):
+            softmax = _forward_keys(softmax, q, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
+        softmax = _forward_keys(softmax, q, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
+        softmax = _forward_keys(softmax, q, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
+    at = (b * K * R + head) * L + i
+    safe = tl.where(softmax.total > 0, softmax.total, 1.0)
+    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
+    lse = tl.where(softmax.total > 0, (softmax.m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
     tl.store(lse_ptr + at, lse, mask=real)

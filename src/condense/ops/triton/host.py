@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,23 @@ def power_of_2(number: int) -> int:
 def dense_rows(x: Tensor) -> Tensor:
     """The last dimension contiguous, as the kernels read whole rows."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """The last dimension contiguous, and what tensor descriptors ask for: rows and start at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    *strides, width = x.stride()
+    if width == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides):
+        return x
+    padded = x.new_zeros(*x.shape[:-1], cdiv(x.shape[-1], step) * step)[..., : x.shape[-1]]
+    return padded.copy_(x)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels start on the current device, which need not be the tensors' in a model spread over several."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device_of(x)
 
 
 def check_programs(count: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # so many sizes and layouts of a kernel are remembered; then all are forgotten, which costs a look at each
@@ -25,26 +26,39 @@ class Launcher:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[Tensor, ...],
-        numbers: tuple[int | float, ...],
+        tensors: tuple[Any, ...],
+        numbers: tuple[Any, ...],
         constants: tuple[Any, ...],
         options: Mapping[str, Any],
     ) -> None:
         """``kernel[grid](*tensors, *numbers, *constants, **options)`` on the current device, which is the tensors'.
 
-        tensors: of one device. numbers, constants: in its place each has one type, always. options: Triton's, such as
-        ``num_warps``, always the same where all else is.
+        tensors: of one device, the first a tensor; also None, tuples of tensors and, with blocks that the constants
+        tell, tensor descriptors. numbers, constants: in its place each has one type, always; numbers also in tuples.
+        options: Triton's, such as ``num_warps``, always the same where all else is.
         """
-        dtypes = tuple([x.dtype for x in tensors])
-        aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors])
-        key = (tensors[0].device, dtypes, aligned, numbers, constants)
+        if torch.compiler.is_compiling():
+            # torch.compile knows how to make a kernel part of what it compiles
+            self.kernel[grid](*tensors, *numbers, *constants, **options)
+            return
+        key = (tensors[0].device, tuple([_kind(x) for x in tensors]), numbers, constants)
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*tensors, *numbers, *constants)
             return
         if len(self._compiled) >= _MOST_KNOWN:
             self._compiled.clear()
-        # an interpreted kernel is none
+        # None under TRITON_INTERPRET, where there is nothing to remember
         compiled = self.kernel[grid](*tensors, *numbers, *constants, **options)
         if compiled is not None:
             self._compiled[key] = compiled
+
+
+def _kind(x: Any) -> Any:
+    """What Triton compiles for in one argument without numbers."""
+    if x is None:
+        return None
+    if type(x) is tuple:
+        return tuple([_kind(item) for item in x])
+    # a descriptor's tensor is always aligned
+    return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, Tensor) else x.base.dtype

@@ -128,18 +128,18 @@ def _pooled(pooled, total, c, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def pool_fwd_kernel(
-    k_ptr, v_ptr, summary_ptr, start, out_k_ptr, out_v_ptr,
-    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, K, N, G, c, scale,
+    k_ptr, v_ptr, summary_ptr, starts_ptr, out_k_ptr, out_v_ptr,
+    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, start, K, N, G, c, scale,
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """out_k ``[B, K, G, D]`` and out_v ``[B, K, G, Dv]``, contiguous. ``scale`` is for powers of two.
 
-    start is a number or, with PER_ROW, a pointer to one per row.
+    start is for all rows, or, with PER_ROW, starts has one for each.
     """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     if PER_ROW:
-        start = tl.load(start + b)
+        start = tl.load(starts_ptr + b)
     j = tl.program_id(0) * BG + tl.arange(0, BG)
     d = tl.arange(0, BD)
     k_width, v_width = (j < G)[:, None] & (d < D)[None, :], (j < G)[:, None] & (d < DV)[None, :]
@@ -216,8 +216,8 @@ def _shares(d_x, x, largest, ties, weight, chosen, c, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def pool_bwd_kernel(
-    k_ptr, v_ptr, summary_ptr, start, d_key_ptr, d_value_ptr, dk_ptr, dv_ptr, d_summary_ptr,
-    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, K, N, G, c, lead, scale, base2,
+    k_ptr, v_ptr, summary_ptr, starts_ptr, d_key_ptr, d_value_ptr, dk_ptr, dv_ptr, d_summary_ptr,
+    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, start, K, N, G, c, lead, scale, base2,
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +228,7 @@ def pool_bwd_kernel(
     """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     if PER_ROW:
-        start = tl.load(start + b)
+        start = tl.load(starts_ptr + b)
     j = tl.program_id(0) * BG + tl.arange(0, BG) - lead
     real, step = (j >= 0) & (j < G), tl.arange(0, BT)
     d = tl.arange(0, BD)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.checks import step_obstacle
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
 from condense.ops.triton.launch import Launcher
+from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
 from condense.ops.types import numbered_settings
 

@@ -9,10 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from condense.ops.triton.host import power_of_2
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -25,24 +21,6 @@ def split_width(width: int) -> tuple[int, int]:
 def tile_width(width):
     """Columns of the tile that holds ``width`` of them."""
     return max(16, triton.next_power_of_2(width))
-
-
-def descriptors(names: tuple[str, ...], tensors: list[Tensor], rows: int) -> dict[str, TensorDescriptor | None]:
-    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]`` by name: tiles of ``rows`` and all heads.
-
-    A second part of the width has the name with a 1 after it, None if there is none.
-    """
-    found: dict[str, TensorDescriptor | None] = {}
-    for name, x in zip(names, tensors, strict=True):
-        first, rest = split_width(x.shape[-1])
-        found[name] = _descriptor(x[..., :first] if rest > 0 else x, rows)
-        found[name + "1"] = _descriptor(x[..., first:], rows) if rest > 0 else None
-    return found
-
-
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    *_, width = shape = list(x.shape)
-    return TensorDescriptor(x, shape, list(x.stride()), [1, 1, *shape[2:-2], rows, max(16, power_of_2(width))])
 
 
 @triton.jit

@@ -1,17 +1,18 @@
-"""Who sees what, inside a kernel: the uniform rule from a few integers in registers, or bounds from arrays.
+"""Who sees what, inside a kernel: the uniform rule from a few integers in registers, or spans from arrays.
 
 A tile has BM rows: ``BM // R`` queries of the R query heads that share a KV head, so that any ratio works and each
 key is read once for all of them. Rows left over stand for the tile's last query again.
 
-``RULE``: "arrays" (``bounds`` are int32 ``[B|1, K|1, L]`` each), "row" (the uniform rule, the same in all rows:
-``start`` holds query_start, band_start, padding and offset of `UniformBounds`) or "rows" (``bounds[0]`` holds these
-four per row, int32 ``[B, 4]``).
+KIND says how: "row", the rule, with the same start in all rows; "rows", the rule, each row with its own start;
+"arrays", lo and hi of each query. The rule has two sources, the entries and the window; arrays may have any number.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from condense.ops.triton.device.records import Start
 
 
 @triton.jit
@@ -25,54 +26,66 @@ def tile_rows(first, L, R, BM: tl.constexpr):
 
 
 @triton.jit
-def _starts(bounds, start, b, RULE: tl.constexpr):
-    if RULE == "rows":
-        at = bounds[0] + b * 4
-        query_start, band_start, pads, offset = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    else:
-        query_start, band_start, pads, offset = start[0], start[1], start[2], start[3]
-    return query_start, band_start, pads, offset
+def start_of_row(b, start, starts_ptr, KIND: tl.constexpr):
+    """Where batch row b starts: loaded from int32 ``[B, 4]`` if rows start apart, else ``start``."""
+    if KIND == "rows":
+        at = starts_ptr + b * 4
+        start = Start(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+    return start
 
 
 @triton.jit
-def visible(i, b, kvh, bounds, s_bounds, start, rule, RULE: tl.constexpr):
-    """rep_end, raw_start and raw_end of queries i (int32 vector)."""
-    if RULE == "arrays":
-        at = b * s_bounds[0] + kvh * s_bounds[1] + i
-        rep_end, raw_start, raw_end = tl.load(bounds[0] + at), tl.load(bounds[1] + at), tl.load(bounds[2] + at)
+def visible(n: tl.constexpr, i, row, spans, KIND: tl.constexpr):
+    """Entries ``[lo, hi)`` of source n that queries i (int32) see."""
+    if KIND == "arrays":
+        edge, s_b, s_h = spans.strides
+        at = spans.arrays + 2 * n * edge + row.b.to(tl.int64) * s_b + row.head.to(tl.int64) * s_h + i
+        lo, hi = tl.load(at), tl.load(at + edge)
     else:
-        chunk, window, entries, max_chunks = rule
-        query_start, band_start, pads, offset = _starts(bounds, start, b, RULE)
-        seen = query_start + i + 1
-        closed = tl.maximum(seen - window, 0) // chunk
-        real = i >= pads
-        rep_end = tl.where(real, offset + tl.minimum(closed, max_chunks) * entries, 0)
-        raw_start = tl.where(real, tl.maximum(closed * chunk - band_start, 0), 0)
-        raw_end = tl.where(real, seen - band_start, 0)
-    return rep_end, raw_start, raw_end
+        rule, start = spans.rule, spans.start
+        seen = start.query + i + 1
+        closed = tl.maximum(seen - rule.window, 0) // rule.chunk
+        real = i >= start.padding
+        if n == 0:
+            lo = closed * 0
+            hi = tl.where(real, start.prompt_entries + tl.minimum(closed, rule.max_chunks) * rule.entries, 0)
+        else:
+            lo = tl.where(real, tl.maximum(closed * rule.chunk - start.window, 0), 0)
+            hi = tl.where(real, seen - start.window, 0)
+    return lo, hi
+
+
+@triton.constexpr_function
+def begins_at_0(n, KIND):
+    """True if every span of source n is known to."""
+    return KIND != "arrays" and n == 0
 
 
 @triton.jit
-def seen_by(n, size, is_prefix, L, b, kvh, seen, s_seen, bounds, start, rule, RULE: tl.constexpr):
-    """Queries ``[lo, hi)`` that see each of the keys n of one source; none for keys past its end.
+def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.constexpr):
+    """Queries ``[lo, hi)`` that see each of the keys of source n, of ``size``; none for keys past its end.
 
-    Bounds never decrease, so these queries have no gap. ``seen``: for arrays, both ends int32 ``[B|1, K|1, size]``.
+    Spans never move back, so these queries have no gap. seen: for arrays, lo and hi of each source int32
+    ``[2, B|1, K|1, size]``, strides of all but the last.
     """
-    if RULE == "arrays":
-        at = b * s_seen[0] + kvh * s_seen[1] + n
-        lo = tl.load(seen[0] + at, mask=n < size, other=0)
-        hi = tl.load(seen[1] + at, mask=n < size, other=0)
+    if KIND == "arrays":
+        edge, s_b, s_h = s_seen[n]
+        at = seen[n] + row.b.to(tl.int64) * s_b + row.head.to(tl.int64) * s_h + keys
+        lo, hi = tl.load(at, mask=keys < size, other=0), tl.load(at + edge, mask=keys < size, other=0)
     else:
-        chunk, window, entries, max_chunks = rule
-        query_start, band_start, pads, offset = _starts(bounds, start, b, RULE)
-        position = n + band_start
-        number = tl.where(is_prefix, tl.maximum(n - offset, 0) // entries, tl.maximum(position, 0) // chunk)
-        # the first query that sees the chunk closed; entries ahead of the rule's own are there from the start
-        closing = tl.where(is_prefix & (n < offset), 0, (number + 1) * chunk + window - 1 - query_start)
-        lo = tl.maximum(tl.where(is_prefix, closing, position - query_start), pads)
-        hi = tl.where(is_prefix, L, tl.minimum(closing, L))
-        hi = tl.where(is_prefix | (position >= 0), hi, 0)
-    hi = tl.where(n < size, hi, 0)
+        rule, start = spans.rule, spans.start
+        if n == 0:
+            number = tl.maximum(keys - start.prompt_entries, 0) // rule.entries
+            # the first query that sees the chunk closed; entries ahead of the rule's own are there from the start
+            closing = (number + 1) * rule.chunk + rule.window - 1 - start.query
+            lo = tl.maximum(tl.where(keys < start.prompt_entries, 0, closing), start.padding)
+            hi = tl.full(keys.shape, 0, tl.int32) + L
+        else:
+            position = keys + start.window
+            closing = (tl.maximum(position, 0) // rule.chunk + 1) * rule.chunk + rule.window - 1 - start.query
+            lo = tl.maximum(position - start.query, start.padding)
+            hi = tl.where(position >= 0, tl.minimum(closing, L), 0)
+    hi = tl.where(keys < size, hi, 0)
     return tl.minimum(lo, hi), hi
 
 
@@ -84,3 +97,15 @@ def split(lo, inner_lo, inner_hi, hi, step):
     left = tl.minimum(lo + tl.cdiv(tl.maximum(inner_lo - lo, 0), step) * step, tl.maximum(hi, lo))
     right = left + tl.maximum(tl.minimum(inner_hi, hi) - left, 0) // step * step
     return left, right
+
+
+@triton.jit
+def cut(lo, hi, FROM_0: tl.constexpr, STEP: tl.constexpr):
+    """`split` of what a tile's rows see: where it begins, both cuts, where it ends. FROM_0: every lo is 0."""
+    if FROM_0:
+        first, inner = 0, 0
+    else:
+        first, inner = tl.min(lo), tl.max(lo)
+    last = tl.max(hi)
+    left, right = split(first, inner, tl.min(hi), last, STEP)
+    return first, left, right, last

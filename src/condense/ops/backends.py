@@ -1,0 +1,191 @@
+"""The backends by name: the operations that each offers, what keeps it from running, and where "auto" takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.hopper import limits as hopper_limits
+from condense.ops.triton import limits as triton_limits
+from condense.ops.types import Problem, StepSettings
+
+
+class Operations(NamedTuple):
+    """The functions of `condense.ops` of the same names, as one backend computes them.
+
+    attend is ``attend(q, sources, spans, *, scale, dropout_p, return_lse) -> (out, lse)``, lse None unless asked for.
+    pool_groups: None where it is made of group_scores and pool.
+    """
+
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
+    summarize: Callable[..., Tensor]
+    group_scores: Callable[..., Tensor]
+    pool: Callable[..., Tensor]
+    pool_groups: Callable[..., tuple[Tensor, Tensor]] | None
+    importance: Callable[..., Tensor]
+
+
+def _nothing(problem: Problem) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute.
+
+    imports: its operations, with the modules that they are in. The obstacles: what keeps it from attending, pooling or
+    summing up attention per token, as the end of a sentence that begins with its name, None if nothing does. instead:
+    the backend that such an error names. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
+    """
+
+    name: str
+    imports: Callable[[], Operations]
+    attend_obstacle: Callable[[Problem], str | None] = _nothing
+    pool_obstacle: Callable[[Problem], str | None] = _nothing
+    importance_obstacle: Callable[[Problem], str | None] = _nothing
+    instead: str = "torch"
+    is_fast: Callable[[Problem], bool] = lambda problem: True
+
+    _loaded: list[Operations] = field(default_factory=list)
+
+    def load(self) -> Operations:
+        """The operations, imported by the first call."""
+        if not self._loaded:
+            self._loaded.append(self.imports())
+        return self._loaded[0]
+
+
+def _reference() -> Operations:
+    from condense.ops.reference import attend, importance, pool
+
+    return Operations(attend.attend, pool.summarize, pool.group_scores, pool.pool, None, importance.importance)
+
+
+def _torch() -> Operations:
+    from condense.ops.torch import attend, importance, pool
+
+    return Operations(attend.attend, pool.summarize, pool.group_scores, pool.pool, None, importance.importance)
+
+
+def _triton() -> Operations:
+    from condense.ops.triton import attend, importance, pool
+
+    return _torch()._replace(
+        attend=attend.attend,
+        summarize=pool.summarize,
+        pool_groups=pool.pool_groups,
+        importance=importance.importance,
+    )
+
+
+def _hopper() -> Operations:
+    from condense.ops.hopper import attend
+
+    return _triton()._replace(attend=attend.attend)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference", _reference),
+        Backend("torch", _torch),
+        Backend(
+            "triton",
+            _triton,
+            triton_limits.attend_obstacle,
+            triton_limits.pool_obstacle,
+            triton_limits.attend_obstacle,
+        ),
+        Backend(
+            "hopper",
+            _hopper,
+            hopper_limits.attend_obstacle,
+            triton_limits.pool_obstacle,
+            triton_limits.attend_obstacle,
+            instead="triton",
+            is_fast=hopper_limits.fills_gpu,
+        ),
+    )
+}
+
+
+def check_backend(backend: str) -> str:
+    """An explicit backend's name, or "auto"."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    return backend
+
+
+def resolve_backend(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, ...],
+    *,
+    num_queries: int = 2,
+    dropout_p: float = 0.0,
+    heads: tuple[int, int, int] = (0, 1, 1),
+    num_sources: int = 2,
+) -> str:
+    """The attention backend that runs: "auto" decides, an explicit one is never exchanged for another.
+
+    "auto" is, on CUDA and for more than one query, "hopper" where it can run and the rows and heads fill the GPU, else
+    "triton" where it has kernels for dtype and widths; in all other cases it is "torch" (`condense.ops.attend` also
+    takes "torch" where nothing is condensed). widths: of keys and values. heads: rows, query heads and KV heads.
+    Raises ValueError if an explicit backend cannot run.
+    """
+    problem = Problem(device, dtype, widths, num_queries, dropout_p, *heads, num_sources)
+    if check_backend(backend) != "auto":
+        return _explicit(backend, BACKENDS[backend].attend_obstacle(problem))
+    if device.type == "cuda" and num_queries > 1:
+        for name in ("hopper", "triton"):
+            if BACKENDS[name].attend_obstacle(problem) is None and BACKENDS[name].is_fast(problem):
+                return name
+    return "torch"
+
+
+def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
+    """The backend that makes summaries and entries, chosen like that of attention, with its own limits.
+
+    Raises ValueError if an explicit backend cannot run.
+    """
+    problem = Problem(device, dtype, widths)
+    if check_backend(backend) != "auto":
+        return _explicit(backend, BACKENDS[backend].pool_obstacle(problem))
+    if device.type == "cuda" and BACKENDS["triton"].pool_obstacle(problem) is None:
+        return "triton"
+    return "torch"
+
+
+def resolve_importance(backend: str, device: torch.device, dtype: torch.dtype, width: int, num_queries: int) -> str:
+    """The backend of `condense.ops.importance`, chosen like that of attention; "hopper" takes Triton's kernel.
+
+    Raises ValueError if an explicit backend cannot run.
+    """
+    problem = Problem(device, dtype, (width,), num_queries)
+    if check_backend(backend) != "auto":
+        return _explicit(backend, BACKENDS[backend].importance_obstacle(problem))
+    on_gpu = device.type == "cuda" and num_queries > 1
+    return "triton" if on_gpu and BACKENDS["triton"].importance_obstacle(problem) is None else "torch"
+
+
+def step_backend(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepSettings, *, latent: int = 0
+) -> str:
+    """The backend of decode steps: "triton" on CUDA where it can run, else "torch".
+
+    Arguments as `condense.ops.triton.limits.step_obstacle`.
+    """
+    if device.type != "cuda":
+        return "torch"
+    return "torch" if triton_limits.step_obstacle(device, dtype, widths, plan, latent=latent) else "triton"
+
+
+def _explicit(backend: str, obstacle: str | None) -> str:
+    if obstacle is not None:
+        raise ValueError(f"backend {backend!r} {obstacle}; use backend={BACKENDS[backend].instead!r}")
+    return backend

@@ -1,0 +1,43 @@
+"""Tensor descriptors, made on the host for every call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.host import power_of_2
+
+
+def described(tensors: Sequence[Tensor], rows: int, count: int = 1) -> list[TensorDescriptor | None]:
+    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` and all heads.
+
+    First ``count`` for the first part of each tensor's width, then as many for the second, None where there is none.
+    """
+    *heads, _, width = tensors[0].shape[2:]
+    first, rest = split_width(width)
+    none = [None] * (count - len(tensors))
+    if rest == 0:
+        block = _block(rows, width, *heads)
+        return [*[descriptor(TensorDescriptor, x, block) for x in tensors], *none, *[None] * count]
+    blocks = _block(rows, first, *heads), _block(rows, rest, *heads)
+    firsts = [descriptor(TensorDescriptor, x[..., :first], blocks[0]) for x in tensors]
+    return [*firsts, *none, *[descriptor(TensorDescriptor, x[..., first:], blocks[1]) for x in tensors], *none]
+
+
+@functools.cache
+def _block(rows: int, width: int, *heads: int) -> list[int]:
+    return [1, 1, *heads, rows, max(16, power_of_2(width))]
+
+
+def descriptor(kind: Any, x: Tensor, block: list[int], **fields: Any) -> Any:
+    """``kind(x, shape, strides, block, **fields)`` without its checks, which take longer than all else that a call does
+    with a tensor: `condense.ops.triton.host.whole_rows` has seen to what they ask for.
+    """
+    made = kind.__new__(kind)
+    made.__dict__.update(base=x, shape=x.shape, strides=x.stride(), block_shape=block, **fields)
+    return made

@@ -1,0 +1,96 @@
+"""What the Triton kernels take. Nothing here imports Triton, so that it can be asked for anywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from condense.ops.types import Problem, StepSettings
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# what the kernels were held to float64 with on a GPU
+WIDTHS = (64, 80, 96, 128, 192, 256)
+# attention's kernels have parameters for so many sources
+MAX_SOURCES = 4
+# the pooling kernels loop over a group's tokens: any group size, any width up to a row that fits in registers
+MAX_POOLING_WIDTH = 1024
+MAX_STEP_WIDTH, MAX_STEP_LATENT = 256, 512
+# a decode step ranks the tokens of a chunk against each other in registers
+MAX_FOCAL_CHUNK = 128
+# looked up once: it is asked for in every step
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def absence(device: torch.device) -> str | None:
+    """What keeps Triton from running on a device at all, None if nothing does."""
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, got {device.type}"
+    if not _HAS_TRITON:
+        return "needs the triton package"
+    return None
+
+
+def attend_obstacle(problem: Problem) -> str | None:
+    """What keeps Triton from attending, None if nothing does."""
+    device, dtype = problem.device, problem.dtype
+    if (missing := absence(device)) is not None:
+        return missing
+    if problem.dropout_p > 0:
+        return f"has no attention dropout (set the model's attention dropout to 0), got {problem.dropout_p}"
+    if problem.num_sources > MAX_SOURCES:
+        return f"takes up to {MAX_SOURCES} sources, got {problem.num_sources}"
+    if device.type == "cuda" and dtype not in DTYPES:
+        return f"takes {', '.join(map(str, DTYPES))}, got {dtype}"
+    if device.type == "cuda" and any(width not in WIDTHS for width in problem.widths):
+        return f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {problem.widths}"
+    return None
+
+
+def pool_obstacle(problem: Problem) -> str | None:
+    """What keeps Triton from making summaries and entries, None if nothing does."""
+    if (missing := absence(problem.device)) is not None:
+        return missing
+    if problem.dtype not in DTYPES:
+        return f"pools {', '.join(map(str, DTYPES))}, got {problem.dtype}"
+    if max(problem.widths) > MAX_POOLING_WIDTH:
+        return f"pools head widths up to {MAX_POOLING_WIDTH}, got {problem.widths}"
+    return None
+
+
+def step_obstacle(
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepSettings, *, latent: int = 0
+) -> str | None:
+    """What keeps Triton from making a method's decode steps here, None if nothing does.
+
+    widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0.
+    """
+    obstacle = absence(device) or settings_obstacle(plan)
+    if obstacle is not None:
+        return obstacle
+    if dtype not in DTYPES:
+        return f"takes {', '.join(map(str, DTYPES))}, got {dtype}"
+    D, Dv = widths
+    if latent and not (0 < latent < D and latent <= MAX_STEP_LATENT and D - latent <= MAX_STEP_WIDTH and Dv == 0):
+        return (
+            f"takes latents of up to {MAX_STEP_LATENT} columns of the keys, with up to {MAX_STEP_WIDTH} others and "
+            f"values of width 0, got {latent} of {D} and values of width {Dv}"
+        )
+    if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
+        return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
+    return None
+
+
+def settings_obstacle(plan: StepSettings) -> str | None:
+    """What in a method keeps Triton from making its decode steps on any device, None if nothing does."""
+    focal, chunk = plan.num_focal, plan.rule.chunk
+    if plan.key_pooling is None or plan.value_pooling is None:
+        return "supports built-in pooling only in a decode step, and this method makes its entries itself"
+    if plan.rule.entries != focal + 1:
+        return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {plan.rule.entries}"
+    if focal > 0 and chunk > MAX_FOCAL_CHUNK:
+        return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"
+    if focal > 0 and not (focal < chunk and plan.num_summary > 0):
+        return f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {plan.num_summary} queries"
+    return None
