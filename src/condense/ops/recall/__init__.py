@@ -1,0 +1,22 @@
+"""Recall: exact tokens of closed groups, kept in a store, of which each query opens the few that an index names."""
+
+from condense.ops.recall.api import Unchosen, attend_recall
+from condense.ops.recall.choice import ArrayChoice, Choice, IndexChoice, choose_groups, chosen_groups, index_scores
+from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
+
+__all__ = [
+    "INDEX_BITS",
+    "INDEX_KINDS",
+    "ArrayChoice",
+    "Choice",
+    "GroupIndex",
+    "IndexChoice",
+    "IndexKind",
+    "IndexSettings",
+    "Unchosen",
+    "attend_recall",
+    "build_index",
+    "choose_groups",
+    "chosen_groups",
+    "index_scores",
+]

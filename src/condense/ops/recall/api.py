@@ -1,0 +1,62 @@
+"""Recall's attention, dispatched to a backend.
+
+Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from condense.ops.recall.choice import Choice
+from condense.ops.reference import recall as reference_recall
+from condense.ops.spans import Source, Spans
+from condense.ops.torch import recall as torch_recall
+
+Unchosen = Literal["pool", "drop"]
+
+
+def attend_recall(
+    q: Tensor,
+    entries: Source,
+    store: Source,
+    window: Source,
+    spans: Spans,
+    choice: Choice,
+    *,
+    scale: float,
+    unchosen: Unchosen = "pool",
+    backend: str = "torch",
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
+
+    q ``[B, H, L, D]``. entries: k ``[B, K, G, D]``, v ``[B, K, G, Dv]``, one per group, and their bias. store: k
+    ``[B, K, G * g, D]``, v ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns
+    ``[j * g, (j + 1) * g)``, groups counted from a row's first real token. window: k ``[B, K, N, D]``, v
+    ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
+    `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
+    (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
+    (Quest). backend: "reference" or "torch".
+
+    Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
+    or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
+    Raises ValueError for another backend, another ``unchosen`` and a store that does not fit the entries.
+    """
+    if unchosen not in ("pool", "drop"):
+        raise ValueError(f"unchosen must be 'pool' or 'drop', got {unchosen!r}")
+    G, tokens = entries.k.shape[2], store.k.shape[2]
+    if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
+        raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
+    pool = unchosen == "pool"
+    match backend:
+        case "reference":
+            out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
+            return out, lse if return_lse else None
+        case "torch":
+            return torch_recall.attend_recall(
+                q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse
+            )
+        case _:
+            raise ValueError(f"backend must be 'reference' or 'torch', got {backend!r}")
