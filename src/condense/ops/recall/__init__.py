@@ -3,6 +3,7 @@
 from condense.ops.recall.api import Unchosen, attend_recall
 from condense.ops.recall.choice import ArrayChoice, Choice, IndexChoice, choose_groups, chosen_groups, index_scores
 from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
+from condense.ops.recall.state import RecallSettings, RecallState
 
 __all__ = [
     "INDEX_BITS",
@@ -13,6 +14,8 @@ __all__ = [
     "IndexChoice",
     "IndexKind",
     "IndexSettings",
+    "RecallSettings",
+    "RecallState",
     "Unchosen",
     "attend_recall",
     "build_index",
