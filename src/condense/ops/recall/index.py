@@ -22,8 +22,8 @@ INDEX_BITS = (16, 8, 4)
 
 # Positions on the grid, at most 255, are computed with an error below 2 ** -14 in float32. Bounds are moved outwards by
 # more than that before they are rounded, and the grid reaches a little beyond the largest key.
-_MARGIN = 2.0**-13
-_REACH = 1.0 + 2.0**-20
+MARGIN = 2.0**-13
+REACH = 1.0 + 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,13 @@ def build_index(k_groups: Tensor, settings: IndexSettings) -> GroupIndex:
     levels = 2**settings.bits - 1
     rows = rows.to(wide)
     zero, largest = rows.amin((3, 4)), rows.amax((3, 4))
-    step = ((largest - zero) / levels * _REACH).clamp(min=torch.finfo(wide).tiny)
+    step = ((largest - zero) / levels * REACH).clamp(min=torch.finfo(wide).tiny)
     position = (rows - zero[..., None, None]) / step[..., None, None]
     if settings.kind == "bounds":
-        position = torch.cat([(position[..., :m, :] - _MARGIN).floor(), (position[..., m:, :] + _MARGIN).ceil()], dim=3)
-    codes = position.round().clamp(0, levels).to(torch.uint8)
+        position = torch.cat([(position[..., :m, :] - MARGIN).floor(), (position[..., m:, :] + MARGIN).ceil()], dim=3)
+    else:
+        position = (position + 0.5).floor()
+    codes = position.clamp(0, levels).to(torch.uint8)
     if settings.bits == 4:
         low, high = codes.chunk(2, dim=-1)
         codes = low | (high << 4)

@@ -1,0 +1,292 @@
+"""One decode step of Recall in Triton: five kernels, no wait for the host, no atomics.
+
+Shapes as in `condense.ops.recall.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.checks import MAX_STEP_WIDTH, TRITON_DTYPES, _triton_absence
+from condense.ops.recall.index import IndexSettings
+from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.spans import UniformRule
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_step_kernels import (
+    recall_attend_kernel,
+    recall_choose_kernel,
+    recall_close_kernel,
+    recall_score_kernel,
+)
+from condense.ops.triton.step_kernels import step_reduce_kernel
+
+_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
+_attend, _reduce = Launcher(recall_attend_kernel), Launcher(step_reduce_kernel)
+# one program ranks all groups of a KV head; two counts of groups share 32 bits
+MAX_GROUPS = 2**15
+# query heads of a KV head are one tile; blocks of a group are unrolled
+MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
+_MIN_TILE = 32
+
+
+def recall_obstacle(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings) -> str | None:
+    """What keeps Triton from making these steps, None if nothing does."""
+    absence = _triton_absence(q.device)
+    if absence is not None:
+        return absence
+    D, Dv, R, g = k.shape[3], v.shape[3], q.shape[1] // k.shape[1], settings.rule.chunk
+    if q.dtype not in TRITON_DTYPES:
+        return f"takes {', '.join(map(str, TRITON_DTYPES))}, got {q.dtype}"
+    if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
+        return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
+    if R > MAX_HEADS:
+        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
+    if g > MAX_GROUP_SIZE or settings.index.num_blocks > MAX_BLOCKS:
+        return (
+            f"takes groups of up to {MAX_GROUP_SIZE} tokens in up to {MAX_BLOCKS} blocks, got {g} tokens in "
+            f"{settings.index.num_blocks}"
+        )
+    if state.entries_k.shape[2] > MAX_GROUPS:
+        return f"chooses from up to {MAX_GROUPS:,} groups, got room for {state.entries_k.shape[2]:,}"
+    return None
+
+
+def recall_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: RecallState,
+    settings: RecallSettings,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.recall.state`, contiguous;
+    bfloat16, float16 or float32, one dtype; K divides H. ``real`` bool or integer ``[B]``: rows without a token are not
+    touched and give 0 (None: all have one).
+    Raises ValueError for what `recall_obstacle` names and for a state that does not fit.
+    """
+    obstacle = recall_obstacle(q, k, v, state, settings)
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    _check(q, k, v, state, settings, real)
+    rule, index = settings.rule, settings.index
+    assert rule.window is not None
+    out: Tensor = torch.ops.condense.recall_step.default(
+        q, k, v, *state, real, rule.chunk, rule.window, index.kind, index.size, index.bits, settings.num_recall,
+        settings.bias, settings.pool, scale,
+    )  # fmt: skip
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, real: Tensor | None) -> None:
+    (B, K, G, _), g, D, Dv = state.entries_k.shape, settings.rule.chunk, k.shape[3], v.shape[3]
+    num_codes, num_grid = settings.index.widths(D)
+    W, codes = state.ring_k.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
+    for name, x, shape, dtype in (
+        ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
+        ("k", k, (B, K, 1, D), q.dtype),
+        ("v", v, (B, K, 1, Dv), q.dtype),
+        ("entries_k", state.entries_k, (B, K, G, D), q.dtype),
+        ("entries_v", state.entries_v, (B, K, G, Dv), q.dtype),
+        ("codes", state.codes, (B, K, G, num_codes), codes),
+        ("grid", state.grid, (B, K, G, num_grid), torch.float32),
+        ("store_k", state.store_k, (B, K, G * g, D), q.dtype),
+        ("store_v", state.store_v, (B, K, G * g, Dv), q.dtype),
+        ("ring_k", state.ring_k, (B, K, W, D), q.dtype),
+        ("ring_v", state.ring_v, (B, K, W, Dv), q.dtype),
+        ("seen", state.seen, (B,), torch.int64),
+    ):
+        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+            raise ValueError(f"{name} must be {shape} in {dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype}")
+    for name, x in zip(state._fields, state, strict=True):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+    if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
+        raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
+
+
+class _Tiles(NamedTuple):
+    """Groups and keys per tile, stages, and programs wanted per multiprocessor; ``early``: kernels start up early."""
+
+    BG: int
+    BN: int
+    stages: int
+    waves: int
+    early: bool
+
+
+def _tiles(device: torch.device, dtype: torch.dtype, width: int) -> _Tiles:
+    if device.type != "cuda":  # the interpreter
+        return _Tiles(16, 16, 1, 1, False)
+    early = gpu_of(device).capability >= (9, 0)
+    if dtype == torch.float32 or width > 128:
+        return _Tiles(32, 32, 2, 2, early)
+    return _Tiles(64, 64, 3, 2, early)
+
+
+def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
+    """Programs that share the work on one KV head."""
+    wanted = waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
+    return max(1, min(wanted, tiles_of_keys))
+
+
+def _padded(width: int) -> int:
+    """Columns of the tile that holds a width."""
+    return max(_MIN_TILE, power_of_2(width))
+
+
+class _Scratch(NamedTuple):
+    """score ``[B, H, G]``, top and total ``[B, H, S0]``, groups int32 ``[B, K, r]``, is_open int8 ``[B, K, G]``, part
+    ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 but for two.
+    """
+
+    score: Tensor
+    top: Tensor
+    total: Tensor
+    groups: Tensor
+    is_open: Tensor
+    part: Tensor
+    lse: Tensor
+
+
+def _scratch(q: Tensor, K: int, G: int, r: int, splits: tuple[int, int], Dv: int) -> _Scratch:
+    B, H = q.shape[:2]
+    shapes = ((B, H, G), (B, H, splits[0]), (B, H, splits[0]), (B, K, r), (B, K, G), (B, H, splits[1], Dv))
+    dtypes = {3: torch.int32, 4: torch.int8}
+    buffers = [torch.empty(x, dtype=dtypes.get(i, torch.float32), device=q.device) for i, x in enumerate(shapes)]
+    return _Scratch(*buffers, torch.empty(B, H, splits[1], dtype=torch.float32, device=q.device))
+
+
+class _Plan(NamedTuple):
+    """What the kernels of a step are started with, but for tensors and strides: grid, numbers, constants, options."""
+
+    splits: tuple[int, int]
+    close: tuple[Any, ...]
+    score: tuple[Any, ...]
+    choose: tuple[Any, ...]
+    attend: tuple[Any, ...]
+    reduce: tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=4096)  # every layer asks for the same, in every step
+def _plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    widths: tuple[int, int],
+    sizes: tuple[int, int],
+    settings: RecallSettings,
+    scale: float,
+    has_real: bool,
+) -> _Plan:
+    """heads: B, H, K; widths: D, Dv; sizes: G, W."""
+    (B, H, K), (D, Dv), (G, W) = heads, widths, sizes
+    check_programs(B * K)
+    index, g, window = settings.index, settings.rule.chunk, settings.rule.window
+    R, m, bounds, tiles = H // K, index.num_blocks, index.kind == "bounds", _tiles(device, dtype, max(D, Dv))
+    BR, P, PV, PC = max(16, power_of_2(R)), _padded(D), _padded(Dv), _padded(D // 2 if index.bits == 4 else D)
+    r = min(settings.num_recall, G)
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    S0 = _num_splits(device, B * K, cdiv(G, tiles.BG), tiles.waves)
+    S1 = _num_splits(device, B * K, cdiv(G, tiles.BN) + cdiv(r * g, tiles.BN) + cdiv(W, tiles.BN), tiles.waves)
+    early, BC = tiles.early, min(64, PV)
+    chained = {"launch_pdl": True} if early else {}
+    piped = {"num_warps": 4, "num_stages": tiles.stages, **chained}
+    return _Plan(
+        (S0, S1),
+        (
+            (B * K, 3, 1), (K, G, W, window),
+            (g, m, power_of_2(index.size), D, P, Dv, PV, PC, bounds, index.bits, has_real, early), {},
+        ),
+        (
+            (S0, B * K, 1), (K, R, G, window, scale * LOG2E),
+            (g, m, D, PC, BR, tiles.BG, bounds, index.bits, has_real, precision, early), piped,
+        ),
+        (
+            (B * K, 1, 1), (K, R, G, S0, window, r),
+            (g, power_of_2(G), power_of_2(S0), has_real, early), {"num_warps": 16 if G > 2048 else 4, **chained},
+        ),
+        (
+            (S1, B * K, 1), (K, R, G, W, window, r, scale * LOG2E, settings.bias * LOG2E),
+            (g, D, P, Dv, PV, BR, tiles.BN, settings.pool, has_real, precision, early), piped,
+        ),
+        ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
+    )  # fmt: skip
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
+    codes: Tensor,
+    grid: Tensor,
+    store_k: Tensor,
+    store_v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    seen: Tensor,
+    real: Tensor | None,
+    group_size: int,
+    window: int,
+    index: str,
+    index_size: int,
+    index_bits: int,
+    num_recall: int,
+    bias: float,
+    pool: bool,
+    scale: float,
+) -> Tensor:
+    mutated = (entries_k, entries_v, codes, grid, store_k, store_v, ring_k, ring_v, seen)
+    if not torch.is_inference_mode_enabled():  # as any operation in place: a backward pass may have saved them
+        torch.autograd.graph.increment_version(mutated)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    (B, H, _, D), (_, K, G, Dv), device = q.shape, entries_v.shape, q.device
+    of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
+    settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
+    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2]), settings, scale, real is not None)
+    scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
+    score, top, total, groups, is_open, part, lse = scratch
+    out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
+    counts = seen if real is None else real
+    # kernels start on the current device, which need not be the tensors' in a model spread over several
+    with torch.cuda.device_of(q):
+        _launch(_close, plan.close, (k, v, *mutated, counts), (*k.stride()[:2], *v.stride()[:2]))
+        if G > 0:
+            _launch(_score, plan.score, (q, codes, grid, seen, counts, score, top, total), q.stride()[:2])
+            _launch(_choose, plan.choose, (score, top, total, seen, counts, groups, is_open), ())
+        keys = (entries_k, entries_v, store_k, store_v, ring_k, ring_v)
+        _launch(_attend, plan.attend, (q, *keys, groups, is_open, seen, counts, part, lse), q.stride()[:2])
+        _launch(_reduce, plan.reduce, (part, lse, out, seen, counts), ())
+    return out
+
+
+def _launch(kernel: Launcher, plan: tuple[Any, ...], tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
+    grid, numbers, constants, options = plan
+    kernel(grid, tensors, (*strides, *numbers), constants, options)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _register() -> torch.library.Library:
+    """As the step of `condense.ops.triton.step`, and for the same reason not by `torch.library.custom_op`."""
+    library = torch.library.Library("condense", "FRAGMENT")
+    schema = torch.library.infer_schema(_step, mutates_args=RecallState._fields, op_name="recall_step")
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("recall_step", _step, "CompositeExplicitAutograd")
+    torch.library.register_fake("condense::recall_step", _fake, lib=library)
+    return library
+
+
+_LIBRARY = _register()
