@@ -114,22 +114,30 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: Recall
 
 
 class _Tiles(NamedTuple):
-    """Groups and keys per tile, stages, and programs wanted per multiprocessor; ``early``: kernels start up early."""
+    """Groups or keys per tile; warps, stages; programs wanted per multiprocessor."""
 
-    BG: int
-    BN: int
-    stages: int
+    rows: int
+    num_warps: int
+    num_stages: int
     waves: int
+
+
+class _Table(NamedTuple):
+    """Tiles of the kernels that score and attend, warps of the one that chooses; ``early``: kernels start up early."""
+
+    score: _Tiles
+    attend: _Tiles
+    choose_warps: int
     early: bool
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, width: int) -> _Tiles:
+def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
     if device.type != "cuda":  # the interpreter
-        return _Tiles(16, 16, 1, 1, False)
+        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 4, False)
     early = gpu_of(device).capability >= (9, 0)
     if dtype == torch.float32 or width > 128:
-        return _Tiles(32, 32, 2, 2, early)
-    return _Tiles(64, 64, 3, 2, early)
+        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 16, early)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), 16, early)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -159,10 +167,15 @@ class _Scratch(NamedTuple):
 
 def _scratch(q: Tensor, K: int, G: int, r: int, splits: tuple[int, int], Dv: int) -> _Scratch:
     B, H = q.shape[:2]
-    shapes = ((B, H, G), (B, H, splits[0]), (B, H, splits[0]), (B, K, r), (B, K, G), (B, H, splits[1], Dv))
-    dtypes = {3: torch.int32, 4: torch.int8}
-    buffers = [torch.empty(x, dtype=dtypes.get(i, torch.float32), device=q.device) for i, x in enumerate(shapes)]
-    return _Scratch(*buffers, torch.empty(B, H, splits[1], dtype=torch.float32, device=q.device))
+    S0, S1 = splits
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    return _Scratch(
+        empty(B, H, G), empty(B, H, S0), empty(B, H, S0), empty(B, K, r, dtype=torch.int32),
+        empty(B, K, G, dtype=torch.int8), empty(B, H, S1, Dv), empty(B, H, S1),
+    )  # fmt: skip
 
 
 class _Plan(NamedTuple):
@@ -191,15 +204,15 @@ def _plan(
     (B, H, K), (D, Dv), (G, W) = heads, widths, sizes
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
-    R, m, bounds, tiles = H // K, index.num_blocks, index.kind == "bounds", _tiles(device, dtype, max(D, Dv))
+    R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
+    of_score, of_attend, choose_warps, early = _table(device, dtype, max(D, Dv))
     BR, P, PV, PC = max(16, power_of_2(R)), _padded(D), _padded(Dv), _padded(D // 2 if index.bits == 4 else D)
     r = min(settings.num_recall, G)
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    S0 = _num_splits(device, B * K, cdiv(G, tiles.BG), tiles.waves)
-    S1 = _num_splits(device, B * K, cdiv(G, tiles.BN) + cdiv(r * g, tiles.BN) + cdiv(W, tiles.BN), tiles.waves)
-    early, BC = tiles.early, min(64, PV)
+    S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
+    S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
+    BC = min(64, PV)
     chained = {"launch_pdl": True} if early else {}
-    piped = {"num_warps": 4, "num_stages": tiles.stages, **chained}
     return _Plan(
         (S0, S1),
         (
@@ -207,16 +220,20 @@ def _plan(
             (g, m, power_of_2(index.size), D, P, Dv, PV, PC, bounds, index.bits, has_real, early), {},
         ),
         (
-            (S0, B * K, 1), (K, R, G, window, scale * LOG2E),
-            (g, m, D, PC, BR, tiles.BG, bounds, index.bits, has_real, precision, early), piped,
+            (S0, B * K, 1),
+            (K, R, G, window, scale * LOG2E),
+            (g, m, D, PC, BR, of_score.rows, bounds, index.bits, has_real, precision, early),
+            {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
             (B * K, 1, 1), (K, R, G, S0, window, r),
-            (g, power_of_2(G), power_of_2(S0), has_real, early), {"num_warps": 16 if G > 2048 else 4, **chained},
+            (g, power_of_2(G), power_of_2(S0), has_real, early),
+            {"num_warps": choose_warps if G > 2048 else 4, **chained},
         ),
         (
             (S1, B * K, 1), (K, R, G, W, window, r, scale * LOG2E, settings.bias * LOG2E),
-            (g, D, P, Dv, PV, BR, tiles.BN, settings.pool, has_real, precision, early), piped,
+            (g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, early),
+            {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
         ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
     )  # fmt: skip
