@@ -42,12 +42,12 @@ def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float32):
 def opened(scratch, state, settings):
     """What the kernel opened, bool ``[B, K, G]``, from its list of groups."""
     closed = settings.rule.closed(state.seen).clamp(max=state.entries_k.shape[2])
-    chosen = torch.zeros_like(scratch[0].is_open, dtype=torch.bool)
+    chosen = torch.zeros_like(scratch[0].offset, dtype=torch.bool)
     for row, n in enumerate(closed.tolist()):
         groups = scratch[0].groups[row, :, : min(settings.num_recall, n)].long()
         assert bool((groups.diff(dim=-1) > 0).all())
         chosen[row].scatter_(1, groups, True)
-        assert torch.equal(scratch[0].is_open[row, :, :n].bool(), chosen[row, :, :n])
+        assert torch.equal(scratch[0].offset[row, :, :n] == -torch.inf, chosen[row, :, :n])
     return chosen, closed
 
 

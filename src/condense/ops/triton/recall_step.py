@@ -44,6 +44,8 @@ def recall_obstacle(q: Tensor, k: Tensor, v: Tensor, state: RecallState, setting
         return f"takes {', '.join(map(str, TRITON_DTYPES))}, got {q.dtype}"
     if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
+    if settings.index.bits < 16 and D * settings.index.bits % 16:
+        return f"reads an index of {settings.index.bits} bits in words of 16, got keys of width {D}"
     if R > MAX_HEADS:
         return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
     if g > MAX_GROUP_SIZE or settings.index.num_blocks > MAX_BLOCKS:
@@ -152,15 +154,15 @@ def _padded(width: int) -> int:
 
 
 class _Scratch(NamedTuple):
-    """score ``[B, H, G]``, top and total ``[B, H, S0]``, groups int32 ``[B, K, r]``, is_open int8 ``[B, K, G]``, part
-    ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 but for two.
+    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, groups int32 ``[B, K, r]``, offset
+    ``[B, K, G]``, part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 but for one.
     """
 
     score: Tensor
     top: Tensor
     total: Tensor
     groups: Tensor
-    is_open: Tensor
+    offset: Tensor
     part: Tensor
     lse: Tensor
 
@@ -173,8 +175,8 @@ def _scratch(q: Tensor, K: int, G: int, r: int, splits: tuple[int, int], Dv: int
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     return _Scratch(
-        empty(B, H, G), empty(B, H, S0), empty(B, H, S0), empty(B, K, r, dtype=torch.int32),
-        empty(B, K, G, dtype=torch.int8), empty(B, H, S1, Dv), empty(B, H, S1),
+        empty(B, H, power_of_2(max(G, 1))), empty(B, H, S0), empty(B, H, S0), empty(B, K, r, dtype=torch.int32),
+        empty(B, K, G), empty(B, H, S1, Dv), empty(B, H, S1),
     )  # fmt: skip
 
 
@@ -206,8 +208,10 @@ def _plan(
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
     of_score, of_attend, choose_warps, early = _table(device, dtype, max(D, Dv))
-    BR, P, PV, PC = max(16, power_of_2(R)), _padded(D), _padded(Dv), _padded(D // 2 if index.bits == 4 else D)
-    r = min(settings.num_recall, G)
+    BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
+    # columns of a row of the index as it is written, in bytes if quantised, and as it is read, in words of 16 bits
+    PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
+    r, GROUPS = min(settings.num_recall, G), power_of_2(max(G, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
     S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
@@ -217,21 +221,21 @@ def _plan(
         (S0, S1),
         (
             (B * K, 3, 1), (K, G, W, window),
-            (g, m, power_of_2(index.size), D, P, Dv, PV, PC, bounds, index.bits, has_real, early), {},
+            (g, m, power_of_2(index.size), D, P, Dv, PV, PB, bounds, index.bits, has_real, early), {},
         ),
         (
             (S0, B * K, 1),
             (K, R, G, window, scale * LOG2E),
-            (g, m, D, PC, BR, of_score.rows, bounds, index.bits, has_real, precision, early),
+            (g, m, D, PC, BR, of_score.rows, GROUPS, bounds, index.bits, has_real, precision, early),
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (B * K, 1, 1), (K, R, G, S0, window, r),
-            (g, power_of_2(G), power_of_2(S0), has_real, early),
+            (B * K, 1, 1), (K, R, G, S0, window, r, settings.bias * LOG2E),
+            (g, GROUPS, power_of_2(S0), min(4, power_of_2(R), max(1, MAX_GROUPS // GROUPS)), has_real, early),
             {"num_warps": choose_warps if G > 2048 else 4, **chained},
         ),
         (
-            (S1, B * K, 1), (K, R, G, W, window, r, scale * LOG2E, settings.bias * LOG2E),
+            (S1, B * K, 1), (K, R, G, W, window, r, scale * LOG2E),
             (g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
@@ -272,17 +276,18 @@ def _step(
     settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
     plan = _plan(device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2]), settings, scale, real is not None)
     scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
-    score, top, total, groups, is_open, part, lse = scratch
+    score, top, total, groups, offset, part, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
-    counts = seen if real is None else real
+    counts = seen if real is None else real.contiguous()
     # kernels start on the current device, which need not be the tensors' in a model spread over several
     with torch.cuda.device_of(q):
         _launch(_close, plan.close, (k, v, *mutated, counts), (*k.stride()[:2], *v.stride()[:2]))
         if G > 0:
-            _launch(_score, plan.score, (q, codes, grid, seen, counts, score, top, total), q.stride()[:2])
-            _launch(_choose, plan.choose, (score, top, total, seen, counts, groups, is_open), ())
+            words = codes if index_bits == 16 else codes.view(torch.int16)
+            _launch(_score, plan.score, (q, words, grid, seen, counts, score, top, total), q.stride()[:2])
+            _launch(_choose, plan.choose, (score, top, total, seen, counts, groups, offset), ())
         keys = (entries_k, entries_v, store_k, store_v, ring_k, ring_v)
-        _launch(_attend, plan.attend, (q, *keys, groups, is_open, seen, counts, part, lse), q.stride()[:2])
+        _launch(_attend, plan.attend, (q, *keys, groups, offset, seen, counts, part, lse), q.stride()[:2])
         _launch(_reduce, plan.reduce, (part, lse, out, seen, counts), ())
     return out
 

@@ -186,28 +186,75 @@ def recall_close_kernel(
         )  # fmt: skip
 
 
+@triton.constexpr_function
+def _first_column(part, D, BITS):
+    """The first column that the codes of a part stand for."""
+    return part if BITS >= 8 else part // 2 + part % 2 * (D // 2)
+
+
 @triton.jit
-def _queries(q_ptr, s_qh, R, LO: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, BR: tl.constexpr):
-    """Columns ``[LO, LO + WIDTH)`` of the queries of one KV head, ``[BR, P]``."""
-    r, d = tl.arange(0, BR), tl.arange(0, P)
-    there = (r < R)[:, None] & (d < WIDTH)[None, :]
-    return tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + LO + d[None, :], mask=there, other=0.0)
+def _queries(
+    q_ptr, s_qh, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
+    part: tl.constexpr = 0, BITS: tl.constexpr = 16,
+):  # fmt: skip
+    """The columns of the queries of one KV head that a part of the words of the index stands for, ``[BR, P]``."""
+    STRIDE: tl.constexpr = 1 if BITS == 16 else 2
+    r, d = tl.arange(0, BR), _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
+    there = (r < R)[:, None] & (tl.arange(0, P) < C)[None, :]
+    return tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=there, other=0.0)
+
+
+@triton.constexpr_function
+def _half_asm(part, BITS):
+    """Codes of a part of two words, as float16: below the exponent of 1024 they are its last digits."""
+    digits = 0x00FF00FF if BITS == 8 else 0x000F000F
+    return f"""{{
+        .reg .b32 kilo;
+        mov.b32 kilo, 0x64006400;
+        shr.b32 $0, $1, {part * BITS};
+        lop3.b32 $0, $0, {digits}, kilo, 0xEA;
+        sub.rn.f16x2 $0, $0, kilo;
+    }}"""
+
+
+@triton.jit
+def _codes_of(words, part: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """The codes that the words ``int16`` hold at bits ``[part * BITS, (part + 1) * BITS)``."""
+    if ASM and dtype == tl.float16:
+        return tl.inline_asm_elementwise(_half_asm(part, BITS), "=r,r", [words], tl.float16, True, 2)
+    else:
+        return ((words >> (part * BITS)) & (2**BITS - 1)).to(dtype)
 
 
 @triton.jit
 def _index_products(
-    s, codes_ptr, group, inside, q0, q1, row, F: tl.constexpr, C: tl.constexpr, PC: tl.constexpr, BITS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    codes_ptr, group, inside, queries, row, F: tl.constexpr, C: tl.constexpr, PC: tl.constexpr, BITS: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """s ``[BG, BR]`` plus the products of one row of each group's index with the queries."""
+    """Products ``[BG, BR]`` of one row of each group's index with the queries, a tile of columns for each part."""
     c = tl.arange(0, PC)
-    at = (group.to(tl.int64) * F + row)[:, None] * C + c[None, :]
-    codes = tl.load(codes_ptr + at, mask=inside[:, None] & (c < C)[None, :], other=0)
-    if BITS == 4:
-        high = (codes >> 4).to(q0.dtype)
-        s = tl.dot(high, tl.trans(q1), s, input_precision=PRECISION)
-        codes = codes & 15
-    return tl.dot(codes.to(q0.dtype), tl.trans(q0), s, input_precision=PRECISION)
+    there = inside[:, None]
+    if C != PC:
+        there = there & (c < C)[None, :]
+    codes = tl.load(codes_ptr + (group.to(tl.int64) * F + row)[:, None] * C + c[None, :], mask=there, other=0)
+    if BITS == 16:
+        s = tl.dot(codes, tl.trans(queries[0]), input_precision=PRECISION)
+    else:
+        s = tl.zeros([group.shape[0], queries[0].shape[0]], tl.float32)
+        for part in tl.static_range(16 // BITS):
+            tile = _codes_of(codes, part, BITS, queries[0].dtype, ASM)
+            s = tl.dot(tile, tl.trans(queries[part]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _positive(queries):
+    return [tl.where(x > 0, x, tl.zeros_like(x)) for x in queries]
+
+
+@triton.jit
+def _negative(queries):
+    return [tl.where(x < 0, x, tl.zeros_like(x)) for x in queries]
 
 
 @triton.jit
@@ -215,30 +262,41 @@ def recall_score_kernel(
     q_ptr, codes_ptr, grid_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr,
     s_qb, s_qh, K, R, G, window, scale,
     g: tl.constexpr, m: tl.constexpr, D: tl.constexpr, PC: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr,
-    BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Index scores float32 ``[B, H, G]`` of closed groups; of every split the largest and ``sum 2 ** (score - it)``.
+    """Index scores of closed groups, float32 ``[B, H, GROUPS]``; of every split the largest and the sum of
+    ``2 ** (score - largest)``.
 
     Grid (S, B * K). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
     """
-    _after_the_last(EARLY)
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
     _, _, _, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     tiles = tl.cdiv(closed, BG)
     F: tl.constexpr = 2 * m if BOUNDS else m
-    C: tl.constexpr = D // 2 if BITS == 4 else D
+    PARTS: tl.constexpr = 16 // BITS
+    C: tl.constexpr = D // PARTS
     q_ptr += b * s_qb + kvh * R * s_qh
     codes_ptr += head * G * F * C
     grid_ptr += head * G * 2
-    q0 = _queries(q_ptr, s_qh, R, 0, C, PC, BR)
-    q1 = q0
-    sum_q = tl.sum(q0.to(tl.float32), 1)
-    if BITS == 4:
-        q1 = _queries(q_ptr, s_qh, R, C, C, PC, BR)
-        sum_q += tl.sum(q1.to(tl.float32), 1)
-    none = tl.zeros_like(q0)
-    up0, up1, down0, down1 = tl.maximum(q0, none), tl.maximum(q1, none), tl.minimum(q0, none), tl.minimum(q1, none)
+    queries = ()
+    for part in tl.static_range(PARTS):
+        queries = queries + (_queries(q_ptr, s_qh, R, D, C, PC, BR, part, BITS),)  # noqa: RUF005
+    sum_q = tl.zeros([BR], tl.float32)
+    unit = tl.full([BR], 1.0, tl.float32)
+    if BITS < 16:
+        largest = tl.zeros([BR], tl.float32)
+        for part in tl.static_range(PARTS):
+            x = queries[part].to(tl.float32)
+            sum_q += tl.sum(x, 1)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+        if q_ptr.dtype.element_ty == tl.bfloat16:
+            # it takes half the work to make float16 of codes; a power of two keeps the digits of the queries
+            unit = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 2.0**-100))))
+            queries = [(x.to(tl.float32) / unit[:, None]).to(tl.float16) for x in queries]
+    up, down = _positive(queries), _negative(queries)
+    _after_the_last(EARLY)
     r = tl.arange(0, BR)
     top = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
@@ -248,15 +306,14 @@ def recall_score_kernel(
         best = tl.full([BG, BR], float("-inf"), tl.float32)
         mass = tl.zeros([BG, BR], tl.float32)
         if BITS < 16:
-            step = tl.load(grid_ptr + group * 2, mask=inside, other=0.0)[:, None] * scale
+            step = tl.load(grid_ptr + group * 2, mask=inside, other=0.0)[:, None] * (unit * scale)[None, :]
             zero = tl.load(grid_ptr + group * 2 + 1, mask=inside, other=0.0)[:, None] * (sum_q * scale)[None, :]
         for block in tl.static_range(m):
-            s = tl.zeros([BG, BR], tl.float32)
             if BOUNDS:
-                s = _index_products(s, codes_ptr, group, inside, down0, down1, block, F, C, PC, BITS, PRECISION)
-                s = _index_products(s, codes_ptr, group, inside, up0, up1, m + block, F, C, PC, BITS, PRECISION)
+                s = _index_products(codes_ptr, group, inside, down, block, F, C, PC, BITS, PRECISION, EARLY)
+                s += _index_products(codes_ptr, group, inside, up, m + block, F, C, PC, BITS, PRECISION, EARLY)
             else:
-                s = _index_products(s, codes_ptr, group, inside, q0, q1, block, F, C, PC, BITS, PRECISION)
+                s = _index_products(codes_ptr, group, inside, queries, block, F, C, PC, BITS, PRECISION, EARLY)
             s = s * step + zero if BITS < 16 else s * scale
             larger = tl.maximum(best, s)
             if not BOUNDS:
@@ -264,7 +321,7 @@ def recall_score_kernel(
             best = larger
         if not BOUNDS:
             best += tl.log2(mass)
-        at = (head * R + r)[None, :] * G + group[:, None]
+        at = (head * R + r)[None, :] * GROUPS + group[:, None]
         tl.store(score_ptr + at, best, mask=inside[:, None] & (r < R)[None, :])
         best = tl.where(inside[:, None], best, float("-inf"))
         larger = tl.maximum(top, tl.max(best, 0))
@@ -291,11 +348,14 @@ def _threshold(key, valid, wanted):
 
 @triton.jit
 def recall_choose_kernel(
-    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, is_open_ptr, K, R, G, S, window, num_recall,
-    g: tl.constexpr, GROUPS: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, offset_ptr, K, R, G, S, window, num_recall, bias,
+    g: tl.constexpr, GROUPS: tl.constexpr, BS: tl.constexpr, RC: tl.constexpr, HAS_REAL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The open groups in rising order, int32 ``[B, K, num_recall]``, and of every closed group if it is open, int8
-    ``[B, K, G]``; grid (B * K,). GROUPS: G as a power of two.
+    """The open groups in rising order, int32 ``[B, K, num_recall]``; and float32 ``[B, K, G]`` to add to the scores of
+    entries, ``bias`` where a closed group is not open and -inf where it is.
+
+    Grid (B * K,). GROUPS: G as a power of two; RC query heads at a time.
     """
     _after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
@@ -303,16 +363,18 @@ def recall_choose_kernel(
     group, s = tl.arange(0, GROUPS), tl.arange(0, BS)
     valid = group < closed
     share = tl.full([GROUPS], float("-inf"), tl.float32)
-    for r in range(R):
-        row = head * R + r
-        top = tl.load(top_ptr + row * S + s, mask=s < S, other=float("-inf"))
-        total = tl.load(total_ptr + row * S + s, mask=s < S, other=0.0)
-        largest = tl.max(top, 0)
+    for start in range(0, R, RC):
+        r = start + tl.arange(0, RC)
+        row, there = head * R + r, (r < R)[:, None]
+        score = tl.load(score_ptr + row[:, None] * GROUPS + group[None, :], mask=there, other=float("-inf"))
+        split = row[:, None] * S + s[None, :]
+        top = tl.load(top_ptr + split, mask=there & (s < S)[None, :], other=float("-inf"))
+        total = tl.load(total_ptr + split, mask=there & (s < S)[None, :], other=0.0)
+        largest = tl.max(top, 1)
         largest = tl.where(largest == float("-inf"), 0.0, largest)
-        total = tl.sum(total * tl.exp2(top - largest), 0)
+        total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
         lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
-        score = tl.load(score_ptr + row * G + group, mask=valid, other=float("-inf"))
-        share = tl.maximum(share, score - lse)
+        share = tl.maximum(share, tl.max(score - lse[:, None], 0))
     # integers in the order of the floats
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
@@ -326,35 +388,46 @@ def recall_choose_kernel(
     is_open = better | (equal & ((before & 0xFFFF) < room))
     place = (before >> 16) + tl.minimum(before & 0xFFFF, room)
     tl.store(groups_ptr + head * num_recall + place, group, mask=is_open)
-    tl.store(is_open_ptr + head * G + group, is_open.to(tl.int8), mask=valid)
+    tl.store(offset_ptr + head * G + group, tl.where(is_open, float("-inf"), bias), mask=valid)
+
+
+@triton.jit
+def _prefetch(ptr, lo, hi, TILE: tl.constexpr):
+    """Ask for elements ``[lo, hi)`` to be brought into the second-level cache, in lines of 128 bytes."""
+    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    for start in range(lo, hi, TILE):
+        at = tl.minimum(start + tl.arange(0, TILE // LINE) * LINE, hi - 1)
+        address = (ptr + at).to(tl.int64)
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
 
 
 @triton.jit
 def _attend_keys(
-    acc, m, total, q, k_ptr, v_ptr, groups_ptr, is_open_ptr, lo, hi, count, first, W, scale, bias,
+    acc, m, total, q, k_ptr, v_ptr, groups_ptr, offset_ptr, lo, hi, count, first, W, scale,
     g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BN: tl.constexpr,
     SOURCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles ``[lo, hi)`` of the ``count`` keys of one source.
 
-    SOURCE "entries": those whose group is not open. "store": tokens of the open groups. "ring": tokens from position
-    ``first`` on.
+    SOURCE "entries": their scores get an offset each, -inf where the group is open. "store": tokens of the open groups.
+    "ring": tokens from position ``first`` on.
     """
     d, e = tl.arange(0, P), tl.arange(0, PV)
     for tile in range(lo, hi):
         i = tile * BN + tl.arange(0, BN)
         inside = i < count
         at = i
-        if SOURCE == "entries":
-            inside = inside & (tl.load(is_open_ptr + i, mask=inside, other=1) == 0)
-        elif SOURCE == "store":
+        if SOURCE == "store":
             at = tl.load(groups_ptr + i // g, mask=inside, other=0) * g + i % g
-        else:
+        elif SOURCE == "ring":
             at = (first + i) % W
         at = at.to(tl.int64)[:, None]
         k = tl.load(k_ptr + at * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale + bias
-        s = tl.where(inside[None, :], s, float("-inf"))
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOURCE == "entries":
+            s += tl.load(offset_ptr + i, mask=inside, other=float("-inf"))[None, :]
+        else:
+            s = tl.where(inside[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
@@ -367,13 +440,12 @@ def _attend_keys(
 
 @triton.jit
 def recall_attend_kernel(
-    q_ptr, entries_k_ptr, entries_v_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr, groups_ptr, is_open_ptr,
-    seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, window, num_recall, scale, bias,
+    q_ptr, entries_k_ptr, entries_v_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr, groups_ptr, offset_ptr,
+    seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, window, num_recall, scale,
     g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BR: tl.constexpr,
     BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K)."""
-    _after_the_last(EARLY)
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
     t, live, all_closed, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
@@ -386,24 +458,28 @@ def recall_attend_kernel(
     tiles = before_ring + tl.cdiv(tokens, BN)
     lo, hi = tiles * split // S, tiles * (split + 1) // S
 
-    q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, 0, D, P, BR)
+    q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
+    if EARLY:  # entries on their way into the cache while groups are chosen
+        _prefetch(entries_k_ptr + head * G * D, lo * BN * D, tl.minimum(hi * BN, entries) * D, BN * P)
+        _prefetch(entries_v_ptr + head * G * DV, lo * BN * DV, tl.minimum(hi * BN, entries) * DV, BN * PV)
+    _after_the_last(EARLY)
     groups_ptr += head * num_recall
-    is_open_ptr += head * G
+    offset_ptr += head * G
     acc = tl.zeros([BR, PV], tl.float32)
     m = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
     acc, m, total = _attend_keys(
-        acc, m, total, q, entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, groups_ptr, is_open_ptr,
-        lo, tl.minimum(hi, entry_tiles), entries, 0, W, scale, bias, g, D, P, DV, PV, BN, "entries", PRECISION,
+        acc, m, total, q, entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, groups_ptr, offset_ptr,
+        lo, tl.minimum(hi, entry_tiles), entries, 0, W, scale, g, D, P, DV, PV, BN, "entries", PRECISION,
     )  # fmt: skip
     acc, m, total = _attend_keys(
-        acc, m, total, q, store_k_ptr + head * G * g * D, store_v_ptr + head * G * g * DV, groups_ptr, is_open_ptr,
-        tl.maximum(lo - entry_tiles, 0), tl.minimum(hi, before_ring) - entry_tiles, opened, 0, W, scale, 0.0,
+        acc, m, total, q, store_k_ptr + head * G * g * D, store_v_ptr + head * G * g * DV, groups_ptr, offset_ptr,
+        tl.maximum(lo - entry_tiles, 0), tl.minimum(hi, before_ring) - entry_tiles, opened, 0, W, scale,
         g, D, P, DV, PV, BN, "store", PRECISION,
     )  # fmt: skip
     acc, m, total = _attend_keys(
-        acc, m, total, q, ring_k_ptr + head * W * D, ring_v_ptr + head * W * DV, groups_ptr, is_open_ptr,
-        tl.maximum(lo - before_ring, 0), hi - before_ring, tokens, first, W, scale, 0.0,
+        acc, m, total, q, ring_k_ptr + head * W * D, ring_v_ptr + head * W * DV, groups_ptr, offset_ptr,
+        tl.maximum(lo - before_ring, 0), hi - before_ring, tokens, first, W, scale,
         g, D, P, DV, PV, BN, "ring", PRECISION,
     )  # fmt: skip
     r, e = tl.arange(0, BR), tl.arange(0, PV)
