@@ -374,7 +374,7 @@ def recall_choose_kernel(
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
         lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
-        share = tl.maximum(share, tl.max(score - lse[:, None], 0))
+        share = tl.maximum(share, tl.max(tl.where(valid[None, :], score, float("-inf")) - lse[:, None], 0))
     # integers in the order of the floats
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
