@@ -10,6 +10,7 @@ import torch
 from ops.test_recall import DV, EXACT, SCALE, B, D, recall, tensors
 
 from condense.ops.recall import IndexSettings, RecallSettings, RecallState
+from condense.ops.recall import recall_step as dispatched_step
 from condense.ops.spans import UniformRule
 from condense.ops.torch.recall_step import recall_step
 
@@ -127,3 +128,14 @@ def test_one_graph():
         out, want = (f(*new, s, settings, scale=SCALE) for f, s in zip((compiled, recall_step), states, strict=True))
         assert torch.equal(out, want)
     assert len(traces) == 1
+
+
+def test_backends_of_a_step():
+    settings = settings_of(CASES["bounds-8"])
+    qkv = [x[:, :, :1] for x in tensors(4, 2, 40)]
+    want = recall_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE)
+    assert torch.equal(dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE), want)
+    with pytest.raises(ValueError, match="backend must be"):
+        dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="reference")
+    with pytest.raises(ValueError, match="backend 'triton'"):  # no CUDA, or float64
+        dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="triton")

@@ -1,6 +1,6 @@
 """Recall: exact tokens of closed groups, kept in a store, of which each query opens the few that an index names."""
 
-from condense.ops.recall.api import Unchosen, attend_recall
+from condense.ops.recall.api import Unchosen, attend_recall, recall_step
 from condense.ops.recall.choice import ArrayChoice, Choice, IndexChoice, choose_groups, chosen_groups, index_scores
 from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
 from condense.ops.recall.state import RecallSettings, RecallState
@@ -22,4 +22,5 @@ __all__ = [
     "choose_groups",
     "chosen_groups",
     "index_scores",
+    "recall_step",
 ]

@@ -1,4 +1,4 @@
-"""Recall's attention, dispatched to a backend.
+"""Recall's attention and decode step, dispatched to a backend.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
 """
@@ -10,9 +10,12 @@ from typing import Literal
 from torch import Tensor
 
 from condense.ops.recall.choice import Choice
+from condense.ops.recall.limits import step_obstacle
+from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.reference import recall as reference_recall
 from condense.ops.spans import Source, Spans
 from condense.ops.torch import recall as torch_recall
+from condense.ops.torch import recall_step as torch_step
 
 Unchosen = Literal["pool", "drop"]
 
@@ -60,3 +63,36 @@ def attend_recall(
             )
         case _:
             raise ValueError(f"backend must be 'reference' or 'torch', got {backend!r}")
+
+
+def recall_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: RecallState,
+    settings: RecallSettings,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+    latent: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """One token per row over a state that changes in place; `condense.ops.recall.state` says how.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``:
+    rows whose token counts (None: all). latent: values are the first so many columns of the keys, Dv is 0 (absorbed
+    MLA). backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows it.
+    Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
+    Raises ValueError for another backend and for an explicit "triton" that cannot run.
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    if backend != "torch" and (backend == "triton" or q.device.type == "cuda"):
+        obstacle = step_obstacle(q, k, v, state, settings, latent=latent)
+        if obstacle is None:
+            from condense.ops.triton import recall_step as triton_step
+
+            return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real)
+        if backend == "triton":
+            raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent)

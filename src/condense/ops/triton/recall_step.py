@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.checks import MAX_STEP_WIDTH, TRITON_DTYPES, _triton_absence
 from condense.ops.recall.index import IndexSettings
+from condense.ops.recall.limits import MAX_GROUPS, step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.spans import UniformRule
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
@@ -27,35 +27,7 @@ from condense.ops.triton.step_kernels import step_reduce_kernel
 
 _close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
 _attend, _reduce = Launcher(recall_attend_kernel), Launcher(step_reduce_kernel)
-# one program ranks all groups of a KV head; two counts of groups share 32 bits
-MAX_GROUPS = 2**15
-# query heads of a KV head are one tile; blocks of a group are unrolled
-MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 _MIN_TILE = 32
-
-
-def recall_obstacle(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings) -> str | None:
-    """What keeps Triton from making these steps, None if nothing does."""
-    absence = _triton_absence(q.device)
-    if absence is not None:
-        return absence
-    D, Dv, R, g = k.shape[3], v.shape[3], q.shape[1] // k.shape[1], settings.rule.chunk
-    if q.dtype not in TRITON_DTYPES:
-        return f"takes {', '.join(map(str, TRITON_DTYPES))}, got {q.dtype}"
-    if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
-        return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
-    if settings.index.bits < 16 and D * settings.index.bits % 16:
-        return f"reads an index of {settings.index.bits} bits in words of 16, got keys of width {D}"
-    if R > MAX_HEADS:
-        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
-    if g > MAX_GROUP_SIZE or settings.index.num_blocks > MAX_BLOCKS:
-        return (
-            f"takes groups of up to {MAX_GROUP_SIZE} tokens in up to {MAX_BLOCKS} blocks, got {g} tokens in "
-            f"{settings.index.num_blocks}"
-        )
-    if state.entries_k.shape[2] > MAX_GROUPS:
-        return f"chooses from up to {MAX_GROUPS:,} groups, got room for {state.entries_k.shape[2]:,}"
-    return None
 
 
 def recall_step(
@@ -73,9 +45,9 @@ def recall_step(
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.recall.state`, contiguous;
     bfloat16, float16 or float32, one dtype; K divides H. ``real`` bool or integer ``[B]``: rows without a token are not
     touched and give 0 (None: all have one).
-    Raises ValueError for what `recall_obstacle` names and for a state that does not fit.
+    Raises ValueError for what `condense.ops.recall.limits.step_obstacle` names and for a state that does not fit.
     """
-    obstacle = recall_obstacle(q, k, v, state, settings)
+    obstacle = step_obstacle(q, k, v, state, settings)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     _check(q, k, v, state, settings, real)

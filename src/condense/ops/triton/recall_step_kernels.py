@@ -392,16 +392,6 @@ def recall_choose_kernel(
 
 
 @triton.jit
-def _prefetch(ptr, lo, hi, TILE: tl.constexpr):
-    """Ask for elements ``[lo, hi)`` to be brought into the second-level cache, in lines of 128 bytes."""
-    LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-    for start in range(lo, hi, TILE):
-        at = tl.minimum(start + tl.arange(0, TILE // LINE) * LINE, hi - 1)
-        address = (ptr + at).to(tl.int64)
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], tl.int32, False, 1)
-
-
-@triton.jit
 def _attend_keys(
     acc, m, total, q, k_ptr, v_ptr, groups_ptr, offset_ptr, lo, hi, count, first, W, scale,
     g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BN: tl.constexpr,
@@ -459,9 +449,6 @@ def recall_attend_kernel(
     lo, hi = tiles * split // S, tiles * (split + 1) // S
 
     q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
-    if EARLY:  # entries on their way into the cache while groups are chosen
-        _prefetch(entries_k_ptr + head * G * D, lo * BN * D, tl.minimum(hi * BN, entries) * D, BN * P)
-        _prefetch(entries_v_ptr + head * G * DV, lo * BN * DV, tl.minimum(hi * BN, entries) * DV, BN * PV)
     _after_the_last(EARLY)
     groups_ptr += head * num_recall
     offset_ptr += head * G
