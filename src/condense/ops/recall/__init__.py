@@ -1,0 +1,26 @@
+"""Recall: exact tokens of closed groups, kept in a store, of which each query opens the few that an index names."""
+
+from condense.ops.recall.api import Unchosen, attend_recall, recall_step
+from condense.ops.recall.choice import ArrayChoice, Choice, IndexChoice, choose_groups, chosen_groups, index_scores
+from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
+from condense.ops.recall.state import RecallSettings, RecallState
+
+__all__ = [
+    "INDEX_BITS",
+    "INDEX_KINDS",
+    "ArrayChoice",
+    "Choice",
+    "GroupIndex",
+    "IndexChoice",
+    "IndexKind",
+    "IndexSettings",
+    "RecallSettings",
+    "RecallState",
+    "Unchosen",
+    "attend_recall",
+    "build_index",
+    "choose_groups",
+    "chosen_groups",
+    "index_scores",
+    "recall_step",
+]

@@ -1,0 +1,98 @@
+"""Recall's attention and decode step, dispatched to a backend.
+
+Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from condense.ops.recall.choice import Choice
+from condense.ops.recall.limits import step_obstacle
+from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.reference import recall as reference_recall
+from condense.ops.spans import Source, Spans
+from condense.ops.torch import recall as torch_recall
+from condense.ops.torch import recall_step as torch_step
+
+Unchosen = Literal["pool", "drop"]
+
+
+def attend_recall(
+    q: Tensor,
+    entries: Source,
+    store: Source,
+    window: Source,
+    spans: Spans,
+    choice: Choice,
+    *,
+    scale: float,
+    unchosen: Unchosen = "pool",
+    backend: str = "torch",
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
+
+    q ``[B, H, L, D]``. entries: k ``[B, K, G, D]``, v ``[B, K, G, Dv]``, one per group, and their bias. store: k
+    ``[B, K, G * g, D]``, v ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns
+    ``[j * g, (j + 1) * g)``, groups counted from a row's first real token. window: k ``[B, K, N, D]``, v
+    ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
+    `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
+    (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
+    (Quest). backend: "reference" or "torch".
+
+    Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
+    or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
+    Raises ValueError for another backend, another ``unchosen`` and a store that does not fit the entries.
+    """
+    if unchosen not in ("pool", "drop"):
+        raise ValueError(f"unchosen must be 'pool' or 'drop', got {unchosen!r}")
+    G, tokens = entries.k.shape[2], store.k.shape[2]
+    if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
+        raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
+    pool = unchosen == "pool"
+    match backend:
+        case "reference":
+            out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
+            return out, lse if return_lse else None
+        case "torch":
+            return torch_recall.attend_recall(
+                q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse
+            )
+        case _:
+            raise ValueError(f"backend must be 'reference' or 'torch', got {backend!r}")
+
+
+def recall_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: RecallState,
+    settings: RecallSettings,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+    latent: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """One token per row over a state that changes in place; `condense.ops.recall.state` says how.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``:
+    rows whose token counts (None: all). latent: values are the first so many columns of the keys, Dv is 0 (absorbed
+    MLA). backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows it.
+    Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
+    Raises ValueError for another backend and for an explicit "triton" that cannot run.
+    """
+    if backend not in ("auto", "torch", "triton"):
+        raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
+    if backend != "torch" and (backend == "triton" or q.device.type == "cuda"):
+        obstacle = step_obstacle(q, k, v, state, settings, latent=latent)
+        if obstacle is None:
+            from condense.ops.triton import recall_step as triton_step
+
+            return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real)
+        if backend == "triton":
+            raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent)

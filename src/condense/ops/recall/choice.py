@@ -1,0 +1,122 @@
+"""Which closed groups a query opens: scores by the index, then the best of them per KV head.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups, D key width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from condense.ops.recall.index import GroupIndex, IndexSettings
+
+
+class Choice(Protocol):
+    """What attention asks of a choice of groups. ``num_recall``: the most groups that any query opens."""
+
+    @property
+    def num_recall(self) -> int: ...  # noqa: D102
+
+    def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
+        """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
+
+        closed int64 ``[B|1, 1, stop - start]``: the groups that are closed for each query, at most ``num_groups``; no
+        other is ever open.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ArrayChoice:
+    """A choice made before: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed for a query do not count."""
+
+    mask: Tensor
+
+    @property
+    def num_recall(self) -> int:
+        """The most groups that a query opens."""
+        return int(self.mask.sum(-1).max()) if self.mask.numel() > 0 else 0
+
+    def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
+        """See `Choice`."""
+        group = torch.arange(num_groups, device=closed.device)
+        return self.mask[:, :, start:stop, :num_groups] & (group < closed[..., None])
+
+
+@dataclass(frozen=True)
+class IndexChoice:
+    """The ``num_recall`` groups that the index says matter most to a query.
+
+    q ``[B, H, L, D]``: the queries that the index is asked with, of the width of its keys (for latents the absorbed
+    ones). scale: that of attention, positive.
+    """
+
+    q: Tensor
+    index: GroupIndex
+    settings: IndexSettings
+    scale: float
+    num_recall: int
+
+    def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
+        """See `Choice`."""
+        index = self.index.narrow(0, num_groups)
+        scores = index_scores(self.q[:, :, start:stop], index, self.settings, self.scale)
+        return choose_groups(scores, closed, self.num_recall, self.index.codes.shape[1])
+
+
+@torch.no_grad()
+def index_scores(q: Tensor, index: GroupIndex, settings: IndexSettings, scale: float) -> Tensor:
+    """How much each query might find in each group, ``[B, H, L, G]`` float32 or wider, without gradient.
+
+    q ``[B, H, L, D]``, scale > 0. "bounds": ``scale * sum_d max(q_d lo_d, q_d hi_d)`` of the group's best block, at
+    least the scaled score of each of its tokens; as two products, of the positive part of q with the highest keys and
+    of its negative part with the lowest. "sub_means": ``ln sum_blocks exp(scale * q . mean)``.
+    """
+    B, H, L, D = q.shape
+    rows = index.rows(settings, D)
+    K, G, m = rows.shape[1], rows.shape[2], settings.num_blocks
+    queries = q.to(torch.promote_types(q.dtype, rows.dtype)).reshape(B, K, H // K * L, D)
+    rows = rows.to(queries.dtype)
+    if settings.kind == "bounds":
+        lo, hi = (x.flatten(2, 3).mT for x in (rows[..., :m, :], rows[..., m:, :]))
+        products = queries.clamp(min=0.0) @ hi + queries.clamp(max=0.0) @ lo
+    else:
+        products = queries @ rows.flatten(2, 3).mT
+    scores = (products * scale).reshape(B, H, L, G, m)
+    return scores.amax(-1) if settings.kind == "bounds" else scores.logsumexp(-1)
+
+
+@torch.no_grad()
+def choose_groups(scores: Tensor, closed: Tensor, num_recall: int, K: int) -> Tensor:
+    """The ``num_recall`` closed groups with the best score per KV head, bool ``[B, K, L, G]``; all if there are fewer.
+
+    scores ``[B, H, L, G]``, finite where closed; closed int64 ``[B|1, 1, L]``: query t may open groups
+    ``[0, closed(t))``. A KV head's score is the largest of its R query heads' softmax over the closed groups, compared
+    in log space. Ties go to the lower group.
+    """
+    G = scores.shape[-1]
+    is_closed = torch.arange(G, device=scores.device) < closed[..., None]
+    never = float("-inf")
+    scores = scores.masked_fill(~is_closed, never)
+    shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2).masked_fill(~is_closed, never)
+    if num_recall >= G:
+        return is_closed.expand_as(shares)
+    if num_recall == 0:
+        return torch.zeros_like(shares, dtype=torch.bool)
+    last = shares.topk(num_recall, dim=-1, sorted=True).values[..., -1:]
+    better, equal = shares > last, shares == last
+    room = num_recall - better.sum(-1, keepdim=True)
+    return (better | (equal & (equal.cumsum(-1) <= room))) & is_closed
+
+
+def chosen_groups(chosen: Tensor, num_recall: int) -> Tensor:
+    """The open groups in rising order, int64 ``[..., min(num_recall, G)]``; G where there are fewer.
+
+    chosen bool ``[..., G]``, at most ``num_recall`` of them true.
+    """
+    G = chosen.shape[-1]
+    group = torch.where(chosen, torch.arange(G, device=chosen.device), G)
+    return group.topk(min(num_recall, G), dim=-1, largest=False, sorted=True).values

@@ -1,0 +1,141 @@
+"""The index of Recall: a few small rows per closed group that say how much a query might find in it.
+
+A group of g tokens is cut into m blocks of u tokens. "bounds" (after Quest, arXiv:2406.10774) keeps, channel by
+channel, the smallest and the largest key of each block; "sub_means" keeps each block's mean key. A group's rows depend
+on its own keys alone, also when quantised, so that an index can grow group by group.
+
+Shapes: B rows, K KV heads, G groups of g tokens, m = g / u blocks per group, F index rows per group (2 m for bounds,
+first the lowest, then the highest; m for means), D key width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+IndexKind = Literal["bounds", "sub_means"]
+INDEX_KINDS: tuple[IndexKind, ...] = ("bounds", "sub_means")
+INDEX_BITS = (16, 8, 4)
+
+# Positions on the grid, at most 255, are computed with an error below 2 ** -14 in float32. Bounds are moved outwards by
+# more than that before they are rounded, and the grid reaches a little beyond the largest key.
+MARGIN = 2.0**-13
+REACH = 1.0 + 2.0**-20
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """Which index a group gets.
+
+    kind: "bounds" or "sub_means". group_size: tokens per group, g. size: tokens per block, u, which divides g.
+    bits: 16 keeps the dtype of the keys; 8 and 4 store unsigned integers on a grid of one step and one zero per group
+    and KV head.
+    Raises ValueError for another kind, size or number of bits.
+    """
+
+    kind: IndexKind
+    group_size: int
+    size: int
+    bits: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in INDEX_KINDS:
+            raise ValueError(f"index must be one of {', '.join(map(repr, INDEX_KINDS))}, got {self.kind!r}")
+        if self.bits not in INDEX_BITS:
+            raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.bits!r}")
+        if self.size < 1 or self.group_size % self.size:
+            raise ValueError(f"index_size must divide the group size, {self.group_size}, got {self.size}")
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks per group, m."""
+        return self.group_size // self.size
+
+    @property
+    def num_rows(self) -> int:
+        """Index rows per group, F."""
+        return self.num_blocks * (2 if self.kind == "bounds" else 1)
+
+    def widths(self, D: int) -> tuple[int, int]:
+        """Columns of ``codes`` and of ``grid`` per group for keys of width D.
+
+        Raises ValueError for 4 bits and an odd D: two numbers share a byte.
+        """
+        if self.bits == 16:
+            return self.num_rows * D, 0
+        if self.bits == 4 and D % 2:
+            raise ValueError(f"index_bits=4 needs an even key width, got {D}; use index_bits=8")
+        return self.num_rows * D * self.bits // 8, 2
+
+
+class GroupIndex(NamedTuple):
+    """The index of G groups; dimension 2 of every tensor counts groups, as in the entries.
+
+    codes ``[B, K, G, F * D]`` in the dtype of the keys (16 bits), or uint8 ``[B, K, G, F * D * bits / 8]``: row by row;
+    of 4 bits, byte c of a row holds column c in its low half and column D / 2 + c in its high half.
+    grid ``[B, K, G, 2]`` float32 (float64 for float64 keys): step and zero, a number is ``zero + step * code``;
+    ``[B, K, G, 0]`` for 16 bits.
+    """
+
+    codes: Tensor
+    grid: Tensor
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that the index has room for, G."""
+        return self.codes.shape[2]
+
+    def narrow(self, start: int, stop: int) -> GroupIndex:
+        """Groups ``[start, stop)``, a view."""
+        return GroupIndex(*(x[:, :, start:stop] for x in self))
+
+    def join(self, newer: GroupIndex) -> GroupIndex:
+        """These groups, then the newer ones."""
+        return GroupIndex(*(torch.cat(pair, dim=2) for pair in zip(self, newer, strict=True)))
+
+    def rows(self, settings: IndexSettings, D: int) -> Tensor:
+        """The numbers that stand for the groups, ``[B, K, G, F, D]`` in float32 or wider."""
+        codes = self.codes.unflatten(3, (settings.num_rows, -1))
+        if settings.bits == 16:
+            return codes.to(torch.promote_types(codes.dtype, torch.float32))
+        if settings.bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+        step, zero = self.grid[..., None, None].unbind(3)
+        return zero + step * codes.to(self.grid.dtype)
+
+
+@torch.no_grad()
+def build_index(k_groups: Tensor, settings: IndexSettings) -> GroupIndex:
+    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype.
+
+    Bounds hold whatever the number of bits: the lowest are rounded down, the highest up. Means are rounded to the
+    nearest. There is no gradient.
+    """
+    m, D = settings.num_blocks, k_groups.shape[4]
+    blocks = k_groups.unflatten(3, (m, settings.size))
+    wide = torch.promote_types(k_groups.dtype, torch.float32)
+    if settings.kind == "bounds":
+        rows = torch.cat([blocks.amin(4), blocks.amax(4)], dim=3)
+    else:
+        rows = blocks.mean(4, dtype=wide)
+    num_codes, num_grid = settings.widths(D)
+    if settings.bits == 16:
+        codes = rows.to(k_groups.dtype).flatten(3)
+        return GroupIndex(codes, codes.new_empty(*codes.shape[:3], num_grid, dtype=wide))
+    levels = 2**settings.bits - 1
+    rows = rows.to(wide)
+    zero, largest = rows.amin((3, 4)), rows.amax((3, 4))
+    step = ((largest - zero) / levels * REACH).clamp(min=torch.finfo(wide).tiny)
+    position = (rows - zero[..., None, None]) / step[..., None, None]
+    if settings.kind == "bounds":
+        position = torch.cat([(position[..., :m, :] - MARGIN).floor(), (position[..., m:, :] + MARGIN).ceil()], dim=3)
+    else:
+        position = (position + 0.5).floor()
+    codes = position.clamp(0, levels).to(torch.uint8)
+    if settings.bits == 4:
+        low, high = codes.chunk(2, dim=-1)
+        codes = low | (high << 4)
+    return GroupIndex(codes.flatten(3), torch.stack([step, zero], dim=-1))

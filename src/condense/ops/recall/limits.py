@@ -1,0 +1,44 @@
+"""What keeps Triton from making Recall's decode steps.
+
+Shapes as in `condense.ops.recall.state`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from condense.ops.checks import MAX_STEP_WIDTH, TRITON_DTYPES, _triton_absence
+from condense.ops.recall.state import RecallSettings, RecallState
+
+# one program ranks all groups of a KV head, and two counts of groups share 32 bits
+MAX_GROUPS = 2**15
+# query heads of a KV head are one tile, a group's blocks are unrolled
+MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
+
+
+def step_obstacle(
+    q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, *, latent: int = 0
+) -> str | None:
+    """What in a step's arguments its kernels cannot take, None if nothing; arguments as of `recall_step`."""
+    absence = _triton_absence(q.device)
+    if absence is not None:
+        return absence
+    D, Dv, R, index = k.shape[3], v.shape[3], q.shape[1] // k.shape[1], settings.index
+    if q.dtype not in TRITON_DTYPES:
+        return f"takes {', '.join(map(str, TRITON_DTYPES))}, got {q.dtype}"
+    if latent:
+        return f"recalls keys with values of their own, got latents of {latent} columns"
+    if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
+        return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
+    if D * index.bits % 16:
+        return f"reads an index of {index.bits} bits in words of 16, got keys of width {D}"
+    if R > MAX_HEADS:
+        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
+    if index.group_size > MAX_GROUP_SIZE or index.num_blocks > MAX_BLOCKS:
+        return (
+            f"takes groups of up to {MAX_GROUP_SIZE} tokens in up to {MAX_BLOCKS} blocks, got {index.group_size} "
+            f"tokens in {index.num_blocks}"
+        )
+    if state.entries_k.shape[2] > MAX_GROUPS:
+        return f"chooses from up to {MAX_GROUPS:,} groups, got room for {state.entries_k.shape[2]:,}"
+    return None

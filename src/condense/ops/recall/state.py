@@ -1,0 +1,73 @@
+"""The contract of one decode step of Recall: the state that it changes in place, and its fixed settings.
+
+A backend's ``recall_step(q, k, v, state, settings, *, scale, real) -> out`` reads one token per row:
+
+1. k and v go into the rings, at ``seen % W``;
+2. with ``n = seen + 1``, group j closes if ``rule.closed(n) = j + 1 > rule.closed(seen)``: its mean key and value
+   become entry j, its index goes to column j of ``codes`` and ``grid``, and its tokens are copied from the rings to
+   columns ``[j * g, (j + 1) * g)`` of the store;
+3. the query opens the best ``num_recall`` of the ``rule.closed(n)`` closed groups, as
+   `condense.ops.recall.choose_groups` does;
+4. it attends to entries of the other closed groups, to tokens of open groups, and to the tokens from position
+   ``rule.closed(n) * g`` on, as `condense.ops.recall.attend_recall` does;
+5. seen becomes n.
+
+A row that is not ``real`` changes nothing and gets 0. What depends on data is a predicate on the device: no host
+synchronisation and no branch, so that a step can be traced and captured. A group that closes beyond the capacity is
+dropped and never seen.
+
+Shapes: B rows, H query heads, K KV heads, G groups of capacity, g tokens per group, W slots of the rings, D and Dv
+widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.spans import UniformRule
+
+
+class RecallState(NamedTuple):
+    """Buffers at fixed addresses. Whatever stands in them, seen or not, is finite.
+
+    entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
+    codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
+    store_k ``[B, K, G * g, D]``, store_v ``[B, K, G * g, Dv]``: the exact tokens of closed groups, left-aligned.
+    ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
+    W is at least window + g, or the most tokens that a row can have if that is less.
+    seen int64 ``[B]`` on the device: real tokens per row.
+    """
+
+    entries_k: Tensor
+    entries_v: Tensor
+    codes: Tensor
+    grid: Tensor
+    store_k: Tensor
+    store_v: Tensor
+    ring_k: Tensor
+    ring_v: Tensor
+    seen: Tensor
+
+    @property
+    def group_index(self) -> GroupIndex:
+        """The index of all groups."""
+        return GroupIndex(self.codes, self.grid)
+
+
+@dataclass(frozen=True)
+class RecallSettings:
+    """What a step must know of the method.
+
+    rule: one entry per group, none left out. bias: natural log added to the scaled score of every entry, 0.0 for none.
+    pool: entries of groups that are not open are seen.
+    """
+
+    rule: UniformRule
+    index: IndexSettings
+    num_recall: int
+    bias: float
+    pool: bool = True

@@ -1,0 +1,43 @@
+"""Recall's attention as it is defined: the whole mask at once, made for float64 on a CPU.
+
+Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.ops.recall.choice import Choice
+from condense.ops.spans import Source, Spans
+from condense.ops.tensors.right_aligned import per_entry
+
+
+def attend_recall(
+    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice, *, scale: float, pool: bool
+) -> tuple[Tensor, Tensor]:
+    """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen."""
+    L, K = q.shape[2], window.k.shape[1]
+    G, N = entries.k.shape[2], window.k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    of_entries, of_window = spans.at(0, L, q.device)
+    group, column = torch.arange(G, device=q.device), torch.arange(N, device=q.device)
+    chosen = choice.at(0, L, of_entries.hi, G)
+    pooled = (group < of_entries.hi[..., None]) & ~chosen & pool
+    near = (column >= of_window.lo[..., None]) & (column < of_window.hi[..., None])
+    opened = chosen.repeat_interleave(store.k.shape[2] // G, -1) if G > 0 else chosen
+    mask = torch.cat([pooled, opened, near.expand(*chosen.shape[:3], N)], dim=-1)[:, :, None]
+    empty = ~mask.any(-1, keepdim=True)
+    k = torch.cat([entries.k, store.k, window.k], dim=2).to(wide)
+    v = torch.cat([entries.v, store.v, window.v], dim=2).to(wide)
+    # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below
+    rows = q.to(wide).unflatten(1, (K, -1)).masked_fill(empty, 0.0)
+    scores = torch.einsum("bkrld,bksd->bkrls", rows, k) * scale
+    bias = per_entry(entries.bias, G, q.device)
+    if bias is not None:
+        scores = scores + F.pad(bias.to(wide), (0, k.shape[2] - G))[:, :, None, None]
+    scores = scores.masked_fill(~(mask | empty), float("-inf"))
+    out = torch.einsum("bkrls,bksd->bkrld", scores.softmax(-1), v).masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)

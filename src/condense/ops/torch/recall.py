@@ -1,0 +1,87 @@
+"""Recall's attention in blocks of queries over PyTorch's fused attention; any device, differentiable.
+
+A block of queries reads every closed group under a mask, so its time is that of dense attention; memory is linear in L.
+A single query reads the tokens of its open groups alone.
+
+Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, S keys of a block, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from condense.ops.recall.choice import Choice, chosen_groups
+from condense.ops.spans import Hull, Source, Spans
+from condense.ops.tensors.right_aligned import per_entry
+from condense.ops.torch.attend import attend_block
+
+# queries per block: the mask of a block has as many rows, times the query heads
+_BLOCK = 128
+
+
+def attend_recall(
+    q: Tensor,
+    entries: Source,
+    store: Source,
+    window: Source,
+    spans: Spans,
+    choice: Choice,
+    *,
+    scale: float,
+    pool: bool,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen."""
+    L, G = q.shape[2], entries.k.shape[2]
+    g = store.k.shape[2] // G if G > 0 else 0
+    bias = per_entry(entries.bias, G, q.device)
+    blocks = [(start, min(start + _BLOCK, L)) for start in range(0, L, _BLOCK)]
+
+    def block(q: Tensor, start: int, hulls: list[Hull]) -> tuple[Tensor, Tensor]:
+        stop, n = start + q.shape[2], hulls[0].hi
+        closed, near = spans.at(start, stop, q.device)
+        chosen = choice.at(start, stop, closed.hi, n)
+        column = torch.arange(*hulls[1], device=q.device)
+        masks = [((column >= near.lo[..., None]) & (column < near.hi[..., None])).expand(*chosen.shape[:3], -1)]
+        sources = [_columns(window, *hulls[1])]
+        if q.shape[2] == 1:
+            groups = chosen_groups(chosen, choice.num_recall)[:, :, 0]
+            masks.insert(0, (groups < n).repeat_interleave(g, -1)[:, :, None])
+            sources.insert(0, _gather(store, groups.clamp(max=n - 1), g))
+        else:
+            masks.insert(0, chosen.repeat_interleave(g, -1))
+            sources.insert(0, _columns(store, 0, n * g))
+        if pool:
+            masks.insert(0, (torch.arange(n, device=q.device) < closed.hi[..., None]) & ~chosen)
+            sources.insert(0, _columns(entries, 0, n))
+        mask = torch.cat(masks, dim=-1)
+        empty = ~mask.any(-1, keepdim=True)
+        k, v = torch.cat([source.k for source in sources], dim=2), torch.cat([source.v for source in sources], dim=2)
+        return attend_block(
+            q, k, v, mask | empty, empty, bias[..., :n] if pool and bias is not None else None,
+            scale=scale, return_lse=return_lse,
+        )  # fmt: skip
+
+    tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)
+    if len(blocks) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        # masks and copies of keys would make memory grow with L * L: each block is computed again instead
+        block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+    work = zip(q.split(_BLOCK, dim=2), blocks, spans.hulls(blocks), strict=True)
+    parts = [block(q_block, start, hulls) for q_block, (start, _), hulls in work]
+    out = torch.cat([part[0] for part in parts], dim=2)
+    return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+
+
+def _columns(source: Source, start: int, stop: int) -> Source:
+    return Source(source.k[:, :, start:stop], source.v[:, :, start:stop])
+
+
+def _gather(store: Source, groups: Tensor, g: int) -> Source:
+    """Tokens of ``groups`` ``[B, K|1, r]`` of every KV head, ``[B, K, r * g, width]``."""
+    token = (groups[..., None] * g + torch.arange(g, device=groups.device)).flatten(2)[..., None]
+    K = store.k.shape[1]
+    return Source(*(x.gather(2, token.expand(-1, K, -1, x.shape[3])) for x in (store.k, store.v)))

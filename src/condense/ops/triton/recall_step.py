@@ -1,0 +1,286 @@
+"""One decode step of Recall in Triton: five kernels, no wait for the host, no atomics.
+
+Shapes as in `condense.ops.recall.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.recall.index import IndexSettings
+from condense.ops.recall.limits import MAX_GROUPS, step_obstacle
+from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.spans import UniformRule
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_step_kernels import (
+    recall_attend_kernel,
+    recall_choose_kernel,
+    recall_close_kernel,
+    recall_score_kernel,
+)
+from condense.ops.triton.step_kernels import step_reduce_kernel
+
+_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
+_attend, _reduce = Launcher(recall_attend_kernel), Launcher(step_reduce_kernel)
+_MIN_TILE = 32
+
+
+def recall_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: RecallState,
+    settings: RecallSettings,
+    *,
+    scale: float,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
+
+    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.recall.state`, contiguous;
+    bfloat16, float16 or float32, one dtype; K divides H. ``real`` bool or integer ``[B]``: rows without a token are not
+    touched and give 0 (None: all have one).
+    Raises ValueError for what `condense.ops.recall.limits.step_obstacle` names and for a state that does not fit.
+    """
+    obstacle = step_obstacle(q, k, v, state, settings)
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    _check(q, k, v, state, settings, real)
+    rule, index = settings.rule, settings.index
+    assert rule.window is not None
+    out: Tensor = torch.ops.condense.recall_step.default(
+        q, k, v, *state, real, rule.chunk, rule.window, index.kind, index.size, index.bits, settings.num_recall,
+        settings.bias, settings.pool, scale,
+    )  # fmt: skip
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, real: Tensor | None) -> None:
+    (B, K, G, _), g, D, Dv = state.entries_k.shape, settings.rule.chunk, k.shape[3], v.shape[3]
+    num_codes, num_grid = settings.index.widths(D)
+    W, codes = state.ring_k.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
+    for name, x, shape, dtype in (
+        ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
+        ("k", k, (B, K, 1, D), q.dtype),
+        ("v", v, (B, K, 1, Dv), q.dtype),
+        ("entries_k", state.entries_k, (B, K, G, D), q.dtype),
+        ("entries_v", state.entries_v, (B, K, G, Dv), q.dtype),
+        ("codes", state.codes, (B, K, G, num_codes), codes),
+        ("grid", state.grid, (B, K, G, num_grid), torch.float32),
+        ("store_k", state.store_k, (B, K, G * g, D), q.dtype),
+        ("store_v", state.store_v, (B, K, G * g, Dv), q.dtype),
+        ("ring_k", state.ring_k, (B, K, W, D), q.dtype),
+        ("ring_v", state.ring_v, (B, K, W, Dv), q.dtype),
+        ("seen", state.seen, (B,), torch.int64),
+    ):
+        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+            raise ValueError(f"{name} must be {shape} in {dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype}")
+    for name, x in zip(state._fields, state, strict=True):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+    if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
+        raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
+
+
+class _Tiles(NamedTuple):
+    """Groups or keys per tile; warps, stages; programs wanted per multiprocessor."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+
+class _Table(NamedTuple):
+    """Tiles of the kernels that score and attend, warps of the one that chooses; ``early``: kernels start up early."""
+
+    score: _Tiles
+    attend: _Tiles
+    choose_warps: int
+    early: bool
+
+
+def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
+    if device.type != "cuda":  # the interpreter
+        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 4, False)
+    early = gpu_of(device).capability >= (9, 0)
+    if dtype == torch.float32 or width > 128:
+        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 16, early)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), 16, early)
+
+
+def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
+    """Programs that share the work on one KV head."""
+    wanted = waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
+    return max(1, min(wanted, tiles_of_keys))
+
+
+def _padded(width: int) -> int:
+    """Columns of the tile that holds a width."""
+    return max(_MIN_TILE, power_of_2(width))
+
+
+class _Scratch(NamedTuple):
+    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, groups int32 ``[B, K, r]``, offset
+    ``[B, K, G]``, part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 but for one.
+    """
+
+    score: Tensor
+    top: Tensor
+    total: Tensor
+    groups: Tensor
+    offset: Tensor
+    part: Tensor
+    lse: Tensor
+
+
+def _scratch(q: Tensor, K: int, G: int, r: int, splits: tuple[int, int], Dv: int) -> _Scratch:
+    B, H = q.shape[:2]
+    S0, S1 = splits
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    return _Scratch(
+        empty(B, H, power_of_2(max(G, 1))), empty(B, H, S0), empty(B, H, S0), empty(B, K, r, dtype=torch.int32),
+        empty(B, K, G), empty(B, H, S1, Dv), empty(B, H, S1),
+    )  # fmt: skip
+
+
+class _Plan(NamedTuple):
+    """What the kernels of a step are started with, but for tensors and strides: grid, numbers, constants, options."""
+
+    splits: tuple[int, int]
+    close: tuple[Any, ...]
+    score: tuple[Any, ...]
+    choose: tuple[Any, ...]
+    attend: tuple[Any, ...]
+    reduce: tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=4096)  # every layer asks for the same, in every step
+def _plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    widths: tuple[int, int],
+    sizes: tuple[int, int],
+    settings: RecallSettings,
+    scale: float,
+    has_real: bool,
+) -> _Plan:
+    """heads: B, H, K; widths: D, Dv; sizes: G, W."""
+    (B, H, K), (D, Dv), (G, W) = heads, widths, sizes
+    check_programs(B * K)
+    index, g, window = settings.index, settings.rule.chunk, settings.rule.window
+    R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
+    of_score, of_attend, choose_warps, early = _table(device, dtype, max(D, Dv))
+    BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
+    # columns of a row of the index as it is written, in bytes if quantised, and as it is read, in words of 16 bits
+    PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
+    r, GROUPS = min(settings.num_recall, G), power_of_2(max(G, 1))
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
+    S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
+    BC = min(64, PV)
+    chained = {"launch_pdl": True} if early else {}
+    return _Plan(
+        (S0, S1),
+        (
+            (B * K, 3, 1), (K, G, W, window),
+            (g, m, power_of_2(index.size), D, P, Dv, PV, PB, bounds, index.bits, has_real, early), {},
+        ),
+        (
+            (S0, B * K, 1),
+            (K, R, G, window, scale * LOG2E),
+            (g, m, D, PC, BR, of_score.rows, GROUPS, bounds, index.bits, has_real, precision, early),
+            {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
+        ),
+        (
+            (B * K, 1, 1), (K, R, G, S0, window, r, settings.bias * LOG2E),
+            (g, GROUPS, power_of_2(S0), min(4, power_of_2(R), max(1, MAX_GROUPS // GROUPS)), has_real, early),
+            {"num_warps": choose_warps if G > 2048 else 4, **chained},
+        ),
+        (
+            (S1, B * K, 1), (K, R, G, W, window, r, scale * LOG2E),
+            (g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, early),
+            {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
+        ),
+        ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
+    )  # fmt: skip
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    entries_k: Tensor,
+    entries_v: Tensor,
+    codes: Tensor,
+    grid: Tensor,
+    store_k: Tensor,
+    store_v: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    seen: Tensor,
+    real: Tensor | None,
+    group_size: int,
+    window: int,
+    index: str,
+    index_size: int,
+    index_bits: int,
+    num_recall: int,
+    bias: float,
+    pool: bool,
+    scale: float,
+) -> Tensor:
+    mutated = (entries_k, entries_v, codes, grid, store_k, store_v, ring_k, ring_v, seen)
+    if not torch.is_inference_mode_enabled():  # as any operation in place: a backward pass may have saved them
+        torch.autograd.graph.increment_version(mutated)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    (B, H, _, D), (_, K, G, Dv), device = q.shape, entries_v.shape, q.device
+    of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
+    settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
+    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2]), settings, scale, real is not None)
+    scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
+    score, top, total, groups, offset, part, lse = scratch
+    out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
+    counts = seen if real is None else real.contiguous()
+    # kernels start on the current device, which need not be the tensors' in a model spread over several
+    with torch.cuda.device_of(q):
+        _launch(_close, plan.close, (k, v, *mutated, counts), (*k.stride()[:2], *v.stride()[:2]))
+        if G > 0:
+            words = codes if index_bits == 16 else codes.view(torch.int16)
+            _launch(_score, plan.score, (q, words, grid, seen, counts, score, top, total), q.stride()[:2])
+            _launch(_choose, plan.choose, (score, top, total, seen, counts, groups, offset), ())
+        keys = (entries_k, entries_v, store_k, store_v, ring_k, ring_v)
+        _launch(_attend, plan.attend, (q, *keys, groups, offset, seen, counts, part, lse), q.stride()[:2])
+        _launch(_reduce, plan.reduce, (part, lse, out, seen, counts), ())
+    return out
+
+
+def _launch(kernel: Launcher, plan: tuple[Any, ...], tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
+    grid, numbers, constants, options = plan
+    kernel(grid, tensors, (*strides, *numbers), constants, options)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _register() -> torch.library.Library:
+    """As the step of `condense.ops.triton.step`, and for the same reason not by `torch.library.custom_op`."""
+    library = torch.library.Library("condense", "FRAGMENT")
+    schema = torch.library.infer_schema(_step, mutates_args=RecallState._fields, op_name="recall_step")
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl("recall_step", _step, "CompositeExplicitAutograd")
+    torch.library.register_fake("condense::recall_step", _fake, lib=library)
+    return library
+
+
+_LIBRARY = _register()

@@ -1,0 +1,478 @@
+"""Kernels of one decode step of Recall: close a group, score the index, choose groups, attend over the open ones.
+
+`step_reduce_kernel` joins the splits at the end. Each kernel waits for the one before it, so that what one writes the
+next may read. No atomics.
+
+Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, m blocks of u tokens, W
+slots of the rings, S splits, D and Dv widths; P and PV the same as powers of two for tiles. BR rows (query heads).
+"head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores are base 2.
+Index columns: C stored columns per row of the index, PARTS tiles of columns that one stored column holds (2 for 4 bits:
+the first half of the columns in the low bits), PC columns as a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from condense.ops.recall import index
+
+_MARGIN = tl.constexpr(index.MARGIN)
+_REACH = tl.constexpr(index.REACH)
+_TINY = tl.constexpr(2.0**-126)
+_INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _after_the_last(EARLY: tl.constexpr):
+    """Wait for the kernel before this one; let the next one start up meanwhile."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _row(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr):
+    """Position of the new token of row b, whether there is one, closed groups, and those of them with a column."""
+    t = tl.load(seen_ptr + b).to(tl.int32)
+    live = t >= 0
+    if HAS_REAL:
+        live = live & (tl.load(real_ptr + b) != 0)
+    closed = tl.where(live, tl.maximum(t + 1 - window, 0) // g, 0)
+    return t, live, closed, tl.minimum(closed, G)
+
+
+@triton.jit
+def _tokens(ring_ptr, new_ptr, position, t, W, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Columns ``[LO, LO + ...)`` of the tokens at ``position``, ``[n, P]`` float32; the newest from its own vector."""
+    d = LO + tl.arange(0, P)
+    there = inside[:, None] & (d < D)[None, :]
+    at = (position % W).to(tl.int64)[:, None] * D + d[None, :]
+    older = tl.load(ring_ptr + at, mask=there & (position < t)[:, None], other=0.0)
+    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
+    return tl.where((position == t)[:, None], new[None, :], older).to(tl.float32)
+
+
+@triton.jit
+def _block(
+    ring_ptr, new_ptr, start, t, W, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    u: tl.constexpr, UP: tl.constexpr, BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Lowest and highest key of the block of u tokens from position ``start`` on, or twice its mean, ``[P]``."""
+    i = tl.arange(0, UP)
+    inside = i < u
+    x = _tokens(ring_ptr, new_ptr, start + i, t, W, inside, LO, D, P)
+    if BOUNDS:
+        low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
+        high = tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
+    else:
+        total = tl.sum(tl.where(inside[:, None], x, 0.0), 0)
+        low = tl.div_rn(total, tl.zeros_like(total) + u)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: tl.constexpr):
+    """Numbers on the grid: rounded up or down for bounds, else to the nearest; as `build_index` does."""
+    position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
+    if not BOUNDS:
+        position = tl.floor(position + 0.5)
+    elif UPWARDS:
+        position = tl.ceil(position + _MARGIN)
+    else:
+        position = tl.floor(position - _MARGIN)
+    return tl.minimum(tl.maximum(position, 0.0), LEVELS).to(tl.int32)
+
+
+@triton.jit
+def _put_index(
+    ring_ptr, new_ptr, codes_ptr, grid_ptr, first, t, W,
+    D: tl.constexpr, m: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, PC: tl.constexpr,
+    BOUNDS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """The index of the group that begins at position ``first``."""
+    PARTS: tl.constexpr = 2 if BITS == 4 else 1
+    C: tl.constexpr = D // PARTS
+    c = tl.arange(0, PC)
+    lowest = tl.full([], float("inf"), tl.float32)
+    largest = tl.full([], float("-inf"), tl.float32)
+    step, zero = 1.0, 0.0
+    if BITS < 16:
+        for part in tl.static_range(PARTS):
+            for block in range(m):
+                low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, part * C, D, PC, u, UP, BOUNDS)
+                lowest = tl.minimum(lowest, tl.min(tl.where(c < C, low, float("inf")), 0))
+                largest = tl.maximum(largest, tl.max(tl.where(c < C, high, float("-inf")), 0))
+        LEVELS: tl.constexpr = 2**BITS - 1
+        zero = lowest
+        step = tl.maximum(tl.div_rn(largest - zero, LEVELS * 1.0) * _REACH, _TINY)
+        tl.store(grid_ptr, step)
+        tl.store(grid_ptr + 1, zero)
+    for block in range(m):
+        low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, 0, D, PC, u, UP, BOUNDS)
+        if BITS == 16:
+            codes_low, codes_high = low, high
+        else:
+            codes_low = _codes(low, step, zero, LEVELS, False, BOUNDS)
+            codes_high = _codes(high, step, zero, LEVELS, True, BOUNDS)
+        if BITS == 4:
+            low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, C, D, PC, u, UP, BOUNDS)
+            codes_low += _codes(low, step, zero, LEVELS, False, BOUNDS) * 16
+            codes_high += _codes(high, step, zero, LEVELS, True, BOUNDS) * 16
+        element = codes_ptr.dtype.element_ty
+        tl.store(codes_ptr + block * C + c, codes_low.to(element), mask=c < C)
+        if BOUNDS:
+            tl.store(codes_ptr + (m + block) * C + c, codes_high.to(element), mask=c < C)
+
+
+@triton.jit
+def _take_token(
+    new_ptr, entries_ptr, store_ptr, ring_ptr, t, W, closes, group,
+    g: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """The new token goes into the ring; of the group that it closes, the mean and the tokens to where they belong."""
+    d, i = tl.arange(0, P), tl.arange(0, UP)
+    if closes:
+        total = tl.zeros([P], tl.float32)
+        for start in range(0, g, u):
+            x = _tokens(ring_ptr, new_ptr, group * g + start + i, t, W, i < u, 0, D, P)
+            there = (i < u)[:, None] & (d < D)[None, :]
+            at = (group * g + start + i).to(tl.int64)[:, None] * D + d[None, :]
+            tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=there)
+            total += tl.sum(tl.where(there, x, 0.0), 0)
+        mean = tl.div_rn(total, tl.zeros_like(total) + g)
+        tl.store(entries_ptr + group.to(tl.int64) * D + d, mean.to(entries_ptr.dtype.element_ty), mask=d < D)
+    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
+    tl.store(ring_ptr + (t % W).to(tl.int64) * D + d, new, mask=d < D)
+
+
+@triton.jit
+def recall_close_kernel(
+    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr,
+    seen_ptr, real_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, window,
+    g: tl.constexpr, m: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr,
+    PV: tl.constexpr, PC: tl.constexpr, BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Rings, entries, index and store take the new token; grid (B * K, 3): keys, values, index."""
+    if EARLY:
+        gdc_launch_dependents()
+    head = tl.program_id(0).to(tl.int64)
+    b, kvh = head // K, head % K
+    u: tl.constexpr = g // m
+    t, live, closed, _ = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    group = closed - 1
+    closes = live & (t + 1 - window == closed * g) & (closed > 0) & (closed <= G)
+    k_ptr += b * s_kb + kvh * s_kh
+    if live & (tl.program_id(1) == 0):
+        _take_token(
+            k_ptr, entries_k_ptr + head * G * D, store_k_ptr + head * G * g * D, ring_k_ptr + head * W * D,
+            t, W, closes, group, g, u, UP, D, P,
+        )  # fmt: skip
+    if live & (tl.program_id(1) == 1):
+        _take_token(
+            v_ptr + b * s_vb + kvh * s_vh, entries_v_ptr + head * G * DV, store_v_ptr + head * G * g * DV,
+            ring_v_ptr + head * W * DV, t, W, closes, group, g, u, UP, DV, PV,
+        )  # fmt: skip
+    if closes & (tl.program_id(1) == 2):
+        F: tl.constexpr = 2 * m if BOUNDS else m
+        C: tl.constexpr = D // 2 if BITS == 4 else D
+        at = head * G + group
+        _put_index(
+            ring_k_ptr + head * W * D, k_ptr, codes_ptr + at * F * C, grid_ptr + at * 2, group * g, t, W,
+            D, m, u, UP, PC, BOUNDS, BITS,
+        )  # fmt: skip
+
+
+@triton.constexpr_function
+def _first_column(part, D, BITS):
+    """The first column that the codes of a part stand for."""
+    return part if BITS >= 8 else part // 2 + part % 2 * (D // 2)
+
+
+@triton.jit
+def _queries(
+    q_ptr, s_qh, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
+    part: tl.constexpr = 0, BITS: tl.constexpr = 16,
+):  # fmt: skip
+    """The columns of the queries of one KV head that a part of the words of the index stands for, ``[BR, P]``."""
+    STRIDE: tl.constexpr = 1 if BITS == 16 else 2
+    r, d = tl.arange(0, BR), _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
+    there = (r < R)[:, None] & (tl.arange(0, P) < C)[None, :]
+    return tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=there, other=0.0)
+
+
+@triton.constexpr_function
+def _half_asm(part, BITS):
+    """Codes of a part of two words, as float16: below the exponent of 1024 they are its last digits."""
+    digits = 0x00FF00FF if BITS == 8 else 0x000F000F
+    return f"""{{
+        .reg .b32 kilo;
+        mov.b32 kilo, 0x64006400;
+        shr.b32 $0, $1, {part * BITS};
+        lop3.b32 $0, $0, {digits}, kilo, 0xEA;
+        sub.rn.f16x2 $0, $0, kilo;
+    }}"""
+
+
+@triton.jit
+def _codes_of(words, part: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """The codes that the words ``int16`` hold at bits ``[part * BITS, (part + 1) * BITS)``."""
+    if ASM and dtype == tl.float16:
+        return tl.inline_asm_elementwise(_half_asm(part, BITS), "=r,r", [words], tl.float16, True, 2)
+    else:
+        return ((words >> (part * BITS)) & (2**BITS - 1)).to(dtype)
+
+
+@triton.jit
+def _index_products(
+    codes_ptr, group, inside, queries, row, F: tl.constexpr, C: tl.constexpr, PC: tl.constexpr, BITS: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Products ``[BG, BR]`` of one row of each group's index with the queries, a tile of columns for each part."""
+    c = tl.arange(0, PC)
+    there = inside[:, None]
+    if C != PC:
+        there = there & (c < C)[None, :]
+    codes = tl.load(codes_ptr + (group.to(tl.int64) * F + row)[:, None] * C + c[None, :], mask=there, other=0)
+    if BITS == 16:
+        s = tl.dot(codes, tl.trans(queries[0]), input_precision=PRECISION)
+    else:
+        s = tl.zeros([group.shape[0], queries[0].shape[0]], tl.float32)
+        for part in tl.static_range(16 // BITS):
+            tile = _codes_of(codes, part, BITS, queries[0].dtype, ASM)
+            s = tl.dot(tile, tl.trans(queries[part]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _positive(queries):
+    return [tl.where(x > 0, x, tl.zeros_like(x)) for x in queries]
+
+
+@triton.jit
+def _negative(queries):
+    return [tl.where(x < 0, x, tl.zeros_like(x)) for x in queries]
+
+
+@triton.jit
+def recall_score_kernel(
+    q_ptr, codes_ptr, grid_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr,
+    s_qb, s_qh, K, R, G, window, scale,
+    g: tl.constexpr, m: tl.constexpr, D: tl.constexpr, PC: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr,
+    GROUPS: tl.constexpr, BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Index scores of closed groups, float32 ``[B, H, GROUPS]``; of every split the largest and the sum of
+    ``2 ** (score - largest)``.
+
+    Grid (S, B * K). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
+    """
+    split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    b, kvh = head // K, head % K
+    _, _, _, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    tiles = tl.cdiv(closed, BG)
+    F: tl.constexpr = 2 * m if BOUNDS else m
+    PARTS: tl.constexpr = 16 // BITS
+    C: tl.constexpr = D // PARTS
+    q_ptr += b * s_qb + kvh * R * s_qh
+    codes_ptr += head * G * F * C
+    grid_ptr += head * G * 2
+    queries = ()
+    for part in tl.static_range(PARTS):
+        queries = queries + (_queries(q_ptr, s_qh, R, D, C, PC, BR, part, BITS),)  # noqa: RUF005
+    sum_q = tl.zeros([BR], tl.float32)
+    unit = tl.full([BR], 1.0, tl.float32)
+    if BITS < 16:
+        largest = tl.zeros([BR], tl.float32)
+        for part in tl.static_range(PARTS):
+            x = queries[part].to(tl.float32)
+            sum_q += tl.sum(x, 1)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+        if q_ptr.dtype.element_ty == tl.bfloat16:
+            # it takes half the work to make float16 of codes; a power of two keeps the digits of the queries
+            unit = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 2.0**-100))))
+            queries = [(x.to(tl.float32) / unit[:, None]).to(tl.float16) for x in queries]
+    up, down = _positive(queries), _negative(queries)
+    _after_the_last(EARLY)
+    r = tl.arange(0, BR)
+    top = tl.full([BR], float("-inf"), tl.float32)
+    total = tl.zeros([BR], tl.float32)
+    for tile in range(tiles * split // S, tiles * (split + 1) // S):
+        group = tile * BG + tl.arange(0, BG)
+        inside = group < closed
+        best = tl.full([BG, BR], float("-inf"), tl.float32)
+        mass = tl.zeros([BG, BR], tl.float32)
+        if BITS < 16:
+            step = tl.load(grid_ptr + group * 2, mask=inside, other=0.0)[:, None] * (unit * scale)[None, :]
+            zero = tl.load(grid_ptr + group * 2 + 1, mask=inside, other=0.0)[:, None] * (sum_q * scale)[None, :]
+        for block in tl.static_range(m):
+            if BOUNDS:
+                s = _index_products(codes_ptr, group, inside, down, block, F, C, PC, BITS, PRECISION, EARLY)
+                s += _index_products(codes_ptr, group, inside, up, m + block, F, C, PC, BITS, PRECISION, EARLY)
+            else:
+                s = _index_products(codes_ptr, group, inside, queries, block, F, C, PC, BITS, PRECISION, EARLY)
+            s = s * step + zero if BITS < 16 else s * scale
+            larger = tl.maximum(best, s)
+            if not BOUNDS:
+                mass = mass * tl.exp2(best - larger) + tl.exp2(s - larger)
+            best = larger
+        if not BOUNDS:
+            best += tl.log2(mass)
+        at = (head * R + r)[None, :] * GROUPS + group[:, None]
+        tl.store(score_ptr + at, best, mask=inside[:, None] & (r < R)[None, :])
+        best = tl.where(inside[:, None], best, float("-inf"))
+        larger = tl.maximum(top, tl.max(best, 0))
+        total = total * tl.exp2(top - larger) + tl.sum(tl.exp2(best - larger[None, :]), 0)
+        top = larger
+    at = (head * R + r) * S + split
+    tl.store(top_ptr + at, top, mask=r < R)
+    tl.store(total_ptr + at, total, mask=r < R)
+
+
+@triton.jit
+def _threshold(key, valid, wanted):
+    """A number that at least ``wanted`` valid keys reach and fewer exceed, by bisection."""
+    lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
+    hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
+    while lo + 1 < hi:
+        middle = lo + (hi - lo) // 2
+        reach = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
+        lo = tl.where(reach >= wanted, middle, lo)
+        # as many as wanted: no need to look further
+        hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
+    return lo.to(tl.int32)
+
+
+@triton.jit
+def recall_choose_kernel(
+    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, offset_ptr, K, R, G, S, window, num_recall, bias,
+    g: tl.constexpr, GROUPS: tl.constexpr, BS: tl.constexpr, RC: tl.constexpr, HAS_REAL: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """The open groups in rising order, int32 ``[B, K, num_recall]``; and float32 ``[B, K, G]`` to add to the scores of
+    entries, ``bias`` where a closed group is not open and -inf where it is.
+
+    Grid (B * K,). GROUPS: G as a power of two; RC query heads at a time.
+    """
+    _after_the_last(EARLY)
+    head = tl.program_id(0).to(tl.int64)
+    _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    group, s = tl.arange(0, GROUPS), tl.arange(0, BS)
+    valid = group < closed
+    share = tl.full([GROUPS], float("-inf"), tl.float32)
+    for start in range(0, R, RC):
+        r = start + tl.arange(0, RC)
+        row, there = head * R + r, (r < R)[:, None]
+        score = tl.load(score_ptr + row[:, None] * GROUPS + group[None, :], mask=there, other=float("-inf"))
+        split = row[:, None] * S + s[None, :]
+        top = tl.load(top_ptr + split, mask=there & (s < S)[None, :], other=float("-inf"))
+        total = tl.load(total_ptr + split, mask=there & (s < S)[None, :], other=0.0)
+        largest = tl.max(top, 1)
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
+        lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
+        share = tl.maximum(share, tl.max(tl.where(valid[None, :], score, float("-inf")) - lse[:, None], 0))
+    # integers in the order of the floats
+    bits = share.to(tl.int32, bitcast=True)
+    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
+    wanted = tl.minimum(num_recall, closed)
+    threshold = _threshold(key, valid, wanted)
+    better, equal = valid & (key > threshold), valid & (key == threshold)
+    # both counts in one scan; there are at most 2 ** 15 groups
+    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
+    before = tl.cumsum(flags, 0) - flags
+    room = wanted - tl.sum(better.to(tl.int32), 0)
+    is_open = better | (equal & ((before & 0xFFFF) < room))
+    place = (before >> 16) + tl.minimum(before & 0xFFFF, room)
+    tl.store(groups_ptr + head * num_recall + place, group, mask=is_open)
+    tl.store(offset_ptr + head * G + group, tl.where(is_open, float("-inf"), bias), mask=valid)
+
+
+@triton.jit
+def _attend_keys(
+    acc, m, total, q, k_ptr, v_ptr, groups_ptr, offset_ptr, lo, hi, count, first, W, scale,
+    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BN: tl.constexpr,
+    SOURCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over tiles ``[lo, hi)`` of the ``count`` keys of one source.
+
+    SOURCE "entries": their scores get an offset each, -inf where the group is open. "store": tokens of the open groups.
+    "ring": tokens from position ``first`` on.
+    """
+    d, e = tl.arange(0, P), tl.arange(0, PV)
+    for tile in range(lo, hi):
+        i = tile * BN + tl.arange(0, BN)
+        inside = i < count
+        at = i
+        if SOURCE == "store":
+            at = tl.load(groups_ptr + i // g, mask=inside, other=0) * g + i % g
+        elif SOURCE == "ring":
+            at = (first + i) % W
+        at = at.to(tl.int64)[:, None]
+        k = tl.load(k_ptr + at * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if SOURCE == "entries":
+            s += tl.load(offset_ptr + i, mask=inside, other=float("-inf"))[None, :]
+        else:
+            s = tl.where(inside[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
+        total = total * alpha + tl.sum(p, 1)
+        v = tl.load(v_ptr + at * DV + e[None, :], mask=inside[:, None] & (e < DV)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    return acc, m, total
+
+
+@triton.jit
+def recall_attend_kernel(
+    q_ptr, entries_k_ptr, entries_v_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr, groups_ptr, offset_ptr,
+    seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, window, num_recall, scale,
+    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BR: tl.constexpr,
+    BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K)."""
+    split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    b, kvh = head // K, head % K
+    t, live, all_closed, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    first = all_closed * g
+    entries = closed if POOL else 0
+    opened = tl.minimum(num_recall, closed) * g
+    tokens = tl.where(live, t + 1 - first, 0)
+    entry_tiles, store_tiles = tl.cdiv(entries, BN), tl.cdiv(opened, BN)
+    before_ring = entry_tiles + store_tiles
+    tiles = before_ring + tl.cdiv(tokens, BN)
+    lo, hi = tiles * split // S, tiles * (split + 1) // S
+
+    q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
+    _after_the_last(EARLY)
+    groups_ptr += head * num_recall
+    offset_ptr += head * G
+    acc = tl.zeros([BR, PV], tl.float32)
+    m = tl.full([BR], float("-inf"), tl.float32)
+    total = tl.zeros([BR], tl.float32)
+    acc, m, total = _attend_keys(
+        acc, m, total, q, entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, groups_ptr, offset_ptr,
+        lo, tl.minimum(hi, entry_tiles), entries, 0, W, scale, g, D, P, DV, PV, BN, "entries", PRECISION,
+    )  # fmt: skip
+    acc, m, total = _attend_keys(
+        acc, m, total, q, store_k_ptr + head * G * g * D, store_v_ptr + head * G * g * DV, groups_ptr, offset_ptr,
+        tl.maximum(lo - entry_tiles, 0), tl.minimum(hi, before_ring) - entry_tiles, opened, 0, W, scale,
+        g, D, P, DV, PV, BN, "store", PRECISION,
+    )  # fmt: skip
+    acc, m, total = _attend_keys(
+        acc, m, total, q, ring_k_ptr + head * W * D, ring_v_ptr + head * W * DV, groups_ptr, offset_ptr,
+        tl.maximum(lo - before_ring, 0), hi - before_ring, tokens, first, W, scale,
+        g, D, P, DV, PV, BN, "ring", PRECISION,
+    )  # fmt: skip
+    r, e = tl.arange(0, BR), tl.arange(0, PV)
+    some = total > 0
+    total = tl.where(some, total, 1.0)
+    at = (head * R + r) * S + split
+    tl.store(lse_ptr + at, tl.where(some, m + tl.log2(total), float("-inf")), mask=r < R)
+    there = (some & (r < R))[:, None] & (e < DV)[None, :]
+    tl.store(part_ptr + at[:, None] * DV + e[None, :], acc / total[:, None], mask=there)

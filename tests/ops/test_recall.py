@@ -1,0 +1,409 @@
+"""Recall against plain loops: index, choice and attention, query by query.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, G groups of g tokens, w window.
+"""
+
+import math
+
+import pytest
+import torch
+
+from condense.ops.recall import (
+    ArrayChoice,
+    IndexChoice,
+    IndexSettings,
+    attend_recall,
+    build_index,
+    choose_groups,
+    chosen_groups,
+    index_scores,
+)
+from condense.ops.spans import RuleSpans, Source, UniformRule
+from condense.ops.torch import recall as torch_recall
+
+EXACT = {"rtol": 1e-11, "atol": 1e-11}
+B, D, DV, SCALE = 2, 6, 5, 0.6
+BACKENDS = ("reference", "torch")
+KINDS = ("bounds", "sub_means")
+HEADS = {"ratio-1": (2, 2), "ratio-3": (6, 2), "ratio-7": (7, 1)}
+
+
+def tensors(H, K, L, *, seed=0, dtype=torch.float64, rows=B):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((rows, H, L, D), (rows, K, L, D), (rows, K, L, DV))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def left_aligned(x, pads, G, g):
+    """The groups' tokens ``[B, K, G, g, width]`` of right-aligned rows, zeros where a row has none."""
+    groups = x.new_zeros(x.shape[0], x.shape[1], G * g, x.shape[3])
+    for row, pad in enumerate(pads):
+        n = min((x.shape[2] - pad) // g, G) * g
+        groups[row, :, :n] = x[row, :, pad : pad + n]
+    return groups.unflatten(2, (G, g))
+
+
+def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backend="torch", choice=None, lse=False):
+    """Attention over a whole prompt of right-aligned rows."""
+    rows, L = q.shape[0], q.shape[2]
+    pads = [0] * rows if pads is None else pads
+    settings = IndexSettings("bounds", g, g, 16) if settings is None else settings
+    G = L // g
+    groups_k, groups_v = (left_aligned(x, pads, G, g) for x in (k, v))
+    entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
+    store = Source(groups_k.flatten(2, 3), groups_v.flatten(2, 3))
+    start = -torch.tensor(pads)
+    spans = RuleSpans(UniformRule(g, w), start, start)
+    if choice is None:
+        choice = IndexChoice(q.detach(), build_index(groups_k, settings), settings, SCALE, r)
+    out = attend_recall(
+        q, entries, store, Source(k, v), spans, choice, scale=SCALE, unchosen=unchosen, backend=backend, return_lse=lse
+    )
+    return out if lse else out[0]
+
+
+def score(query, keys, settings):
+    """Of one query and one group, number by number."""
+    blocks = [keys[i : i + settings.size] for i in range(0, len(keys), settings.size)]
+    if settings.kind == "bounds":
+        return max(
+            SCALE
+            * sum(
+                max(float(x * column.min()), float(x * column.max())) for x, column in zip(query, block.T, strict=True)
+            )
+            for block in blocks
+        )
+    return math.log(sum(math.exp(SCALE * float(query @ block.mean(0))) for block in blocks))
+
+
+def opened(queries, keys, closed, r, settings):
+    """Groups that the query heads of one KV head open together."""
+    if closed == 0:
+        return []
+    shares = []
+    for query in queries:
+        scores = [
+            score(query, keys[j * settings.group_size : (j + 1) * settings.group_size], settings) for j in range(closed)
+        ]
+        total = math.log(sum(math.exp(s) for s in scores))
+        shares.append([s - total for s in scores])
+    best = [max(of_heads) for of_heads in zip(*shares, strict=True)]
+    return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[:r])
+
+
+def seen_keys(q, k, v, *, g, w, r, settings, unchosen, row, head, t, R):
+    """Keys, values, biases and the positions that each stands for, as one query sees them."""
+    closed = max(0, t + 1 - w) // g
+    chosen = opened(q[row, head * R : (head + 1) * R, t], k[row, head], closed, r, settings)
+    seen = []
+    for j in range(closed):
+        tokens = range(j * g, (j + 1) * g)
+        if j in chosen:
+            seen += [(k[row, head, i], v[row, head, i], 0.0, [i]) for i in tokens]
+        elif unchosen == "pool":
+            at = slice(j * g, (j + 1) * g)
+            seen.append((k[row, head, at].mean(0), v[row, head, at].mean(0), math.log(g), list(tokens)))
+    return seen + [(k[row, head, i], v[row, head, i], 0.0, [i]) for i in range(closed * g, t + 1)]
+
+
+def oracle(q, k, v, *, g, w, r, settings, unchosen="pool"):
+    (rows, H, L, _), K = q.shape, k.shape[1]
+    out, lse = q.new_zeros(rows, H, L, v.shape[3]), q.new_zeros(rows, H, L)
+    for row in range(rows):
+        for h in range(H):
+            for t in range(L):
+                seen = seen_keys(
+                    q, k, v, g=g, w=w, r=r, settings=settings, unchosen=unchosen, row=row, head=h // (H // K), t=t,
+                    R=H // K,
+                )  # fmt: skip
+                if unchosen == "pool":
+                    assert sorted(i for *_, tokens in seen for i in tokens) == list(range(t + 1))
+                scores = torch.stack([SCALE * (q[row, h, t] @ key) + bias for key, _, bias, _ in seen])
+                lse[row, h, t] = scores.logsumexp(0)
+                out[row, h, t] = scores.softmax(0) @ torch.stack([value for _, value, *_ in seen])
+    return out, lse
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("unchosen", ["pool", "drop"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("H", "K"), HEADS.values(), ids=HEADS)
+def test_against_plain_loops(H, K, kind, unchosen, backend):
+    q, k, v = tensors(H, K, 29)
+    settings = IndexSettings(kind, 4, 2, 16)
+    want = oracle(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen)
+    got = recall(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen, backend=backend, lse=True)
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize(("g", "w", "size"), [(1, 0, 1), (1, 3, 1), (3, 0, 1), (4, 9, 4), (6, 2, 3)])
+def test_other_groups_and_windows(g, w, size, monkeypatch):
+    """In blocks of seven queries, the last of one query alone: it gathers its groups."""
+    monkeypatch.setattr(torch_recall, "_BLOCK", 7)
+    q, k, v = tensors(2, 1, 29)
+    settings = IndexSettings("bounds", g, size, 16)
+    want = oracle(q, k, v, g=g, w=w, r=3, settings=settings)
+    for backend in BACKENDS:
+        got = recall(q, k, v, g=g, w=w, r=3, settings=settings, backend=backend, lse=True)
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_start_apart(backend, monkeypatch):
+    """Groups count from a row's first real token; padding, whatever is in it, sees nothing."""
+    monkeypatch.setattr(torch_recall, "_BLOCK", 10)
+    q, k, v = tensors(4, 2, 31, rows=3)
+    pads = [0, 13, 31]
+    q[1, :, :13] = torch.nan
+    settings = IndexSettings("bounds", 4, 2, 16)
+    out, lse = recall(q, k, v, g=4, w=5, r=2, pads=pads, settings=settings, backend=backend, lse=True)
+    for row, pad in enumerate(pads):
+        assert bool((out[row, :, :pad] == 0).all())
+        assert bool((lse[row, :, :pad] == -math.inf).all())
+        mine = [x[row : row + 1, :, pad:] for x in (q, k, v)]
+        want = oracle(*mine, g=4, w=5, r=2, settings=settings)
+        torch.testing.assert_close((out[row : row + 1, :, pad:], lse[row : row + 1, :, pad:]), want, **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_past_token_counts_once(backend, monkeypatch):
+    """Equal keys and values that name their position: a query's output is the mean of what it has read."""
+    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
+    L, g, w = 53, 4, 6
+    q, k = torch.zeros(1, 3, L, D).double(), torch.zeros(1, 3, L, D).double()
+    v = torch.eye(L).double().expand(1, 3, L, L)
+    mask = torch.rand(1, 3, L, L // g, generator=torch.Generator().manual_seed(1)) < 0.5
+    out = recall(q, k, v, g=g, w=w, r=None, choice=ArrayChoice(mask), backend=backend)
+    want = torch.ones(L, L).tril().double() / torch.arange(1, L + 1)[:, None]
+    torch.testing.assert_close(out, want.expand(1, 3, L, L), **EXACT)
+
+
+def dense(q, k, v):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT) * SCALE
+    return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_groups_open_is_dense(kind, backend):
+    q, k, v = tensors(6, 2, 41)
+    settings = IndexSettings(kind, 4, 2, 16)
+    for r in (9, 1000):
+        got = recall(q, k, v, g=4, w=5, r=r, settings=settings, backend=backend)
+        torch.testing.assert_close(got, dense(q, k, v), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_group_open_is_condensed(backend):
+    q, k, v = tensors(2, 2, 41)
+    g, w = 4, 5
+    got = recall(q, k, v, g=g, w=w, r=0, backend=backend)
+    for t in range(41):
+        n = max(0, t + 1 - w) // g
+        entries = [x[:, :, : n * g].unflatten(2, (n, g)).mean(3) for x in (k, v)]
+        keys, values = (torch.cat([e, x[:, :, n * g : t + 1]], dim=2) for e, x in zip(entries, (k, v), strict=True))
+        scores = (q[:, :, t : t + 1] @ keys.mT) * SCALE
+        scores[..., :n] += math.log(g)
+        torch.testing.assert_close(got[:, :, t : t + 1], scores.softmax(-1) @ values, **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bits", [16, 4])
+def test_the_future_changes_no_bit_of_the_past(backend, bits, monkeypatch):
+    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
+    qkv = tensors(4, 2, 60, dtype=torch.float32)
+    settings = IndexSettings("bounds", 4, 2, bits)
+    before = recall(*qkv, g=4, w=5, r=2, settings=settings, backend=backend)
+    for t in (0, 7, 30, 59):
+        changed = [x.clone() for x in qkv]
+        for x in changed:
+            x[:, :, t] *= -3.0
+        after = recall(*changed, g=4, w=5, r=2, settings=settings, backend=backend)
+        assert torch.equal(before[:, :, :t], after[:, :, :t])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_in_pieces_equal_the_whole(backend):
+    """A prompt's queries in chunks and one by one, over the same buffers."""
+    q, k, v = tensors(4, 2, 45)
+    settings, g, w, G = IndexSettings("sub_means", 4, 1, 16), 4, 5, 11
+    whole = recall(q, k, v, g=g, w=w, r=2, settings=settings, backend=backend)
+    groups_k, groups_v = (left_aligned(x, [0, 0], G, g) for x in (k, v))
+    entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
+    store, index = Source(groups_k.flatten(2, 3), groups_v.flatten(2, 3)), build_index(groups_k, settings)
+    for start, stop in ((0, 20), (20, 21), (21, 44), (44, 45)):
+        part = q[:, :, start:stop]
+        first = max(0, start + 1 - w) // g * g
+        window = Source(*(x[:, :, first:stop] for x in (k, v)))
+        spans = RuleSpans(UniformRule(g, w), start, first)
+        choice = IndexChoice(part, index, settings, SCALE, 2)
+        out, _ = attend_recall(part, entries, store, window, spans, choice, scale=SCALE, backend=backend)
+        torch.testing.assert_close(out, whole[:, :, start:stop], **EXACT)
+
+
+@pytest.mark.parametrize("pads", [[0, 0], [0, 4]], ids=str)
+@pytest.mark.parametrize("block", [4, 128])
+def test_gradients(block, pads, monkeypatch):
+    """Through queries, entries, store and window; none through the choice, which stands still here."""
+    monkeypatch.setattr(torch_recall, "_BLOCK", block)
+    q, k, v = (x[..., :3].clone().requires_grad_() for x in tensors(2, 1, 11))
+    settings = IndexSettings("bounds", 2, 1, 16)
+
+    def function(*qkv):
+        out, lse = recall(*qkv, g=2, w=3, r=1, pads=pads, settings=settings, lse=True)
+        return out, lse.exp()  # of padding 0 instead of minus infinity
+
+    assert torch.autograd.gradcheck(function, (q, k, v))
+
+
+def test_the_choice_carries_no_gradient():
+    q, k, v = tensors(2, 1, 11)
+    settings = IndexSettings("bounds", 2, 1, 16)
+    index = build_index(left_aligned(k.requires_grad_(), [0, 0], 5, 2), settings)
+    assert not index.codes.requires_grad
+    assert not index_scores(q.requires_grad_(), index, settings, SCALE).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("spread", [1e-4, 1.0, 300.0])
+def test_bounds_bound(bits, dtype, spread):
+    """In exact arithmetic, as far as float64 has it, also where the keys are far from zero or all the same."""
+    generator = torch.Generator().manual_seed(bits)
+    k = torch.randn(2, 3, 7, 8, 16, generator=generator, dtype=torch.float64) * spread
+    k[:, 1] += 40.0
+    k[0, 2, 3], k[1, 2, 4] = 0.5, 0.0
+    k = k.to(dtype)
+    settings = IndexSettings("bounds", 8, 4, bits)
+    index = build_index(k, settings)
+    lo, hi = decoded(index, settings, 16)
+    blocks = k.double().unflatten(3, (2, 4))
+    below, above = blocks.amin(4) - lo, hi - blocks.amax(4)
+    assert bool((below >= 0).all())
+    assert bool((above >= 0).all())
+    if bits == 16:
+        assert not below.any()
+        assert not above.any()
+        return
+    # rounded outwards by at most one step of the grid, which reaches a little further than the keys
+    width = (k.double().amax((3, 4)) - k.double().amin((3, 4)))[..., None, None]
+    step = width / (2**bits - 1) * (1 + 2**-10) + 1e-30
+    assert bool((below <= step).all())
+    assert bool((above <= step).all())
+
+
+def decoded(index, settings, width):
+    """Lowest and highest keys in float64, decoded anew."""
+    F = settings.num_rows
+    if settings.bits == 16:
+        rows = index.codes.double().unflatten(3, (F, width))
+    else:
+        codes = index.codes.unflatten(3, (F, -1))
+        if settings.bits == 4:
+            codes = torch.stack([codes % 16, codes // 16], dim=4).flatten(4)
+        rows = (
+            index.grid[..., 1].double()[..., None, None] + index.grid[..., 0].double()[..., None, None] * codes.double()
+        )
+    torch.testing.assert_close(
+        rows, index.rows(settings, width).double(), rtol=1e-6, atol=1e-6 * float(rows.abs().max())
+    )
+    return rows.chunk(2, dim=3)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_index_chooses_by_what_it_holds(kind, bits):
+    """Scores above those of every token for bounds, near the exact ones for means; the bytes are as said."""
+    q, k, _ = tensors(4, 2, 24)
+    settings = IndexSettings(kind, 4, 2, bits)
+    groups = left_aligned(k, [0, 0], 6, 4)
+    index = build_index(groups, settings)
+    got = index_scores(q, index, settings, SCALE)
+    assert index.codes.dtype == torch.uint8
+    assert index.codes.shape == (B, 2, 6, settings.num_rows * D * bits // 8)
+    scores = torch.einsum("bkrld,bkgud->bkrlgu", q.unflatten(1, (2, 2)), groups).flatten(1, 2) * SCALE
+    if kind == "bounds":
+        assert bool((got >= scores.amax(-1)).all())
+    exact = index_scores(q, build_index(groups, IndexSettings(kind, 4, 2, 16)), IndexSettings(kind, 4, 2, 16), SCALE)
+    step = index.grid[..., 0].repeat_interleave(2, 1)[:, :, None]
+    reach = step * q.abs().sum(-1)[..., None] * SCALE * (1.001 if kind == "bounds" else 0.501)
+    assert bool(((got - exact).abs() <= reach).all())
+
+
+def test_an_index_grows_group_by_group():
+    """Every group's index depends on that group alone."""
+    _, k, _ = tensors(2, 2, 24, dtype=torch.bfloat16)
+    groups = left_aligned(k, [0, 0], 6, 4)
+    for kind in KINDS:
+        for bits in (16, 8, 4):
+            settings = IndexSettings(kind, 4, 2, bits)
+            whole = build_index(groups, settings)
+            grown = build_index(groups[:, :, :0], settings)
+            for j in range(6):
+                grown = grown.join(build_index(groups[:, :, j : j + 1], settings))
+            assert grown.num_groups == 6
+            assert all(torch.equal(x, y) for x, y in zip(whole, grown, strict=True))
+            part = whole.narrow(2, 5)
+            assert all(torch.equal(x[:, :, 2:5], y) for x, y in zip(whole, part, strict=True))
+
+
+def test_ties_go_to_the_lower_group():
+    scores = torch.tensor([[[[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]]])
+    for r, want in ((1, [1]), (2, [1, 3]), (4, [0, 1, 3, 5]), (5, [0, 1, 2, 3, 5])):
+        chosen = choose_groups(scores, torch.tensor([[[6]]]), r, 1)
+        assert chosen[0, 0, 0].nonzero().flatten().tolist() == want
+    chosen = choose_groups(scores, torch.tensor([[[3]]]), 5, 1)
+    assert chosen[0, 0, 0].tolist() == [True] * 3 + [False] * 3
+    assert chosen_groups(chosen, 5).tolist() == [[[[0, 1, 2, 6, 6]]]]
+
+
+def test_heads_that_share_a_kv_head_vote_by_their_largest_share():
+    """A head with flat scores does not outvote one that is sure, however large its scores are."""
+    scores = torch.tensor([[9.0, 9.0, 9.1, 9.0], [0.0, 5.0, 0.0, 0.0]])[None, :, None]
+    assert choose_groups(scores, torch.tensor([[[4]]]), 1, 1)[0, 0, 0].tolist() == [False, True, False, False]
+
+
+def test_memory_is_linear(monkeypatch):
+    """No tensor of a call grows with the square of the tokens: the largest is a block's scores or mask."""
+    largest = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            largest[-1] = max(
+                [largest[-1], *(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))]
+            )
+            return out
+
+    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
+    for L in (512, 1024):
+        q, k, v = tensors(1, 1, L, rows=1, dtype=torch.float32)
+        largest.append(0)
+        with Sizes():
+            recall(q, k, v, g=8, w=16, r=4)
+    assert largest[1] <= 2.2 * largest[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"kind": "mean"}, "index must"), ({"bits": 5}, "index_bits must"), ({"size": 3}, "index_size must divide"),
+     ({"size": 0}, "index_size must divide")],
+)  # fmt: skip
+def test_settings_are_checked(changed, words):
+    with pytest.raises(ValueError, match=words):
+        IndexSettings(**{"kind": "bounds", "group_size": 16, "size": 8, "bits": 8} | changed)
+
+
+def test_bad_input():
+    q, k, v = tensors(2, 1, 8)
+    with pytest.raises(ValueError, match="even key width"):
+        build_index(left_aligned(k[..., :5], [0, 0], 2, 4), IndexSettings("bounds", 4, 4, 4))
+    with pytest.raises(ValueError, match="unchosen must"):
+        recall(q, k, v, g=4, w=1, r=1, unchosen="keep")
+    with pytest.raises(ValueError, match="backend must"):
+        recall(q, k, v, g=4, w=1, r=1, backend="triton")
+    three, mask = Source(k[:, :, :3], v[:, :, :3]), torch.ones(2, 1, 8, 3, dtype=torch.bool)
+    spans = RuleSpans(UniformRule(4, 1), 0, 0)
+    with pytest.raises(ValueError, match="store must hold"):
+        attend_recall(q, three, Source(k, v), Source(k, v), spans, ArrayChoice(mask), scale=1.0)

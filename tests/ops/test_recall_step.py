@@ -1,0 +1,141 @@
+"""Recall's decode step over buffers at fixed addresses, against the whole prompt read at once.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, G groups of g tokens, W ring slots.
+"""
+
+import math
+
+import pytest
+import torch
+from ops.test_recall import DV, EXACT, SCALE, B, D, recall, tensors
+
+from condense.ops.recall import IndexSettings, RecallSettings, RecallState
+from condense.ops.recall import recall_step as dispatched_step
+from condense.ops.spans import UniformRule
+from condense.ops.torch.recall_step import recall_step
+
+# group size, window, index, index_size, index_bits, num_recall
+CASES = {
+    "bounds-16": (4, 5, "bounds", 2, 16, 2),
+    "bounds-8": (4, 9, "bounds", 2, 8, 3),
+    "bounds-4": (4, 3, "bounds", 4, 4, 2),
+    "sub_means-8": (6, 5, "sub_means", 2, 8, 2),
+    "window-0": (4, 0, "bounds", 2, 8, 2),
+    "g-1": (1, 3, "sub_means", 1, 16, 5),
+    "none-open": (4, 5, "bounds", 2, 8, 0),
+    "all-open": (4, 5, "bounds", 2, 8, 99),
+}
+
+
+def settings_of(case, unchosen="pool"):
+    g, w, kind, size, bits, r = case
+    return RecallSettings(UniformRule(g, w), IndexSettings(kind, g, size, bits), r, math.log(g), unchosen == "pool")
+
+
+def empty_state(settings, length, K, *, rows=B, widths=(D, DV), dtype=torch.float64, groups=None, device="cpu"):
+    """Buffers for ``length`` tokens."""
+    g, width = settings.rule.chunk, widths[0]
+    G = settings.rule.closed(length) if groups is None else groups
+    W = min(settings.rule.window + g, length)
+    num_codes, num_grid = settings.index.widths(width)
+    wide = torch.promote_types(dtype, torch.float32)
+    codes = dtype if settings.index.bits == 16 else torch.uint8
+    return RecallState(
+        *(torch.zeros(rows, K, G, x, dtype=dtype, device=device) for x in widths),
+        torch.zeros(rows, K, G, num_codes, dtype=codes, device=device),
+        torch.zeros(rows, K, G, num_grid, dtype=wide, device=device),
+        *(torch.zeros(rows, K, G * g, x, dtype=dtype, device=device) for x in widths),
+        *(torch.zeros(rows, K, W, x, dtype=dtype, device=device) for x in widths),
+        torch.zeros(rows, dtype=torch.int64, device=device),
+    )
+
+
+@pytest.mark.parametrize("unchosen", ["pool", "drop"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_300_steps_equal_the_whole(case, unchosen):
+    qkv, (g, w, *_) = tensors(4, 2, 300), case
+    settings = settings_of(case, unchosen)
+    want = recall(*qkv, g=g, w=w, r=settings.num_recall, settings=settings.index, unchosen=unchosen)
+    state = empty_state(settings, 300, 2)
+    addresses = [x.data_ptr() for x in state]
+    out = [recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE) for t in range(300)]
+    torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
+    assert state.seen.tolist() == [300] * B
+    assert [x.data_ptr() for x in state] == addresses
+
+
+@pytest.mark.parametrize("integer", [False, True], ids=["bool", "int"])
+def test_rows_that_are_not_real(integer):
+    """Rows pause at random, with NaN in what they are given: they change nothing and get 0."""
+    case, L = CASES["bounds-8"], 120
+    settings = settings_of(case)
+    real = torch.rand(3, L, generator=torch.Generator().manual_seed(5)) < torch.tensor([0.9, 0.5, 0.0])[:, None]
+    qkv = tensors(6, 2, L, rows=3)
+    state, outs = empty_state(settings, L, 2, rows=3), []
+    for t in range(L):
+        dead = ~real[:, t]
+        new = [x[:, :, t : t + 1].masked_fill(dead[:, None, None, None], torch.nan) for x in qkv]
+        before = [x[dead].clone() for x in state]
+        outs.append(recall_step(*new, state, settings, scale=SCALE, real=real[:, t].int() if integer else real[:, t]))
+        assert all(torch.equal(x[dead], y) for x, y in zip(state, before, strict=True))
+        assert not outs[-1][dead].any()
+    out = torch.cat(outs, dim=2)
+    for row in range(2):
+        mine = [x[row : row + 1][:, :, real[row]] for x in (*qkv, out)]
+        want = recall(*mine[:3], g=case[0], w=case[1], r=settings.num_recall, settings=settings.index)
+        torch.testing.assert_close(mine[3], want, **EXACT)
+
+
+def test_groups_beyond_the_capacity_are_never_seen():
+    settings = settings_of(CASES["bounds-16"])
+    qkv = tensors(2, 1, 60)
+    state = empty_state(settings, 60, 1, groups=3)
+    before = None
+    for t in range(60):
+        out = recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE)
+        if t == 20:
+            before = [x.clone() for x in (state.entries_k, state.codes, state.store_v)]
+    assert all(torch.equal(x, y) for x, y in zip(before, (state.entries_k, state.codes, state.store_v), strict=True))
+    assert bool(out.isfinite().all())
+
+
+def test_latents():
+    """Values are the first columns of the keys, one KV head for all query heads."""
+    q, k, _ = tensors(4, 1, 80)
+    settings = settings_of(CASES["bounds-8"])
+    want = recall(q, k, k[..., :4], g=4, w=9, r=settings.num_recall, settings=settings.index)
+    state, none = empty_state(settings, 80, 1, widths=(D, 0)), k[..., :0]
+    out = [
+        recall_step(*(x[:, :, t : t + 1] for x in (q, k, none)), state, settings, scale=SCALE, latent=4)
+        for t in range(80)
+    ]
+    torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
+
+
+def test_one_graph():
+    """Traced as one graph, which is not made again while groups close."""
+    settings = settings_of(CASES["bounds-8"])
+    qkv, traces = tensors(4, 2, 40, dtype=torch.float32), []
+
+    def backend(graph, inputs):
+        traces.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(recall_step, backend=backend, fullgraph=True)
+    states = [empty_state(settings, 40, 2, dtype=torch.float32) for _ in range(2)]
+    for t in range(40):
+        new = [x[:, :, t : t + 1] for x in qkv]
+        out, want = (f(*new, s, settings, scale=SCALE) for f, s in zip((compiled, recall_step), states, strict=True))
+        assert torch.equal(out, want)
+    assert len(traces) == 1
+
+
+def test_backends_of_a_step():
+    settings = settings_of(CASES["bounds-8"])
+    qkv = [x[:, :, :1] for x in tensors(4, 2, 40)]
+    want = recall_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE)
+    assert torch.equal(dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE), want)
+    with pytest.raises(ValueError, match="backend must be"):
+        dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="reference")
+    with pytest.raises(ValueError, match="backend 'triton'"):  # no CUDA, or float64
+        dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="triton")

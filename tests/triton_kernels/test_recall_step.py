@@ -1,0 +1,207 @@
+"""Recall's decode step against the PyTorch step: interpreted in float32 on a CPU, compiled for every dtype on a GPU.
+
+A choice may differ where two groups' scores differ by less than the scores' own error. No test hides that: wherever the
+kernel opened other groups, the scores are compared.
+"""
+
+import pytest
+import torch
+from ops.test_recall_step import CASES, empty_state, settings_of
+
+from condense.ops.recall import RecallSettings, choose_groups, index_scores
+from condense.ops.spans import UniformRule
+from condense.ops.torch import recall_step as torch_step
+from condense.ops.triton import recall_step as triton_step
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTHS = (64, 80, 96, 128, 256, (192, 128)) if DEVICE == "cuda" else ((16, 40), (24, 16))
+SCALE = 0.4
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch):
+    """Poisoned, so that what no kernel wrote is not read; the last one is handed to the test."""
+    original, last = triton_step._scratch, []
+
+    def poisoned(*args):
+        buffers = original(*args)
+        for x in buffers:
+            x.fill_(torch.nan if x.is_floating_point() else 77)
+        last[:] = [buffers]
+        return buffers
+
+    monkeypatch.setattr(triton_step, "_scratch", poisoned)
+    return last
+
+
+def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(B, n, L, d, generator=generator).to(DEVICE, dtype) for n, d in ((H, D), (K, D), (K, Dv))]
+
+
+def opened(scratch, state, settings):
+    """What the kernel opened, bool ``[B, K, G]``, from its list of groups."""
+    closed = settings.rule.closed(state.seen).clamp(max=state.entries_k.shape[2])
+    chosen = torch.zeros_like(scratch[0].offset, dtype=torch.bool)
+    for row, n in enumerate(closed.tolist()):
+        groups = scratch[0].groups[row, :, : min(settings.num_recall, n)].long()
+        assert bool((groups.diff(dim=-1) > 0).all())
+        chosen[row].scatter_(1, groups, True)
+        assert torch.equal(scratch[0].offset[row, :, :n] == -torch.inf, chosen[row, :, :n])
+    return chosen, closed
+
+
+def check_choice(scratch, q, state, settings, scale):
+    """True if the kernel opened the groups that the definition opens; near ties are looked at one by one."""
+    chosen, closed = opened(scratch, state, settings)
+    K = state.ring_k.shape[1]
+    scores = index_scores(q.double(), state.group_index, settings.index, scale)
+    want = choose_groups(scores, closed[:, None, None], settings.num_recall, K)[:, :, 0]
+    others = chosen != want
+    if not others.any():
+        return True
+    is_closed = torch.arange(scores.shape[-1], device=q.device) < closed[:, None, None, None]
+    scores = scores.masked_fill(~is_closed, float("-inf"))
+    shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)[:, :, 0]
+    # products of D numbers, accumulated in float32
+    error = 64 * torch.finfo(torch.float32).eps * scores[is_closed.expand_as(scores)].abs().max()
+    for row, head in others.any(-1).nonzero().tolist():
+        asked = shares[row, head][others[row, head]]
+        assert float(asked.max() - asked.min()) <= float(error)
+    return False
+
+
+def compare(q, k, v, settings, scratch, *, real=None, groups=None, tolerance=2e-5):
+    """Every token one step in both backends, side by side; entries, index, store and outputs."""
+    (B, _, L, D), K, Dv = q.shape, k.shape[1], v.shape[3]
+    made = {"rows": B, "widths": (D, Dv), "dtype": q.dtype, "groups": groups, "device": DEVICE}
+    states = [empty_state(settings, L, K, **made) for _ in range(2)]
+    num_same = 0
+    for t in range(L):
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        alive = None if real is None else real[:, t].to(DEVICE)
+        got = triton_step.recall_step(*new, states[0], settings, scale=SCALE, real=alive)
+        want = torch_step.recall_step(*new, states[1], settings, scale=SCALE, real=alive)
+        same = states[0].entries_k.shape[2] == 0 or check_choice(scratch, new[0], states[0], settings, SCALE)
+        num_same += same
+        if same:
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        for name, x, y in zip(states[0]._fields, *states, strict=True):
+            if x.dtype == torch.uint8:  # a mean summed in another order may lie on the other side of a step
+                assert settings.index.kind == "sub_means" or torch.equal(x, y), name
+                assert int((x.int() - y.int()).abs().max() if x.numel() else 0) <= (
+                    1 if settings.index.bits == 8 else 16
+                )
+            else:
+                torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6, msg=name)
+        for x, y in zip(*states, strict=True):
+            x.copy_(y)
+    assert num_same >= 0.98 * L
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_against_the_definition(name, scratch):
+    settings = settings_of(CASES[name])
+    compare(*random_qkv(1, 2, 1, 45, 16, 24), settings, scratch)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (7, 1)], ids=str)
+@pytest.mark.parametrize("unchosen", ["pool", "drop"])
+def test_heads_share_a_choice(heads, unchosen, scratch):
+    compare(*random_qkv(1, *heads, 33, 16, 16), settings_of(CASES["bounds-8"], unchosen), scratch)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("name", ["bounds-16", "bounds-8", "bounds-4", "sub_means-8"])
+def test_widths(widths, name, scratch):
+    D, Dv = widths if isinstance(widths, tuple) else (widths, widths)
+    compare(*random_qkv(1, 2, 1, 30, D, Dv), settings_of(CASES[name]), scratch)
+
+
+def test_rows_that_come_and_go(scratch):
+    """Each row at its own position, some without a token in a step, given NaN: they stay as they are."""
+    q, k, v = random_qkv(3, 4, 2, 60, 16, 16)
+    real = torch.rand(3, 60, generator=torch.Generator().manual_seed(5)) < torch.tensor([0.9, 0.5, 0.0])[:, None]
+    for x in (q, k, v):
+        x.masked_fill_(~real[:, None, :, None].to(DEVICE), torch.nan)
+    settings = settings_of(CASES["bounds-8"])
+    state = empty_state(settings, 60, 2, rows=3, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    for t in range(60):
+        dead, before = ~real[:, t], [x.clone() for x in state]
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        out = triton_step.recall_step(*new, state, settings, scale=SCALE, real=real[:, t].to(DEVICE))
+        assert all(torch.equal(x[dead], y[dead]) for x, y in zip(state, before, strict=True))
+        assert not out[dead].any()
+        assert bool(out.isfinite().all())
+    for row in range(2):
+        mine = [x[row : row + 1][:, :, real[row]] for x in (q, k, v)]
+        compare(*mine, settings, scratch)
+        alone = empty_state(settings, 60, 2, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+        for t in range(mine[0].shape[2]):
+            triton_step.recall_step(*(x[:, :, t : t + 1] for x in mine), alone, settings, scale=SCALE)
+        assert all(torch.equal(x[row : row + 1], y) for x, y in zip(state, alone, strict=True))
+
+
+def test_groups_beyond_the_capacity(scratch):
+    compare(*random_qkv(1, 2, 1, 40, 16, 16), settings_of(CASES["bounds-16"]), scratch, groups=3)
+
+
+def test_before_there_is_room_for_a_group(scratch):
+    compare(*random_qkv(1, 2, 1, 6, 16, 16), settings_of(CASES["bounds-16"]), scratch, groups=0)
+
+
+def test_ties_go_to_the_lower_group(scratch):
+    """Equal keys: every group has the same score."""
+    q, k, v = random_qkv(1, 2, 1, 45, 16, 16)
+    settings = settings_of(CASES["bounds-16"])
+    state = empty_state(settings, 45, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    for t in range(45):
+        triton_step.recall_step(q[:, :, :1], k[:, :, :1], v[:, :, t : t + 1], state, settings, scale=SCALE)
+        chosen, closed = opened(scratch, state, settings)
+        n = min(2, int(closed))
+        assert bool(chosen[..., :n].all())
+        assert not chosen[..., n:].any()
+
+
+def test_many_groups(scratch):
+    """Groups of one token: scores fill several tiles and splits, and ties are rare and looked up."""
+    kind = settings_of(CASES["g-1"])
+    settings = RecallSettings(UniformRule(1, 2), kind.index, 17, 0.0)
+    q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
+    state = empty_state(settings, 90, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    for t in range(90):
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        before = [x.clone() for x in state]
+        got = triton_step.recall_step(*new, state, settings, scale=SCALE)
+        if t % 10 == 9 and check_choice(scratch, new[0], state, settings, SCALE):
+            want = torch_step.recall_step(*new, type(state)(*before), settings, scale=SCALE)
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_twice_gives_the_same_bits():
+    q, k, v = random_qkv(2, 2, 1, 24, 16, 16)
+    settings = settings_of(CASES["bounds-8"])
+    outs = []
+    for _ in range(2):
+        state = empty_state(settings, 24, 1, rows=2, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+        steps = [
+            triton_step.recall_step(*(x[:, :, t : t + 1] for x in (q, k, v)), state, settings, scale=SCALE)
+            for t in range(24)
+        ]
+        outs.append(torch.cat(steps, dim=2))
+    assert torch.equal(*outs)
+
+
+def test_refusals():
+    q, k, v = random_qkv(1, 2, 1, 1, 16, 16)
+    settings = settings_of(CASES["bounds-8"])
+    state = empty_state(settings, 40, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    with pytest.raises(ValueError, match="takes torch"):
+        triton_step.recall_step(q.double(), k.double(), v.double(), state, settings, scale=1.0)
+    with pytest.raises(ValueError, match="codes must be"):
+        triton_step.recall_step(q, k, v, state._replace(codes=state.codes.int()), settings, scale=1.0)
+    bad = state._replace(ring_k=torch.zeros(1, 1, 16, 13, device=DEVICE).mT)
+    with pytest.raises(ValueError, match="ring_k must be contiguous"):
+        triton_step.recall_step(q, k, v, bad, settings, scale=1.0)
+    with pytest.raises(ValueError, match="real must be"):
+        triton_step.recall_step(q, k, v, state, settings, scale=1.0, real=torch.ones(2, dtype=torch.bool))
