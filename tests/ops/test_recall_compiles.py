@@ -17,7 +17,7 @@ def test_the_index_is_multiplied_in_halves(bits, compiled, monkeypatch):  # noqa
     table = triton_step._table
     monkeypatch.setattr(triton_step, "_table", lambda device, *args: table(torch.device("cuda"), *args))
     monkeypatch.setattr(triton_step, "gpu_of", lambda device: host.Gpu((9, 0), 132))
-    monkeypatch.setattr(limits, "_triton_absence", lambda device: None)
+    monkeypatch.setattr(limits, "absence", lambda device: None)
     settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), 8, 0.0)
     state = empty_state(settings, 1024, 2, rows=1, widths=(128, 128), dtype=torch.bfloat16)
     q, k, v = (torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from condense.ops.checks import MAX_STEP_WIDTH, TRITON_DTYPES, _triton_absence
 from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, absence
 
 # one program ranks all groups of a KV head, and two counts of groups share 32 bits
 MAX_GROUPS = 2**15
@@ -20,12 +20,11 @@ def step_obstacle(
     q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, *, latent: int = 0
 ) -> str | None:
     """What in a step's arguments its kernels cannot take, None if nothing; arguments as of `recall_step`."""
-    absence = _triton_absence(q.device)
-    if absence is not None:
-        return absence
+    if (missing := absence(q.device)) is not None:
+        return missing
     D, Dv, R, index = k.shape[3], v.shape[3], q.shape[1] // k.shape[1], settings.index
-    if q.dtype not in TRITON_DTYPES:
-        return f"takes {', '.join(map(str, TRITON_DTYPES))}, got {q.dtype}"
+    if q.dtype not in DTYPES:
+        return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
     if latent:
         return f"recalls keys with values of their own, got latents of {latent} columns"
     if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):

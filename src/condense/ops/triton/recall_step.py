@@ -23,10 +23,10 @@ from condense.ops.triton.recall_step_kernels import (
     recall_close_kernel,
     recall_score_kernel,
 )
-from condense.ops.triton.step_kernels import step_reduce_kernel
+from condense.ops.triton.step_kernels import step_join_kernel
 
 _close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
-_attend, _reduce = Launcher(recall_attend_kernel), Launcher(step_reduce_kernel)
+_attend, _join = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
 _MIN_TILE = 32
 
 
@@ -160,7 +160,7 @@ class _Plan(NamedTuple):
     score: tuple[Any, ...]
     choose: tuple[Any, ...]
     attend: tuple[Any, ...]
-    reduce: tuple[Any, ...]
+    join: tuple[Any, ...]
 
 
 @functools.lru_cache(maxsize=4096)  # every layer asks for the same, in every step
@@ -260,7 +260,7 @@ def _step(
             _launch(_choose, plan.choose, (score, top, total, seen, counts, groups, offset), ())
         keys = (entries_k, entries_v, store_k, store_v, ring_k, ring_v)
         _launch(_attend, plan.attend, (q, *keys, groups, offset, seen, counts, part, lse), q.stride()[:2])
-        _launch(_reduce, plan.reduce, (part, lse, out, seen, counts), ())
+        _launch(_join, plan.join, (part, lse, out, seen, counts), (seen.stride(0), counts.stride(0)))
     return out
 
 

@@ -1,6 +1,6 @@
 """Kernels of one decode step of Recall: close a group, score the index, choose groups, attend over the open ones.
 
-`step_reduce_kernel` joins the splits at the end. Each kernel waits for the one before it, so that what one writes the
+`step_join_kernel` joins the splits at the end. Each kernel waits for the one before it, so that what one writes the
 next may read. No atomics.
 
 Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, m blocks of u tokens, W
@@ -474,5 +474,6 @@ def recall_attend_kernel(
     total = tl.where(some, total, 1.0)
     at = (head * R + r) * S + split
     tl.store(lse_ptr + at, tl.where(some, m + tl.log2(total), float("-inf")), mask=r < R)
-    there = (some & (r < R))[:, None] & (e < DV)[None, :]
+    # rows without a key are written too, as zeros: the join reads every part
+    there = (r < R)[:, None] & (e < DV)[None, :]
     tl.store(part_ptr + at[:, None] * DV + e[None, :], acc / total[:, None], mask=there)
