@@ -9,7 +9,7 @@ from condense.caches import cache_nbytes
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
-from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
+from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
 from condense.models import GraphDecoder, apply, install, restore, use
 from condense.version import __version__
 
@@ -23,6 +23,7 @@ __all__ = [
     "GraphDecoder",
     "LMInfinite",
     "Method",
+    "Recall",
     "StreamingLLM",
     "__version__",
     "apply",

@@ -150,7 +150,9 @@ def attend_to_latents(
     """
     entries, window = context.sources
     d_c = up.w_uk.shape[1]
-    if absorb is None:
+    if context.extra:  # the method's own tensors are latents: it attends to latents
+        absorb = True
+    elif absorb is None:
         absorb = _absorbing_pays(q.shape[2], entries.k.shape[2] + window.k.shape[2], up)
     if absorb:
         q = up.absorb(q)

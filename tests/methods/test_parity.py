@@ -49,7 +49,7 @@ def read_in_steps(method, data, steps, backend):
             plan=ForwardPlan(L, torch.tensor(counts)),
             backend=backend,
         )
-        out, lse = attend_to(sources, q, scale=SCALE, backend=backend, return_lse=True)
+        out, lse = method.attend(q, sources, scale=SCALE, backend=backend, return_lse=True)
         for b, n in enumerate(counts):
             outs[b].append(out[b, :, L - n :])
             lses[b].append(lse[b, :, L - n :])

@@ -7,6 +7,7 @@ from condense.methods.dga import DGA
 from condense.methods.layout import ChunkPooling, Layout, Lookahead, first_tokens
 from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
+from condense.methods.recall import Recall
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
 
@@ -23,6 +24,7 @@ __all__ = [
     "Lookahead",
     "Method",
     "Prompt",
+    "Recall",
     "StreamingLLM",
     "check_trainable",
     "entry_bias",

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache,
 
 from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer
 from condense.functional import extend
-from condense.methods import Context, Method
+from condense.methods import Context, Method, Recall
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
 from condense.plan import ForwardPlan
@@ -76,6 +76,10 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
 
 def _condensed_layer(layer: CacheLayerMixin, method: Method) -> CondensedLayer | StaticCondensedLayer:
     if isinstance(layer, StaticLayer | StaticCondensedLayer):
+        if isinstance(method, Recall):
+            raise ValueError(
+                f"static caches cannot hold the exact tokens of {method}: leave cache_implementation unset"
+            )
         return StaticCondensedLayer(method, layer.max_cache_len)
     return CondensedLayer(method)
 

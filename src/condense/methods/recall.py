@@ -1,0 +1,150 @@
+"""Recall: exact tokens of closed groups stay in a store, and each query opens the few groups that matter to it.
+
+After Quest, ArkVale, InfLLM and NSA; no training needed. `docs/methods.md` says what is computed.
+
+Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from condense.config import check_choice, check_int
+from condense.methods.base import Context, Method
+from condense.methods.layout import Layout
+from condense.ops import Chunks, Source, UniformRule, pool_groups
+from condense.ops.recall import (
+    INDEX_BITS,
+    INDEX_KINDS,
+    GroupIndex,
+    IndexChoice,
+    IndexKind,
+    IndexSettings,
+    RecallSettings,
+    Unchosen,
+    attend_recall,
+    build_index,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Method):
+    """The last ``window`` tokens exact; of the groups behind them, each query opens the ``num_recall`` that matter.
+
+    Open groups are seen token by token, the others as one entry each: the mean of their keys and of their values, so
+    that every past token counts once. While no more than ``num_recall`` groups are closed this is dense attention.
+
+    group_size: tokens per group, >= 1. window: exact local tokens, >= 0. num_recall: groups that a query opens, >= 0;
+    query heads that share a KV head open the same ones.
+    index: by which a group's worth to a query is guessed: "bounds" (per channel the smallest and the largest key of
+    each block of ``index_size`` tokens; never less than the best token's score) or "sub_means" (each block's mean key).
+    index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: 16 (the dtype
+    of the keys), 8 or 4 per number.
+    rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens; or "none".
+    unchosen: "pool", or "drop" to leave the entries of groups that are not open out (Quest).
+    Raises ValueError for a field out of range.
+    """
+
+    name: ClassVar[str] = "recall"
+    group_size: int = 16
+    window: int = 1024
+    num_recall: int = 64
+    index: IndexKind = "bounds"
+    index_size: int | None = None
+    index_bits: int = 8
+    rep_bias: Literal["none", "log_size"] = "log_size"
+    unchosen: Unchosen = "pool"
+
+    def __post_init__(self) -> None:
+        check_int("group_size", self.group_size, 1)
+        check_int("window", self.window, 0)
+        check_int("num_recall", self.num_recall, 0)
+        check_choice("index", self.index, INDEX_KINDS)
+        if self.index_size is not None:
+            check_int("index_size", self.index_size, 1)
+        check_int("index_bits", self.index_bits, 1)
+        if self.index_bits not in INDEX_BITS:
+            raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
+        check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
+        check_choice("unchosen", self.unchosen, ("pool", "drop"))
+        _ = self.index_settings  # refuses a block that does not divide the group
+
+    @property
+    def layout(self) -> Layout:
+        """Groups of g behind the window, one entry each, made when the group is closed: its mean needs no query."""
+        return Layout(
+            rule=UniformRule(chunk=self.group_size, window=self.window),
+            summary_delay=self.window,
+            bias=() if self.rep_bias == "none" else (math.log(self.group_size),),
+        )
+
+    @property
+    def index_settings(self) -> IndexSettings:
+        """The index of each group."""
+        size = max(1, self.group_size // 2) if self.index_size is None else self.index_size
+        return IndexSettings(self.index, self.group_size, size, self.index_bits)
+
+    @property
+    def step_settings(self) -> RecallSettings:
+        """The method as `condense.ops.recall.recall_step` wants it."""
+        layout = self.layout
+        bias = layout.bias[0] if layout.bias else 0.0
+        return RecallSettings(layout.rule, self.index_settings, self.num_recall, bias, self.unchosen == "pool")
+
+    def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
+        """Mean keys and values, one per group; the group's index ``codes`` and ``grid``; its exact keys and values."""
+        k, v = pool_groups(
+            chunks.window_k,
+            chunks.window_v,
+            None,
+            start=chunks.start,
+            num_groups=chunks.num,
+            group_size=self.group_size,
+            scale=scale,
+            key_pooling="mean",
+            value_pooling="mean",
+            backend=backend,
+        )
+        tokens_k, tokens_v = chunks.tokens()
+        return k, v, *build_index(tokens_k, self.index_settings), tokens_k.flatten(2, 3), tokens_v.flatten(2, 3)
+
+    def attend(
+        self,
+        q: Tensor,
+        context: Context,
+        *,
+        scale: float,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
+
+        q ``[B, H, L, D]``. On PyTorch for every device. Raises ValueError for attention dropout, for a scale that is
+        not positive, and for a backend of kernels, once there are groups to choose from.
+        """
+        if not context.extra:
+            return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
+        if dropout_p > 0:
+            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
+        if scale <= 0:
+            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
+        codes, grid, store_k, store_v = context.extra
+        if store_v.shape[3] == 0:  # latents: values are the first columns of their keys
+            store_v = store_k[..., : context.entries.v.shape[3]]
+        return attend_recall(
+            q,
+            context.entries,
+            Source(store_k, store_v),
+            context.window,
+            context.spans,
+            IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.num_recall),
+            scale=scale,
+            unchosen=self.unchosen,
+            backend="torch" if backend == "auto" else backend,
+            return_lse=return_lse,
+        )

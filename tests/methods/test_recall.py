@@ -1,0 +1,121 @@
+"""Recall as a method: its limits, and the same function whole, in chunks, step by step, padded, on latents."""
+
+import pytest
+import torch
+from methods import test_parity as parity
+
+import condense
+from condense import Recall
+from condense.testing import latent_oracle, oracle
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+METHODS = {
+    "bounds": Recall(group_size=4, window=6, num_recall=2, index_bits=16),
+    "bounds-8": Recall(group_size=4, window=6, num_recall=2),
+    "drop": Recall(group_size=4, window=5, num_recall=3, unchosen="drop"),
+    "means": Recall(group_size=6, window=3, num_recall=1, index="sub_means", index_size=2, rep_bias="none"),
+    "window0": Recall(group_size=3, window=0, num_recall=2, index_size=1),
+    "g1": Recall(group_size=1, window=4, num_recall=5),
+}
+# two numbers share a byte, so keys have an even width
+EVEN = METHODS | {"bounds-4": Recall(group_size=4, window=5, num_recall=3, index_bits=4)}
+
+
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_all_groups_open_is_dense_attention(backend, ratio):
+    q, k, v = oracle.random_qkv(2, 2 * ratio, 2, 57, 4, 6)
+    pads = torch.tensor([0, 11])
+    got, want = (
+        condense.attention(q, k, v, method=method, backend=backend, padding=pads, return_lse=True)
+        for method in (Recall(group_size=4, window=6, num_recall=99), condense.Dense())
+    )
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, **EXACT)
+
+
+def test_no_group_open_is_pooled_attention(backend):
+    q, k, v = oracle.random_qkv(2, 4, 2, 57, 4, 6)
+    fields = {"group_size": 4, "window": 6, "rep_bias": "log_size"}
+    mean = condense.CCA(key_pooling="mean", value_pooling="mean", **fields)
+    got, want = (
+        condense.attention(q, k, v, method=method, backend=backend) for method in (Recall(num_recall=0, **fields), mean)
+    )
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("steps", parity.RAGGED.values(), ids=parity.RAGGED)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
+    lengths = [sum(counts) for counts in zip(*steps, strict=True)]
+    data = parity.rows(lengths)
+    outs = parity.read_in_steps(method, data, steps, "torch")[0]
+    for out, (q, k, v), n in zip(outs, data, lengths, strict=True):
+        if n:
+            want = condense.attention(q, k, v, method=method, scale=parity.SCALE, backend="reference")[0]
+            torch.testing.assert_close(out, want, **EXACT)
+
+
+@pytest.mark.parametrize("method", EVEN.values(), ids=EVEN)
+def test_later_tokens_change_nothing_before_them(method):
+    q, k, v = oracle.random_qkv(1, 4, 2, 61, 4, 4)
+    before = condense.attention(q, k, v, method=method)
+    for t in (1, 13, 40, 59):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, :, t:] += 3
+        assert torch.equal(before[:, :, :t], condense.attention(*changed, method=method)[:, :, :t])
+
+
+@pytest.mark.parametrize("method", EVEN.values(), ids=EVEN)
+def test_each_past_token_counts_once(method):
+    """Equal keys and no queries: with the log of its size a group counts as its tokens, open or not."""
+    if method.unchosen == "drop" or method.rep_bias == "none":
+        method = method.replace(unchosen="pool", rep_bias="log_size")
+    L = 50
+    q, k, _ = oracle.random_qkv(1, 2, 1, L, 4, 4)
+    v = torch.eye(L, dtype=torch.float64)[None, None]
+    out = condense.attention(q * 0, torch.ones_like(k), v, method=method)
+    want = torch.ones(L, L, dtype=torch.float64).tril() / torch.arange(1, L + 1)[:, None]
+    torch.testing.assert_close(out, want.expand_as(out), **EXACT)
+
+
+def test_gradcheck():
+    inputs = tuple(x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, 17, 2, 2))
+    method = Recall(group_size=3, window=2, num_recall=2)
+    assert torch.autograd.gradcheck(
+        lambda *x: condense.attention(*x, method=method, return_lse=True), inputs, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_latents_with_all_groups_open_are_dense(backend):
+    tensors = latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
+    got, want = (
+        condense.latent_attention(*tensors, method=method, backend=backend)
+        for method in (Recall(group_size=4, window=6, num_recall=99), condense.Dense())
+    )
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_settings_survive_and_bad_ones_are_refused():
+    method = EVEN["bounds-4"]
+    assert condense.Method.parse(method.to_dict()) == method
+    for fields, message in (
+        ({"num_recall": -1}, "num_recall must be an integer >= 0, got -1"),
+        ({"num_recall": 2.5}, "num_recall must be an integer >= 0, got 2.5"),
+        ({"index_bits": 3}, "index_bits must be one of 16, 8, 4, got 3"),
+        ({"index": "keys"}, "index must be one of 'bounds', 'sub_means', got 'keys'"),
+        ({"index_size": 5}, "index_size must divide the group size, 16, got 5"),
+        ({"unchosen": "keep"}, "unchosen must be one of 'pool', 'drop', got 'keep'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Recall(**fields)
+
+
+def test_what_it_cannot_do_is_refused():
+    q, k, v = oracle.random_qkv(1, 2, 1, 40, 4, 4)
+    method = METHODS["bounds"]
+    with pytest.raises(ValueError, match="backend"):
+        condense.attention(q, k, v, method=method, backend="triton")
+    with pytest.raises(ValueError, match="scale must be > 0 for an index of bounds, got -0.5"):
+        condense.attention(q, k, v, method=method, scale=-0.5)
