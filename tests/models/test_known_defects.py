@@ -1,13 +1,10 @@
 """What models got wrong once about packed documents, and what transformers asks of a filled cache."""
 
-import gc
-
 import pytest
 import torch
 from models import tiny
 
 import condense
-from condense.models import padding
 
 IDS = tiny.tokens(1, 40)
 RESTARTING = torch.cat([torch.arange(25), torch.arange(15)])[None]
@@ -36,17 +33,6 @@ def test_positions_that_change_past_pytorch(change):
         positions.data.copy_(other)
     want = tiny.logits(model, IDS, position_ids=other)
     torch.testing.assert_close(tiny.logits(model, IDS, position_ids=positions), want, **tiny.EXACT)
-
-
-def test_a_buffer_that_is_filled_again_is_remembered_once():
-    """Defect 13: one note per buffer, not one per forward."""
-    model, positions = condense.apply(tiny.model("llama"), tiny.CCA), RESTARTING.clone()
-    gc.collect()
-    for _ in range(10):
-        positions.copy_(RESTARTING)
-        tiny.logits(model, IDS, position_ids=positions)
-    known = getattr(padding, "_known", {})
-    assert len(known.get(positions, {})) <= 1
 
 
 def test_a_filled_cache_is_initialized():
