@@ -4,5 +4,13 @@ from condense.caches.growing import CondensedLayer
 from condense.caches.nbytes import cache_nbytes
 from condense.caches.request import ReadRequest, read_request
 from condense.caches.static import StaticCondensedLayer
+from condense.caches.static_recall import StaticRecallLayer
 
-__all__ = ["CondensedLayer", "ReadRequest", "StaticCondensedLayer", "cache_nbytes", "read_request"]
+__all__ = [
+    "CondensedLayer",
+    "ReadRequest",
+    "StaticCondensedLayer",
+    "StaticRecallLayer",
+    "cache_nbytes",
+    "read_request",
+]

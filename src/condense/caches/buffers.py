@@ -11,9 +11,13 @@ from torch import Tensor
 
 from condense.methods import Method, entry_bias
 from condense.ops import StepState
+from condense.ops.recall import RecallState
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.right_aligned import per_entry
 from condense.state import LayerState, num_entries
+
+# what a decode step changes in place: Recall's has a form of its own
+Buffers = StepState | RecallState
 
 
 def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
@@ -26,7 +30,7 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
 
 
 def read_state(
-    method: Method, buffers: StepState, seen: PerRow, prompt_tokens: PerRow, num_window: int, num_queries: int
+    method: Method, buffers: Buffers, seen: PerRow, prompt_tokens: PerRow, num_window: int, num_queries: int
 ) -> LayerState:
     """What the buffers hold, in order: the newest tokens and queries, at most so many.
 
@@ -34,7 +38,7 @@ def read_state(
     """
     made = max_row(num_entries(method, seen, prompt_tokens))
     return LayerState(
-        (buffers.entries_k[:, :, :made], buffers.entries_v[:, :, :made]),
+        tuple(x[:, :, : made * _columns_per_entry(x, buffers)] for x in buffers.entries),
         newest_columns(buffers.ring_k, seen, num_window),
         newest_columns(buffers.ring_v, seen, num_window),
         newest_columns(buffers.ring_q, seen, num_queries),
@@ -43,12 +47,14 @@ def read_state(
     )
 
 
-def write_state(method: Method, buffers: StepState, before: LayerState | None, state: LayerState) -> None:
+def write_state(method: Method, buffers: Buffers, before: LayerState | None, state: LayerState) -> None:
     """Bring the buffers from what they held ``before``, None for nothing, to the state."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
     last = max_row(num_entries(method, state.seen, state.prompt_tokens))
-    for buffer, made in zip((buffers.entries_k, buffers.entries_v), state.entries, strict=True):
-        buffer[:, :, first:last].copy_(made[:, :, first:last])
+    # a state has the tensors of a method's own once the first group is pooled
+    for buffer, made in zip(buffers.entries, state.entries, strict=False):
+        n = _columns_per_entry(buffer, buffers)
+        buffer[:, :, n * first : n * last].copy_(made[:, :, n * first : n * last])
     store_newest(buffers.ring_k, state.window_k, state.seen)
     store_newest(buffers.ring_v, state.window_v, state.seen)
     store_newest(buffers.ring_q, state.summary_q, state.seen)
@@ -56,6 +62,7 @@ def write_state(method: Method, buffers: StepState, before: LayerState | None, s
     # from pageable memory: staged before the call returns, and no wait for the GPU
     buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
     if before is None and method.prompt is not None:
+        assert isinstance(buffers, StepState)
         tokens = state.prompt_tokens
         numbers = (tokens, method.prompt.num_entries(tokens), method.prompt.num_focal(tokens))
         buffers.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
@@ -71,6 +78,11 @@ def static_bias(
     if bias is None or method.prompt is None:
         return bias
     return bias.expand(rows, 1, capacity).contiguous()
+
+
+def _columns_per_entry(x: Tensor, buffers: Buffers) -> int:
+    """Columns of one of the ``entries`` that belong to an entry: tokens in a store are as many as a group has."""
+    return x.shape[2] // max(1, buffers.entries_k.shape[2])
 
 
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:

@@ -133,6 +133,11 @@ class StepState(NamedTuple):
     prompt: Tensor
     arrived: Tensor
 
+    @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """Keys and values of the entries."""
+        return self.entries_k, self.entries_v
+
 
 @dataclass(frozen=True)
 class StepSettings:

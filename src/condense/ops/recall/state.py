@@ -53,6 +53,16 @@ class RecallState(NamedTuple):
     seen: Tensor
 
     @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """All that is kept of groups, in the order in which `condense.Recall.represent` makes it."""
+        return self[:6]
+
+    @property
+    def ring_q(self) -> Tensor:
+        """Summary queries, of which Recall needs none: ``[B, K, 0, D]``."""
+        return self.ring_k[:, :, :0]
+
+    @property
     def group_index(self) -> GroupIndex:
         """The index of all groups."""
         return GroupIndex(self.codes, self.grid)
