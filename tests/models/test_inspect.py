@@ -37,7 +37,7 @@ RECALLS = {
     "one-block": condense.Recall(group_size=8, window=3, num_recall=1, index_size=8, index_bits=16),
     "means-drop": condense.Recall(group_size=6, window=0, num_recall=3, index="sub_means", unchosen="drop"),
     "none-open": condense.Recall(group_size=4, window=5, num_recall=0, index_bits=4),
-    "five-open": condense.Recall(group_size=8, window=5, num_recall=5, index_size=8),
+    "three-open": condense.Recall(group_size=8, window=5, num_recall=3, index_size=8),
 }
 
 
