@@ -10,7 +10,9 @@ from torch.testing import assert_close
 
 import condense
 from condense.caches import CondensedLayer, StaticRecallLayer, read_request
+from condense.methods import step_settings
 from condense.ops.tensors.per_row import as_rows
+from condense.ops.triton.limits import settings_obstacle
 from condense.state import num_entries
 
 METHODS = {
@@ -212,3 +214,11 @@ def test_bytes(length, dtype, wide):
         sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
         == B * (K * (numbers + index) + 8) + 8
     )
+
+
+def test_a_growing_layer_leaves_single_tokens_to_extend_where_tritons_steps_run(few):
+    """Those steps know the buffers of other methods only."""
+    assert "makes its entries itself" in settings_obstacle(step_settings(few))
+    layer = CondensedLayer(few)
+    _read(layer, _qkv(20))
+    assert not layer.can_step(*_qkv(1)[1:])
