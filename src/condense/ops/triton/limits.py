@@ -60,13 +60,13 @@ def pool_obstacle(problem: Problem) -> str | None:
 
 
 def step_obstacle(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepSettings, *, latent: int = 0
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], settings: StepSettings, *, latent: int = 0
 ) -> str | None:
     """What keeps Triton from making a method's decode steps here, None if nothing does.
 
     widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0.
     """
-    obstacle = absence(device) or settings_obstacle(plan)
+    obstacle = absence(device) or settings_obstacle(settings)
     if obstacle is not None:
         return obstacle
     if dtype not in DTYPES:
@@ -82,15 +82,17 @@ def step_obstacle(
     return None
 
 
-def settings_obstacle(plan: StepSettings) -> str | None:
+def settings_obstacle(settings: StepSettings) -> str | None:
     """What in a method keeps Triton from making its decode steps on any device, None if nothing does."""
-    focal, chunk = plan.num_focal, plan.rule.chunk
-    if plan.key_pooling is None or plan.value_pooling is None:
+    focal, chunk = settings.num_focal, settings.rule.chunk
+    if settings.key_pooling is None or settings.value_pooling is None:
         return "supports built-in pooling only in a decode step, and this method makes its entries itself"
-    if plan.rule.entries != focal + 1:
-        return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {plan.rule.entries}"
+    if settings.rule.entries != focal + 1:
+        return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}"
     if focal > 0 and chunk > MAX_FOCAL_CHUNK:
         return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"
-    if focal > 0 and not (focal < chunk and plan.num_summary > 0):
-        return f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {plan.num_summary} queries"
+    if focal > 0 and not (focal < chunk and settings.num_summary > 0):
+        return (
+            f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {settings.num_summary} queries"
+        )
     return None
