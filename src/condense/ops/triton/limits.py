@@ -84,15 +84,15 @@ def step_obstacle(
 
 def settings_obstacle(settings: StepSettings) -> str | None:
     """What in a method keeps Triton from making its decode steps on any device, None if nothing does."""
-    focal, chunk = settings.num_focal, settings.rule.chunk
+    focal, chunk, num_summary = settings.num_focal, settings.rule.chunk, settings.num_summary
     if settings.key_pooling is None or settings.value_pooling is None:
         return "supports built-in pooling only in a decode step, and this method makes its entries itself"
     if settings.rule.entries != focal + 1:
         return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}"
     if focal > 0 and chunk > MAX_FOCAL_CHUNK:
         return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"
-    if focal > 0 and not (focal < chunk and settings.num_summary > 0):
+    if focal > 0 and not (focal < chunk and num_summary > 0):
         return (
-            f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {settings.num_summary} queries"
+            f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {num_summary} queries"
         )
     return None
