@@ -1,4 +1,4 @@
-"""State over time: condensed cache layers for transformers."""
+"""Condensed cache layers for transformers: growing ones, and static ones for CUDA graphs."""
 
 from condense.caches.growing import CondensedLayer
 from condense.caches.nbytes import cache_nbytes
