@@ -3,6 +3,8 @@
 Transformers hands every layer of a forward the same mask, positions and marks. The first layer that a forward reaches
 looks at them and keeps what it found in a board that all attention modules of a model share; the others find it there
 by those very objects. A layer that asks again is in another forward, and looks anew: tensors may have been rewritten.
+So is a layer whose tensors PyTorch knows to be rewritten; it does not know of tensors made in inference mode. Layers
+that run again in a backward pass (activation checkpointing) are a forward, too, of as many layers as need gradients.
 
 Shapes: B rows, L new slots.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +48,7 @@ class Forward:
 
     def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
         # weak, so that the board of a model keeps nothing alive that its caller has let go
-        self._shared = tuple(map(_weak, _shared_by_layers(call, cache)))
+        self._shared = tuple(map(_Shared, _shared_by_layers(call, cache)))
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
@@ -56,7 +58,7 @@ class Forward:
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call is of this forward, by a layer that has not asked yet."""
         same = (
-            all(known() is given for known, given in zip(self._shared, _shared_by_layers(call, cache), strict=True))
+            all(known.equals(given) for known, given in zip(self._shared, _shared_by_layers(call, cache), strict=True))
             and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
             and layer_idx not in self._asked
         )
@@ -67,7 +69,7 @@ class Forward:
     @property
     def mask(self) -> Tensor | None:
         """The key mask of the calls, bool ``[B, 1, 1, n]``."""
-        return self._shared[0]()
+        return self._shared[0].get()
 
     def padding(self, start: int, length: int) -> Padding | None:
         """Padding in columns ``[start, start + length)`` of the mask, None if all are real.
@@ -97,8 +99,8 @@ class Forward:
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:
-            marks: Tensor | None = self._shared[1]()
-            positions: Tensor | None = self._shared[2]() if plain else None
+            marks: Tensor | None = self._shared[1].get()
+            positions: Tensor | None = self._shared[2].get() if plain else None
             self._lengths[plain] = self._runs(positions) if marks is None else self._marked(marks)
         return self._lengths[plain]
 
@@ -155,12 +157,27 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
     return call.mask, call.options.get("cu_seq_lens_q"), call.options.get("position_ids"), cache
 
 
-def _weak(x: Any) -> Callable[[], Any]:
-    return _nothing if x is None else weakref.ref(x)
+class _Shared:
+    """An object as a layer got it, or None. It is not kept alive."""
+
+    def __init__(self, x: Any) -> None:
+        self._reference = None if x is None else weakref.ref(x)
+        self._version = _version(x)
+
+    def get(self) -> Any:
+        return None if self._reference is None else self._reference()
+
+    def equals(self, x: Any) -> bool:
+        """True for the very same object, not written to since."""
+        # None is not what has been let go
+        return self.get() is x and (x is None) == (self._reference is None) and _version(x) == self._version
 
 
-def _nothing() -> None:
-    return None
+def _version(x: Any) -> int | None:
+    """How often a tensor was written to, None if it does not tell."""
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.is_inference():
+        return None
+    return x._version
 
 
 def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
