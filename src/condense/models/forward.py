@@ -58,7 +58,7 @@ class Forward:
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call is of this forward, by a layer that has not asked yet."""
         same = (
-            all(known.equals(given) for known, given in zip(self._shared, _shared_by_layers(call, cache), strict=True))
+            all(map(_Shared.equals, self._shared, _shared_by_layers(call, cache)))
             and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
             and layer_idx not in self._asked
         )
@@ -165,12 +165,14 @@ class _Shared:
         self._version = _version(x)
 
     def get(self) -> Any:
+        """The object, None if it is gone."""
         return None if self._reference is None else self._reference()
 
     def equals(self, x: Any) -> bool:
         """True for the very same object, not written to since."""
-        # None is not what has been let go
-        return self.get() is x and (x is None) == (self._reference is None) and _version(x) == self._version
+        # an object that is gone was not None
+        same = self._reference is None if x is None else self.get() is x
+        return same and _version(x) == self._version
 
 
 def _version(x: Any) -> int | None:

@@ -47,7 +47,9 @@ def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], d
         torch.zeros(1, 1, size, dtype=torch.float64, device=device) if bias is None else bias
         for bias, size in zip(known, sizes, strict=True)
     ]
-    rows, heads = (max(part.shape[dim] for part in parts) for dim in (0, 1))
+    rows, heads = 1, 1
+    for part in parts:
+        rows, heads = max(rows, part.shape[0]), max(heads, part.shape[1])
     return torch.cat([part.double().expand(rows, heads, -1) for part in parts], dim=2)
 
 
