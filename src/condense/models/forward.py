@@ -3,7 +3,9 @@
 Transformers gives every layer of a forward the same mask, position and document objects. The first layer of a forward
 reads them and stores the result in the model's `ForwardBoard`; the other layers look it up there by the identity of
 these objects. If a layer asks twice, a new forward has begun, and the objects are read again, as they may have been
-changed in place.
+changed in place. They are read again, too, if PyTorch's version counter says that they were changed (tensors made in
+inference mode have none). Layers that run again in a backward pass (activation checkpointing) count as a forward of
+their own.
 
 Shapes: B rows, L new slots.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +50,7 @@ class Forward:
 
     def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
         # weak references, so that the board does not keep a caller's mask or cache alive
-        self._shared = tuple(map(_weak, _shared_by_layers(call, cache)))
+        self._shared = tuple(map(_Shared, _shared_by_layers(call, cache)))
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
@@ -58,7 +60,7 @@ class Forward:
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
         same = (
-            all(map(_is_of, self._shared, _shared_by_layers(call, cache)))
+            all(map(_Shared.equals, self._shared, _shared_by_layers(call, cache)))
             and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
             and layer_idx not in self._asked
         )
@@ -69,7 +71,7 @@ class Forward:
     @property
     def mask(self) -> Tensor | None:
         """The key mask of the calls, bool ``[B, 1, 1, n]``."""
-        return self._shared[0]()
+        return self._shared[0].get()
 
     def padding(self, start: int, length: int) -> Padding | None:
         """Padding in columns ``[start, start + length)`` of the mask, None if all are real.
@@ -99,8 +101,8 @@ class Forward:
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:
-            marks: Tensor | None = self._shared[1]()
-            positions: Tensor | None = self._shared[2]() if plain else None
+            marks: Tensor | None = self._shared[1].get()
+            positions: Tensor | None = self._shared[2].get() if plain else None
             self._lengths[plain] = self._runs(positions) if marks is None else self._marked(marks)
         return self._lengths[plain]
 
@@ -157,17 +159,29 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
     return call.mask, call.options.get("cu_seq_lens_q"), call.options.get("position_ids"), cache
 
 
-def _weak(x: Any) -> Callable[[], Any]:
-    return _nothing if x is None else weakref.ref(x)
+class _Shared:
+    """An object as a layer got it, or None. It is not kept alive."""
+
+    def __init__(self, x: Any) -> None:
+        self._reference = None if x is None else weakref.ref(x)
+        self._version = _version(x)
+
+    def get(self) -> Any:
+        """The object, None if it is gone."""
+        return None if self._reference is None else self._reference()
+
+    def equals(self, x: Any) -> bool:
+        """True for the very same object, not written to since."""
+        # an object that is gone was not None
+        same = self._reference is None if x is None else self.get() is x
+        return same and _version(x) == self._version
 
 
-def _nothing() -> None:
-    return None
-
-
-def _is_of(known: Callable[[], Any], given: Any) -> bool:
-    """True if a weak reference is to what is given; one whose object is gone is not to None."""
-    return known is _nothing if given is None else known() is given
+def _version(x: Any) -> int | None:
+    """How often a tensor was written to, None if it does not tell."""
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.is_inference():
+        return None
+    return x._version
 
 
 def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
