@@ -1,6 +1,7 @@
 """What `inspect` says in closed form, counted query by query here."""
 
 import pytest
+import torch
 from models import tiny
 
 import condense
@@ -48,3 +49,37 @@ def test_a_billion_tokens():
     report = inspect(tiny.model("llama"), condense.StreamingLLM(sink=4, window=8), 10**9)[0]
     assert report.dense_flops == 10**9 * (10**9 + 1) // 2 * 4 * 2 * 16  # more than 64 bits hold
     assert 8 * 10**9 * 128 < report.flops < 14 * 10**9 * 128
+
+
+RECALL = {
+    "bounds": condense.Recall(group_size=4, window=6, num_recall=3),
+    "means-4-drop": condense.Recall(
+        group_size=4, window=5, num_recall=2, index="sub_means", index_bits=4, unchosen="drop"
+    ),
+    "keys' dtype": condense.Recall(group_size=2, window=9, num_recall=1, index_bits=16),
+}
+
+
+@pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)
+def test_recall_counts_opened_tokens_and_its_index(method):
+    H, D, g, total = 4, 8, method.group_size, 0
+    pooled = method.unchosen == "pool"
+    for t in range(80):
+        closed = max(0, t + 1 - method.window) // g
+        opened = min(closed, method.num_recall)
+        keys = opened * g + (closed - opened) * pooled + t + 1 - closed * g
+        total += keys * H * 2 * 2 * D + closed * method.index_settings.num_rows * H * 2 * D
+    groups = (80 - method.window) // g
+    assert inspect(tiny.model("llama"), method, 80)[0].flops == total + groups * g * 2 * 2 * 2 * D
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)
+def test_recall_says_what_its_cache_holds(name, method):
+    model = tiny.model(name).float()
+    reports = inspect(model, method, 80, itemsize=4)
+    with torch.no_grad(), condense.use(model, method):
+        cache = model(torch.randint(2, 60, (1, 80)), use_cache=True).past_key_values
+    # each layer keeps counts beside them
+    assert 0 <= condense.cache_nbytes(cache) - sum(report.bytes for report in reports) <= 64 * len(reports)
+    assert all(report.bytes > report.dense_bytes for report in reports)

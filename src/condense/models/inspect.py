@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from condense.config import check_int
-from condense.methods import DGA, Dense, Method, step_settings
+from condense.methods import DGA, Dense, Method, Recall, step_settings
 from condense.methods.prompt import FocalPrompt
 from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
 from condense.models.families import is_latent, sliding_window
@@ -76,6 +76,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
     entries, tail = _kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
+    stored = heads.store_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
         width=heads.width,
@@ -84,7 +85,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         dense_entries=dense_entries,
         entries=entries,
         dense_bytes=dense_bytes,
-        bytes=numbers * itemsize,
+        bytes=numbers * itemsize + stored,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
@@ -96,6 +97,8 @@ def _remark(method: Method, length: int) -> str | None:
     if _selects(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
+    if isinstance(method, Recall):
+        return "recall: a step reads few tokens, the cache holds them all: tokens, entries and index, all on the device"
     obstacle = settings_obstacle(step_settings(method))
     if obstacle is not None:
         return f"{method.name}: over a static cache its steps run on PyTorch, as the Triton step {obstacle}"
@@ -108,13 +111,15 @@ def _selects(method: Method) -> TypeGuard[DGA]:
 
 @dataclass(frozen=True)
 class _Heads:
-    """entry_numbers: in one cache entry of all KV heads. scored: those of them that a summary query scores.
+    """num_kv: KV heads, 1 for latents. entry_numbers: in one cache entry of all KV heads. scored: those of them that a
+    summary query scores, the keys.
 
     FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per prefix entry, to make
     keys and values of it.
     """
 
     num_q: int
+    num_kv: int
     width: int
     value_width: int
     entry_numbers: int
@@ -130,10 +135,10 @@ class _Heads:
             d_n, d_r, d_v = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
             numbers = module.kv_lora_rank + d_r
             absorbed, expanded = (2 * num_q * module.kv_lora_rank * d for d in (d_n, d_n + d_v))
-            return cls(num_q, d_n + d_r, d_v, numbers, numbers, absorbed + num_q * d_r, expanded)
+            return cls(num_q, 1, d_n + d_r, d_v, numbers, numbers, absorbed + num_q * d_r, expanded)
         num_kv = getattr(config, "num_key_value_heads", None) or num_q
         width = getattr(config, "head_dim", None) or config.hidden_size // num_q
-        return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, num_q * width, 0)
+        return cls(num_q, num_kv, width, width, num_kv * 2 * width, num_kv * width, num_q * width, 0)
 
     def dense_flops(self, length: int, window: int | None = None) -> int:
         least = length if window is None else min(length, window)
@@ -146,13 +151,27 @@ class _Heads:
         rule = method.layout.rule
         visible = length * (length + 1) // 2 - _sum_closed(rule, length, None) * rule.chunk
         visible += _sum_closed(rule, length, rule.max_chunks) * rule.entries
+        if isinstance(method, Recall):
+            opened = _sum_closed(rule, length, method.num_recall)
+            closed = _sum_closed(rule, length, None)
+            visible += opened * method.group_size - (opened if method.unchosen == "pool" else closed)
+            asked = closed * method.index_settings.num_rows * self.num_q * 2 * (self.scored // self.num_kv)
+        else:
+            asked = 0
         entries = int(num_entries(method, length))
         chunks = entries // rule.entries
         pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
         if method.layout.num_summary > 0:
             # scores of all tokens of a chunk, and the mean over each KV head's queries
             pooled += chunks * rule.chunk * 2 * self.scored + length * self.summary_flops
-        return visible * self._per_key + pooled
+        return visible * self._per_key + asked + pooled
+
+    def store_bytes(self, method: Recall, length: int, itemsize: int) -> int:
+        """Bytes of the exact tokens of closed groups, and of the groups' index."""
+        index, groups = method.index_settings, int(num_entries(method, length))
+        grid, code_bits = (0, 8 * itemsize) if index.bits == 16 else (2 * 4, index.bits)
+        of_group = index.num_rows * self.scored * code_bits // 8 + self.num_kv * grid
+        return groups * (method.group_size * self.entry_numbers * itemsize + of_group)
 
     def pays_from(self, method: Method) -> int | None:
         """Searched up to 64 windows and chunks and 8 ``min_focal``: a method that does not pay there never does."""
