@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from condense import DGA
-from condense.methods.dga_prompt import take
-from condense.ops import group_scores, pool
-from condense.ops.tensors.per_row import PerRow
+from condense.methods.prompt import take
+from condense.ops import Chunks, group_scores, pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +19,10 @@ class AnchoredDGA(DGA):
 
     name: ClassVar[str] = "anchored_dga"
 
-    def represent(
-        self, k: Tensor, v: Tensor, summary: Tensor | None, *, first_chunk: PerRow, scale: float, backend: str
-    ) -> tuple[Tensor, Tensor]:
+    def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """See `condense.DGA.represent`."""
         assert summary is not None
+        k, v = chunks.tokens()
         num_focal = k.shape[3] - self.group_size
         scores = group_scores(summary, k, scale=scale, backend=backend)
         order = scores.detach().argsort(stable=True, descending=True)

@@ -12,6 +12,8 @@ from studies import SEEDS
 
 from condense import Method
 from condense.ops import RuleSpans
+from condense.ops.tensors.per_row import max_row
+from condense.state import prompt_entries
 
 Runs = Mapping[str, Mapping[str, Any]]
 
@@ -68,9 +70,9 @@ def learned_at(history: Sequence[Mapping[str, Any]]) -> str:
 
 def num_seen(method: Method, length: int) -> int:
     """Keys that the last of ``length`` tokens sees, itself included: what a cache holds per KV head."""
-    if method.reads_prompt:
-        return int(method.prompt_entries(length))
-    spans = RuleSpans(method.rule, 0, 0).at(length - 1, length, torch.device("cpu"))
+    if method.prompt is not None:
+        return max_row(prompt_entries(method, length))
+    spans = RuleSpans(method.layout.rule, 0, 0).at(length - 1, length, torch.device("cpu"))
     return sum(int(hi - lo) for lo, hi in spans)
 
 

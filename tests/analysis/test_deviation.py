@@ -20,14 +20,14 @@ METHODS = {
 }
 
 
-def _pairs(method, module, q, k, v, *rest, scale, **_):
+def _pairs(method, call, q, k, v, *rest):
     """Per head the exact keys and values of the tokens in closed groups, and those of their representatives."""
-    closed = (q.shape[2] - W) // G
+    closed, scale = (q.shape[2] - W) // G, call.scale
     for b in range(len(q)):
         if rest:
             (entries,) = rest
             c, k_rope = entries[b, 0].split([12, 4], -1)
-            weight = module.kv_b_proj.weight.unflatten(0, (4, 14))
+            weight = call.module.kv_b_proj.weight.unflatten(0, (4, 14))
             w_uk, w_uv = weight[:, :8].mT, weight[:, 8:].mT
             for j in range(closed):
                 summary = q[b][:, list(oracle.summary_positions(method, j, q.shape[2]))].mean(1)
@@ -53,9 +53,9 @@ def test_distances_one_by_one(monkeypatch, name, method):
     def watch(kind):
         real = getattr(models_attention, kind)
 
-        def record(module, cache, layer_idx, padding, *tensors, **kwargs):
-            found.setdefault(layer_idx, []).extend(_pairs(method, module, *tensors, **kwargs))
-            return real(module, cache, layer_idx, padding, *tensors, **kwargs)
+        def record(target, *tensors):
+            found.setdefault(target.call.module.layer_idx, []).extend(_pairs(method, target.call, *tensors))
+            return real(target, *tensors)
 
         monkeypatch.setattr(models_attention, kind, record)
 

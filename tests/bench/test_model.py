@@ -175,14 +175,15 @@ def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
 
 
 def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypatch):
-    stock = condense.caches.CondensedLayer.update
+    stock = condense.caches.CondensedLayer.read
 
-    def forgetful(self, key_states, value_states, *arguments, **options):
-        if self.past is not None and self.past.entries[0].shape[2] > 0:
-            self.past = self.past._replace(entries_v=self.past.entries[1].roll(1, 2))
-        return stock(self, key_states, value_states, *arguments, **options)
+    def forgetful(self, k, v, request):
+        if self.state is not None and self.state.entries[0].shape[2] > 0:
+            keys, values = self.state.entries
+            self.state = self.state._replace(entries=(keys, values.roll(1, 2)))
+        return stock(self, k, v, request)
 
-    monkeypatch.setattr(condense.caches.CondensedLayer, "update", forgetful)
+    monkeypatch.setattr(condense.caches.CondensedLayer, "read", forgetful)
     content = bench_model(model, ModelPlan((40,), METHODS, ("dense", "condensed"), steps=2))
     dense, *condensed = content["rows"]
     assert "error" not in dense

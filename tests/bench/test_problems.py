@@ -79,7 +79,7 @@ def test_a_prompt_reads_all_tokens_and_the_queries_that_rank_and_weigh_them():
 
 def test_ranking_is_one_product_over_what_the_sampled_queries_see():
     method = condense.DGA(selection="prompt", num_recent=3, num_random=0)
-    at = sampled(method, 37, CPU)
+    at = sampled(method, 1, 37, CPU).columns[0]
     assert at.tolist() == [34, 35, 36]
     assert ranking_flops(SETTING.shape, 3, at) == 3 * 4 * 2 * 8 * (35 + 36 + 37)
 

@@ -105,8 +105,10 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
     for L in (20, 1, 300):
         with torch.no_grad():
             model(tiny.tokens(1, L), past_key_values=cache)
-        # two layers of two heads of width 8 in float32, and five numbers each: two counters, three of a prompt
-        assert condense.cache_nbytes(cache) == 2 * (2 * (2 * entries + method.layout.num_summary) * 8 * 4 + 5 * 8)
+        # two layers of two heads of width 8 in float32, and numbers: two counters and three of a prompt in int64; in
+        # int32 how many parts of a step are done, by head and in all
+        numbers = 5 * 8 + (2 + 1) * 4
+        assert condense.cache_nbytes(cache) == 2 * (2 * (2 * entries + method.layout.num_summary) * 8 * 4 + numbers)
 
 
 def test_bytes_of_a_stock_cache():

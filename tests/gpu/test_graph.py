@@ -57,7 +57,7 @@ def test_graph_of_a_padded_batch_and_of_a_second_prompt(model):
 
 
 def test_graph_after_prompts_with_a_selection():
-    """CacheProxy before the first prompt, replayed after prompts of different lengths, a single token too."""
+    """Captured before the first prompt, replayed after prompts of different lengths, a single token too."""
     model = condense.apply(tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda"), SELECT)
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
     ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 31)]))

@@ -69,7 +69,7 @@ def test_a_replayed_graph_decodes_as_eager_steps_do(dtype, method):
 
 
 def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
-    """CacheProxy once; where a row's chunks begin and which of its entries have a bias is read on the device."""
+    """Captured once; where a row's chunks begin and which of its entries have a bias is read on the device."""
     method = SELECT.replace(min_focal=20)
     q, k, v = (x.cuda() for x in oracle.random_qkv(3, 8, 2, 160, 128, 128, dtype=torch.bfloat16))
     now = [x[:, :, :1].clone() for x in (q, k, v)]

@@ -31,9 +31,9 @@ def recorded(monkeypatch, model, ids):
     calls = []
     real = models_attention.condensed_latents
 
-    def record(module, *args, **kwargs):
-        out = real(module, *args, **kwargs)
-        calls.append((module, *args, kwargs["scale"], out))
+    def record(target, q, k, v, entries):
+        out = real(target, q, k, v, entries)
+        calls.append((target.call.module, q, entries, target.call.scale, out))
         return out
 
     monkeypatch.setattr(models_attention, "condensed_latents", record)
@@ -58,7 +58,7 @@ def test_layers_compute_the_definition_with_the_models_own_scale(monkeypatch, na
     model = condense.apply(tiny.model(name), tiny.METHODS[method])
     calls = recorded(monkeypatch, model, IDS[:1])
     assert [call[0].layer_idx for call in calls] == [0, 1, 2]
-    for module, _, _, _, q, _, _, entries, scale, out in calls:
+    for module, q, entries, scale, out in calls:
         assert scale == module.scaling
         want, _ = latent_oracle.attention(as_latents(module, q, entries), method=tiny.METHODS[method], scale=scale)
         torch.testing.assert_close(out, want, rtol=1e-11, atol=1e-11)

@@ -1,11 +1,13 @@
 """Padding anywhere, and packing: the numbers are those of the same tokens alone."""
 
+import gc
+
 import pytest
 import torch
 from models import tiny
 
 import condense
-from condense.models import rows
+from condense.models import forward
 
 PAIRS = {
     "llama-cca": ("llama", tiny.CCA),
@@ -131,22 +133,25 @@ def test_documents_may_be_marked_in_place_between_calls(how, mode):
 def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
     """In inference mode too: on a GPU every look is a wait."""
     looks = []
-    monkeypatch.setattr(rows, "_look", lambda real, look=rows._look: (looks.append(real), look(real))[1])
+    monkeypatch.setattr(forward, "look_at", lambda real, look=forward.look_at: (looks.append(real), look(real))[1])
     model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             ids, mask = tiny.left_padded([tiny.tokens(1, 20)[0], tiny.tokens(1, 40)[0]])
-            for forward in range(1, 4):
+            for count in range(1, 4):
                 model(ids, attention_mask=mask, use_cache=False)
-                assert len(looks) <= forward
+                assert len(looks) <= count
         looks.clear()
 
 
 def test_nothing_is_remembered_of_masks_that_are_gone():
-    before = set(map(id, rows._known))
+    """Neither a mask nor a cache lives longer for a model that has read it, and few forwards are remembered."""
     model = condense.apply(tiny.model("llama"), tiny.CCA)
+    board = model.model.layers[0].self_attn.condense_board
     ids, mask = tiny.left_padded([tiny.tokens(1, 20)[0], tiny.tokens(1, 40)[0]])
     tiny.generate(model, ids, attention_mask=mask)
     tiny.in_chunks(model, ids, (30, 10), mask=mask)
     tiny.logits(model, tiny.tokens(1), position_ids=torch.arange(L)[None])
-    assert set(map(id, rows._known)) <= before
+    gc.collect()
+    assert 0 < len(board._forwards) <= 4
+    assert all(known() is None for one in board._forwards for known in one._shared)

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from triton_kernels.test_growing_layer import DEVICE, Reading
 
 import condense
-from condense.caches import CondensedLayer, dynamic
+from condense.caches import CondensedLayer, growing
 from condense.models import layers
 
 PAIRS = {
@@ -47,7 +47,7 @@ def model(request):
 @pytest.fixture(autouse=True)
 def stepping(monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(dynamic, "step_backend", lambda *args, **kwargs: "triton")
+        monkeypatch.setattr(growing, "step_backend", lambda *args, **kwargs: "triton")
 
 
 def _generate(model, ids, **kwargs):
@@ -66,7 +66,7 @@ def _by_extend(monkeypatch, *args, **kwargs):
 
 
 def _stepped(out):
-    return all(type(layer) is CondensedLayer and layer._steps is not None for layer in out.past_key_values.layers)
+    return all(type(layer) is CondensedLayer and layer._ring is not None for layer in out.past_key_values.layers)
 
 
 @pytest.mark.parametrize(("pair", "mode"), TRIED, ids="-".join)
@@ -107,7 +107,7 @@ def test_tensor_parallel_latents_are_read(monkeypatch):
     monkeypatch.setattr("condense.models.attention.head_group", lambda *args: "some ranks")
     out = _generate(model, ids)
     assert torch.equal(out.sequences, want)
-    assert all(layer._steps is None for layer in out.past_key_values.layers)
+    assert all(layer._ring is None for layer in out.past_key_values.layers)
 
 
 def test_gradients_and_dropout_go_by_extend():
@@ -116,9 +116,9 @@ def test_gradients_and_dropout_go_by_extend():
     cache = tiny.filled(model, ids[:, :20])
     with torch.no_grad():
         model(ids[:, 20:21], past_key_values=cache)
-    assert cache.layers[0]._steps is not None
+    assert cache.layers[0]._ring is not None
     model(ids[:, 21:22], past_key_values=cache).logits.sum().backward()
-    assert cache.layers[0]._steps is None
+    assert cache.layers[0]._ring is None
     assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
 
 

@@ -27,7 +27,7 @@ from condense.bench.rows import (
 )
 from condense.bench.tasks import Task, Work, has_op
 from condense.bench.timing import Ceilings, Clock
-from condense.methods import Method
+from condense.methods import Method, Recall
 from condense.ops import UniformRule, resolve_backend
 from condense.results import plain
 from condense.testing.budget import Verdict
@@ -52,6 +52,9 @@ class KernelPlan:
     budget_s: float = 0.4
 
     def __post_init__(self) -> None:
+        for label, method in self.methods.items():
+            if isinstance(method, Recall):
+                raise ValueError(f"methods: {label} chooses per query what it reads: no row times that, leave it out")
         if self.num_rows() == 0:
             raise ValueError(f"ops: none of {', '.join(self.ops)} is there to time of {', '.join(self.methods)}")
 

@@ -58,11 +58,11 @@ def _over_layers(setting: Setting, length: int, method: Method) -> Work:
         other = StaticCondensedLayer(method, length + _ROOM)
         other.lazy_initialization(k, v)
         generator = torch.Generator(setting.device).manual_seed(setting.seed * 1000 + draw)
-        assert other.state is not None
-        for buffer in other.state:
+        assert other.buffers is not None
+        for buffer in other.buffers:
             if buffer.is_floating_point():
                 buffer.normal_(generator=generator)
-        other.state.seen.fill_(length)
+        other.buffers.seen.fill_(length)
         other.num_slots.fill_(length)
         other.know_slots(length)
         layers.append(other)

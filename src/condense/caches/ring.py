@@ -142,7 +142,7 @@ class RingState:
         return min(room_for(tokens), self._most_window)
 
     def _count_steps(self) -> int:
-        """RingState that there is room for, whatever rows take them."""
+        """Steps that there is room for, whatever rows take them."""
         rule, summary_delay, num_tokens = self.settings.rule, self.settings.summary_delay, self.buffers.ring_k.shape[2]
         steps = num_tokens - max_row(self.seen) if num_tokens < self._most_window else sys.maxsize
         chunks = (self.buffers.entries_k.shape[2] - prompt_entries(self.method, self.prompt_tokens)) // rule.entries

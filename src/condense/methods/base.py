@@ -183,7 +183,8 @@ def entry_bias(
     if len(set(bias)) == 1 and not has_prompt:
         return bias[0]
     entry, period = torch.arange(num_entries, device=device)[None], len(bias)
-    values = torch.tensor(bias, dtype=torch.float64, device=device)
+    # from pageable memory: staged before the call returns, and no wait for the GPU
+    values = torch.tensor(bias, dtype=torch.float64).to(device, non_blocking=True)
     if not has_prompt:
         return values[entry % period][:, None]
     assert reader is not None

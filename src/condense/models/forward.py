@@ -56,7 +56,7 @@ class Forward:
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call is of this forward, by a layer that has not asked yet."""
         same = (
-            all(known() is given for known, given in zip(self._shared, _shared_by_layers(call, cache), strict=True))
+            all(map(_is_of, self._shared, _shared_by_layers(call, cache)))
             and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
             and layer_idx not in self._asked
         )
@@ -161,6 +161,11 @@ def _weak(x: Any) -> Callable[[], Any]:
 
 def _nothing() -> None:
     return None
+
+
+def _is_of(known: Callable[[], Any], given: Any) -> bool:
+    """True if a weak reference is to what is given; one whose object is gone is not to None."""
+    return known is _nothing if given is None else known() is given
 
 
 def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:

@@ -31,16 +31,15 @@ def condense_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
-    device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
     """Key padding of slots ``[kv_offset, kv_offset + kv_length)``, bool ``[B, 1, 1, kv_length]``; nothing L x L.
 
     Transformers builds the mask once per forward and, for some caches, runs its own result through here a second
-    time: a constant shape survives that. None stands for "all real". A static cache has more slots than tokens so
-    far: the others count as padding. A mask that is too short comes out too short, for the attention function to
+    time: a constant shape survives that. Without a mask of the caller's None comes out, which stands for "all real":
+    only then do positions mark packed documents. A static cache has more slots than tokens so far: the others count as
+    padding. A mask that is too short comes out too short, for the attention function to
     refuse; where one token comes to a static cache on a GPU, looking would mean waiting, and it counts as padding.
     Raises ValueError for a mask function that shows queries other tokens than a causal, sliding or packed mask does.
     """
@@ -52,9 +51,7 @@ def condense_mask(
             "and_mask_function make others): call condense.restore(model) to have it honoured"
         )
     if attention_mask is None:
-        if allow_is_causal_skip:
-            return None
-        return torch.ones(batch_size, 1, 1, kv_length, dtype=torch.bool, device=device)
+        return None
     num_missing = kv_offset + kv_length - attention_mask.shape[1]
     if num_missing > 0 and _covers(attention_mask, q_length, q_offset):
         attention_mask = F.pad(attention_mask, (0, num_missing))

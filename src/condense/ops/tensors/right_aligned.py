@@ -17,11 +17,18 @@ from condense.ops.tensors.per_row import PerRow, broadcast_rows, int_if_equal, m
 
 
 def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
-    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q ``[B, H, L, D]``."""
+    """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q ``[B, H, L, D]``.
+
+    Heads are added one after another: a token's mean is the same to the bit among however many other tokens.
+    """
     if q.shape[1] == num_kv_heads:
         return q
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.unflatten(1, (num_kv_heads, -1)).mean(2, dtype=wide).to(q.dtype)
+    first, *others = q.unflatten(1, (num_kv_heads, -1)).unbind(2)
+    total = first.to(wide)
+    for head in others:
+        total = total + head
+    return (total / (1 + len(others))).to(q.dtype)
 
 
 def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
@@ -40,7 +47,9 @@ def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], d
         torch.zeros(1, 1, size, dtype=torch.float64, device=device) if bias is None else bias
         for bias, size in zip(known, sizes, strict=True)
     ]
-    rows, heads = (max(part.shape[dim] for part in parts) for dim in (0, 1))
+    rows, heads = 1, 1
+    for part in parts:
+        rows, heads = max(rows, part.shape[0]), max(heads, part.shape[1])
     return torch.cat([part.double().expand(rows, heads, -1) for part in parts], dim=2)
 
 

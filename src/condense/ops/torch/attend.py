@@ -72,7 +72,10 @@ def attend(
 
 def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) -> Tensor | None:
     """Bias of the first keys of a block, up to the last source that has one, ``[B|1, K|1, n]``."""
-    num_biased = max((n + 1 for n, source in enumerate(sources) if source.bias is not None), default=0)
+    num_biased = 0
+    for n, source in enumerate(sources):
+        if source.bias is not None:
+            num_biased = n + 1
     biases = [
         source.bias[..., lo:hi] if isinstance(source.bias, Tensor) else source.bias
         for source, (lo, hi) in zip(sources[:num_biased], hulls[:num_biased], strict=True)
