@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import condense
+from condense.cli.compare import DEMO_METHODS
 from condense.demo import demo_prompt
 from condense.evaluate.compare import compare
-
-CONDENSED = condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
 
 
 def test_assets_are_small_and_safetensors() -> None:
@@ -30,14 +29,12 @@ def test_demo_model_is_stock() -> None:
 
 
 @pytest.mark.slow  # cli/test_commands.py asks the same model for one number
-def test_demo_model_answers_dense_and_condensed_and_a_window_does_not() -> None:
+def test_demo_model_answers_dense_recalling_and_condensed_and_a_window_does_not() -> None:
     model, tokenizer = condense.demo_model()
-    window = condense.StreamingLLM(sink=4, window=492)
     prompt = demo_prompt()
-    dense, condensed, dropped = compare(
-        model, tokenizer, [condense.Dense(), CONDENSED, window], prompt, max_new_tokens=6
-    )
-    assert dense.correct == condensed.correct == len(prompt.questions) == 8
+    dense, recalled, condensed, dropped = compare(model, tokenizer, DEMO_METHODS, prompt, max_new_tokens=6)
+    assert dense.correct == recalled.correct == condensed.correct == len(prompt.questions) == 8
     assert dropped.correct is not None
     assert dropped.correct <= 2
     assert condensed.cache_bytes < dense.cache_bytes / 7
+    assert recalled.cache_bytes > dense.cache_bytes

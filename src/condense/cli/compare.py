@@ -1,4 +1,4 @@
-"""`condense compare`: the same prompt under dense and condensed attention."""
+"""`condense compare`: the same prompt under dense attention, Recall and condensed attention."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ from condense.cli.options import (
 )
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Outcome, Prompt, compare
-from condense.methods import CCA, Dense, StreamingLLM
+from condense.methods import CCA, Dense, Recall, StreamingLLM
 from condense.models import MethodChoice, restore
 from condense.plots import method_labels, plot_comparison, require_matplotlib
 from condense.results import refuse_existing, write_results
 
-DEMO_METHODS = (Dense(), parse_method(DEMO_METHOD), StreamingLLM(sink=4, window=492))
-METHODS = (Dense(), CCA(), StreamingLLM())
+DEMO_METHODS = (
+    Dense(),
+    Recall(window=256, num_recall=16),
+    parse_method(DEMO_METHOD),
+    StreamingLLM(sink=4, window=492),
+)
+METHODS = (Dense(), Recall(), CCA(), StreamingLLM())
 
 
 def compare_command(
@@ -47,7 +52,7 @@ def compare_command(
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
 ) -> None:
-    """Ask the same questions about a long text under dense and condensed attention, side by side."""
+    """Ask the same questions about a long text under dense attention, Recall and condensed attention, side by side."""
     for name, path in (("json", json), ("plot", plot)):
         if path is not None:
             refuse_existing(path, name, overwrite=overwrite)
