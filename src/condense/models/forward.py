@@ -1,10 +1,10 @@
 """What the attention layers of one forward share: padding, packed documents, and the plan.
 
-Transformers hands every layer of a forward the same mask, positions and marks. The first layer that a forward reaches
-looks at them and keeps what it found in a board that all attention modules of a model share; the others find it there
-by those very objects. A layer that asks again is in another forward, and looks anew: tensors may have been rewritten.
-So is a layer whose tensors PyTorch knows to be rewritten; it does not know of tensors made in inference mode. Layers
-that run again in a backward pass (activation checkpointing) are a forward, too, of as many layers as need gradients.
+Transformers gives every layer of a forward the same mask, position and document objects. The first layer of a forward
+reads them and stores the result in the model's `ForwardBoard`; the other layers look it up there by the identity of
+these objects. If a layer asks twice, or PyTorch counts a change in place (it does not for tensors
+made in inference mode), a new forward has begun, and the objects are read again. Layers that run again in a backward
+pass (activation checkpointing) count as a forward, too, of as many layers as gradients go through.
 
 Shapes: B rows, L new slots.
 """
@@ -23,7 +23,8 @@ from transformers import Cache
 from condense.models.padding import Padding, check_mask, look_at
 from condense.plan import ForwardPlan
 
-# forwards whose layers may take turns: layers with and without a sliding window get masks of their own
+# forwards kept at a time: layers with and without a sliding window get different masks and so count as two, and threads
+# may run the same model
 _MOST_FORWARDS = 4
 
 
@@ -44,10 +45,10 @@ class AttentionCall(NamedTuple):
 
 
 class Forward:
-    """One forward of a model, as its layers see it."""
+    """The padding, documents and plans of one forward of a model, for all of its layers."""
 
     def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
-        # weak, so that the board of a model keeps nothing alive that its caller has let go
+        # weak references, so that the board does not keep a caller's mask or cache alive
         self._shared = tuple(map(_Shared, _shared_by_layers(call, cache)))
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
@@ -56,7 +57,7 @@ class Forward:
         self._lengths: dict[bool, list[int] | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
-        """True if the call is of this forward, by a layer that has not asked yet."""
+        """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
         same = (
             all(map(_Shared.equals, self._shared, _shared_by_layers(call, cache)))
             and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
@@ -85,7 +86,7 @@ class Forward:
         return self._paddings[start, length]
 
     def plan(self, padding: Padding | None = None) -> ForwardPlan:
-        """The plan of the new tokens, aligned by their padding."""
+        """The plan of the new tokens; with padding, after they were aligned by it."""
         key = None if padding is None else id(padding)
         if key not in self._plans:
             self._plans[key] = ForwardPlan(self.L, None if padding is None else padding.counts)
@@ -127,13 +128,13 @@ class Forward:
 
 
 class ForwardBoard:
-    """Where the layers of a model find the `Forward` they are in. Copies and pickles of a model begin with none."""
+    """The newest forwards of a model, in which its layers find their own. Copies and pickles of a board are empty."""
 
     def __init__(self) -> None:
         self._forwards: list[Forward] = []
 
     def forward_of(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> Forward:
-        """The forward that a layer's call belongs to, new if no layer before it was in the same."""
+        """The forward that a layer's call belongs to; a new one for the first layer of a forward."""
         if torch.compiler.is_compiling():
             return Forward(call, cache)
         # a copy: other threads may run the same model
@@ -183,9 +184,9 @@ def _version(x: Any) -> int | None:
 
 
 def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
-    """Raise ValueError for packed documents that a cache would go on with.
+    """Raise ValueError for packed documents with a cache, which later calls would continue.
 
-    Training asks for a cache by default and drops it; anybody else would go on with it.
+    In training an empty cache is allowed: transformers makes one by default and nothing uses it.
     """
     if cache is not None and (seen > 0 or not module.training):
         raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
