@@ -1,4 +1,4 @@
-"""What command lines share: methods as text, models, texts, devices, progress."""
+"""Options that several commands share: methods as text, models, texts, devices, progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POOLING_HELP = _METHOD_HELP.format(
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
 
-_MAX_LAYERS = 10_000  # no model has as many; a longer range is a slip that would fill the memory
+_MAX_LAYERS = 10_000  # more than any model has; a mistyped longer range would fill the memory
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ def load_model(
 
 
 def read_saved(model: str, read: Callable[[str], T]) -> T:
-    """``read`` on a folder or hub name. Raises ValueError whatever goes wrong with files that others wrote."""
+    """``read`` on a folder or hub name. Raises ValueError for any error while reading the files."""
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
         raise ValueError(f"model: no such folder: {model}")
     try:
