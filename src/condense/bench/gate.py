@@ -73,7 +73,7 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
 def check_layer(out: Tensor, inputs: Inputs, want: Context, yardstick: Context) -> Verdict:
     """Pooling and attention in one, on a problem short enough to have every step in float64.
 
-    want and yardstick: what its queries attend to, in float64 and in plain operations.
+    want and yardstick: the queries' context, in float64 and in plain operations.
     """
     assert inputs.q.shape[2] <= WHOLE
     exact = _eager(_narrow(inputs.q, want, 0).to(torch.float64), inputs.scale)
@@ -84,7 +84,7 @@ def check_layer(out: Tensor, inputs: Inputs, want: Context, yardstick: Context) 
 def exact_and_plain(method: Method, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
     """``sources`` with entries by the definition in float64, and by plain operations in the dtype of the inputs.
 
-    Entries of methods that do not pool are tokens, and stay what they are.
+    Entries of methods that do not pool are tokens, and are not changed.
     """
     M, rule = sources.entries.k.shape[2], method.layout.rule
     if M == 0 or rule.max_chunks is not None:

@@ -65,8 +65,8 @@ class Task:
 def has_op(op: str, method: Method, length: int) -> bool:
     """True if there is something to time of a method's ``op`` at that length.
 
-    Pooling and importance stand before the attention of methods that make entries, or rank tokens. What is read at
-    once is for inference (no backward), and after it decode is the streaming rule's.
+    Pooling exists for methods that make entries, importance for those that rank tokens. A prompt that is read at once
+    has no backward (it is for inference) and no decode rows, as its decode is the streaming method's.
     """
     match op:
         case "importance":

@@ -16,7 +16,7 @@ from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.right_aligned import per_entry
 from condense.state import LayerState, num_entries
 
-# what a decode step changes in place: Recall's has a form of its own
+# the buffers that a decode step changes in place; Recall's step has other ones than the other methods'
 Buffers = StepState | RecallState
 
 

@@ -76,7 +76,7 @@ def parse_layers(text: str) -> list[int]:
 
 
 def choose(method: Method, layers: str | None) -> MethodChoice:
-    """The method, or the layers it is for. Dense is the stock model whatever the layers."""
+    """The method, or layer -> method if layers are named. Dense ignores layers, as it leaves all of them stock."""
     if layers is None:
         return method
     chosen = dict.fromkeys(parse_layers(layers), method)
@@ -84,7 +84,7 @@ def choose(method: Method, layers: str | None) -> MethodChoice:
 
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
-    """What a model was saved with: one method if it is the same in all layers; None if it is stock."""
+    """The choice a model was saved with: one method if all layers have the same; None if it is stock."""
     saved = condensed_layers(model)
     if not saved:
         return None

@@ -1,4 +1,4 @@
-"""What the attention layers of one forward share: padding, packed documents, and the plan.
+"""Padding, packed documents and the plan of one forward, which all its attention layers share.
 
 Transformers gives every layer of a forward the same mask, position and document objects. The first layer of a forward
 reads them and stores the result in the model's `ForwardBoard`; the other layers look it up there by the identity of

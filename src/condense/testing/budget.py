@@ -28,7 +28,7 @@ def one_ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``share``: the worst error as a share of its budget. Right up to 1."""
+    """``share``: the worst error divided by its budget; at most 1 passes."""
 
     share: float
 
@@ -43,7 +43,7 @@ class Verdict:
 
 
 def judge(results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequence[Tensor]) -> Verdict:
-    """Results against float64 ``wants``; yardsticks are the same in plain operations of the results' dtype."""
+    """Compare results with float64 ``wants``; yardsticks: the same by plain operations in the results' dtype."""
     shares = [0.0]
     for got, want, yardstick in zip(results, wants, yardsticks, strict=True):
         if want.numel() == 0:

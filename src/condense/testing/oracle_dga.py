@@ -1,6 +1,6 @@
 """DGA by definition, for one query after another: the sets of tokens that it sees, each exact or inside a group.
 
-The random choices come from `condense.ops.tensors.sampling`, which has tests of its own; all else is written anew.
+Only the random choices use the library's code (`condense.ops.tensors.sampling`, which has its own tests).
 
 Shapes: L tokens of one row and KV head, R query heads that share it, D and Dv widths.
 """

@@ -58,7 +58,7 @@ class MixedTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the means since the last entry too."""
+        """Log, with Trainer's own numbers, loss and accuracy of dense and condensed steps since the last entry."""
         sums = {name: value.tolist() for name, value in self._sums.items()}
         self._sums.clear()
         for kind, (steps, loss, answers, right) in sums.items():
@@ -72,7 +72,7 @@ class MixedTrainer(Trainer):
         return mix == "condensed" or (mix == "alternate" and self.state.global_step % 2 == 1)
 
     def _stock(self, model: nn.Module) -> nn.Module:
-        """The model inside what accelerate may have wrapped around it."""
+        """The model without the wrappers that accelerate may have put around it."""
         stock: nn.Module = self.accelerator.unwrap_model(model)
         return stock
 
