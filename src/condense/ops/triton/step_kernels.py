@@ -48,8 +48,8 @@ class _Moment(NamedTuple):
     """What the step does and sees in one row. t: position of the new token. first: first position seen as a token.
 
     due: whether a chunk is due; then the position of its first token, the slot of its first entry, and whether this
-    step's query sees its entries. Then the numbers of entries and tokens seen that the buffers held before. prompt_entries:
-    entries of a prompt, the first ``prompt_focal`` of which are single tokens.
+    step's query sees its entries. Then the numbers of entries and tokens seen that the buffers held before.
+    prompt_entries: entries of a prompt, the first ``prompt_focal`` of which are single tokens.
     """
 
     t: Any
@@ -79,8 +79,8 @@ def _attend_keys(
 ):  # fmt: skip
     """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
 
-    PERIOD > 0: only pooled entries get the bias: of the first ``moment.prompt_entries`` entries those from ``moment.prompt_focal`` on,
-    then the last of each ``PERIOD`` entries.
+    PERIOD > 0: only pooled entries get the bias: those of a prompt from ``moment.prompt_focal`` on, and after these the
+    last of each ``PERIOD`` entries.
     """
     PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
@@ -231,7 +231,8 @@ def _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prom
     entries = prompt_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
     slot = prompt_entries + number * entries_each
     return _Moment(
-        t, first, due, number * chunk, slot, seen_at_once, entries, tl.maximum(t - first, 0), prompt_entries, prompt_focal
+        t, first, due, number * chunk, slot, seen_at_once, entries, tl.maximum(t - first, 0),
+        prompt_entries, prompt_focal,
     )  # fmt: skip
 
 
