@@ -69,7 +69,7 @@ def first_needed(method: Method, seen: PerRow) -> PerRow:
 
 
 def prompt_entries(method: Method, prompt_tokens: PerRow) -> PerRow:
-    """Entries that stand for prompts of so many tokens that were read at once, both an int or int64 CPU ``[B]``."""
+    """Number of entries of prompts of ``prompt_tokens`` tokens read at once, both an int or int64 CPU ``[B]``."""
     return prompt_tokens * 0 if method.prompt is None else method.prompt.num_entries(prompt_tokens)
 
 

@@ -1,3 +1,3 @@
-"""The version, readable from a source tree that nobody installed."""
+"""The version, importable from a source tree without installing the package."""
 
 __version__ = "0.1.0"

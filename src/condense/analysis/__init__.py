@@ -1,4 +1,4 @@
-"""Looking into models: what condensing does to keys and values."""
+"""Measuring how much condensing changes a model's keys and values."""
 
 from condense.analysis.deviation import Deviation, LayerDeviation, VectorDeviation, measure_deviation
 

@@ -1,9 +1,9 @@
-"""How far tokens lie from the representatives that stand for them: LCA's Tables 9 and 10 on any model and text.
+"""Distances of tokens from the entries that stand for them: LCA's Tables 9 and 10 on any model and text.
 
-Theorem 1 bounds the error of condensed attention by the largest of these deviations, if representatives count as
-often as their tokens (``rep_bias="log_size"``).
+Theorem 1 bounds the error of condensed attention by the largest of these deviations, if entries weigh as much as their
+tokens (``rep_bias="log_size"``).
 
-Shapes: B rows, K KV heads (with latent attention: all heads), L tokens, M representatives of g tokens, D width.
+Shapes: B rows, K KV heads (with latent attention: all heads), L tokens, M entries of g tokens, D width.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _GROUPS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class VectorDeviation:
-    """Over the tokens that representatives stand for, Euclidean norms.
+    """Distances in the Euclidean norm, over all tokens that entries stand for.
 
-    norm: mean of the exact vectors' norms. deviation: mean distance from the representative. relative: the one by
-    the other. largest: the largest distance, which is the delta of Theorem 1.
+    norm: mean norm of the exact vectors. deviation: mean distance of a token from its entry. relative: deviation /
+    norm. largest: the largest distance, which is the delta of Theorem 1.
     """
 
     norm: float
@@ -77,10 +77,10 @@ def measure_deviation(
     sequences: int = 8,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[Deviation]:
-    """Deviations of keys and values from their representatives, text by text and length by length.
+    """Deviations of keys and values from their entries, for each text and length.
 
-    The model reads with the method, so keys and values are what its condensed layers really get; with latent
-    attention, representatives and tokens are compared after the up-projection of every head.
+    The model reads the text with the method, so these are the keys and values of its condensed layers; with latent
+    attention, entries and tokens are compared after the up-projection of every head.
     model: a causal LM with stock attention, left as it was. method: `condense.CCA` or `condense.LCA`.
     layers: indices to condense; None means all that can be.
     texts: name to token ids ``[n]``, from which up to ``sequences`` stretches of each length are cut, evenly spread
@@ -166,7 +166,7 @@ def _over_layers(layers: list[VectorDeviation]) -> VectorDeviation:
 
 
 class _Observer(CondensedLayer):
-    """A cache layer that looks at what it is given to condense."""
+    """A cache layer that measures the deviations of the keys and values that it condenses."""
 
     def __init__(self, method: Method, module: nn.Module) -> None:
         super().__init__(method)

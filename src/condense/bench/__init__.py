@@ -1,4 +1,4 @@
-"""Speed and memory, measured next to named baselines, and only of what is right."""
+"""Benchmarks of speed and memory beside named baselines; results are checked before they are timed."""
 
 from condense.bench.baselines import BASELINES, GPU_BASELINES
 from condense.bench.history import last_result, read_result, result_path, with_changes

@@ -1,4 +1,4 @@
-"""Named baselines: dense attention as others offer it, and FlexAttention with our mask.
+"""Named baselines: dense attention of other libraries, and FlexAttention with the mask of a method.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, D and Dv widths.
 """
@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Baseline(NamedTuple):
-    """What it is, which rows it is for, and where it runs."""
+    """A baseline: its description, the operations that it has rows for, and whether it needs CUDA."""
 
     about: str
     ops: tuple[str, ...]
@@ -44,13 +44,13 @@ BASELINES = {
         backend=SDPBackend.FLASH_ATTENTION,
     ),
     "flex": Baseline("FlexAttention, compiled, causal", ("forward", "backward")),
-    "flex_mask": Baseline("FlexAttention, compiled, our mask over representatives and tokens", ("forward", "backward")),
+    "flex_mask": Baseline("FlexAttention, compiled, our mask over entries and tokens", ("forward", "backward")),
     "sdpa": Baseline(
         "scaled_dot_product_attention, PyTorch's own choice", ("forward", "backward", "decode"), needs_cuda=False
     ),
 }
 GPU_BASELINES = ("cudnn", "cudnn_rows", "flash", "flex", "flex_mask")
-# computed over all keys: what a condensed method is to beat
+# baselines that compute attention over all keys: a condensed method's speedup is measured against these
 DENSE_BASELINES = tuple(name for name in BASELINES if name != "flex_mask")
 
 

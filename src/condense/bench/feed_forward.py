@@ -1,4 +1,4 @@
-"""The part of a model's time that condensing cannot touch: its feed-forward modules, experts among them.
+"""Timing a model's feed-forward modules (experts included), whose time condensing does not change.
 
 Shapes: B rows, L tokens, h hidden size.
 """
@@ -19,7 +19,7 @@ _STEP_BUDGET_S = 0.2
 
 
 def feed_forward_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The ``mlp`` of every decoder layer, in order; empty for families that call it otherwise."""
+    """The ``mlp`` of every decoder layer, in order; empty for families with another name for it."""
     return [parent.mlp for parent in _parents(model)]
 
 
@@ -34,7 +34,7 @@ def experts_implementation(model: PreTrainedModel) -> str | None:
 def first_ms(model: PreTrainedModel, ids: Tensor, chunk: int | None) -> float:
     """Milliseconds in these modules while ids ``[B, L]`` are read, in pieces of ``chunk`` tokens (None: at once).
 
-    The model is taken as it is, condensed or not: its feed-forward does the same work.
+    The model may be condensed or not: its feed-forward modules do the same work.
     """
     marks: list[Any] = []
     parents = _parents(model)
@@ -48,7 +48,7 @@ def first_ms(model: PreTrainedModel, ids: Tensor, chunk: int | None) -> float:
         for parent in parents:
             parent.mlp = parent.mlp.module
     now(ids.device)
-    # they do not nest: beginnings and ends take turns
+    # modules do not nest, so marks alternate between beginnings and ends
     return sum(_between_ms(*span) for span in zip(marks[::2], marks[1::2], strict=True))
 
 
@@ -57,7 +57,7 @@ def _parents(model: PreTrainedModel) -> list[Any]:
 
 
 class _Marked(nn.Module):
-    """A module with a mark before and one after it; unlike hooks these do not become part of a compiled module."""
+    """Calls a module with a mark before and one after it, outside of its compiled code, where hooks would be inside."""
 
     def __init__(self, module: nn.Module, marks: list[Any], device: torch.device) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ def step_ms(model: PreTrainedModel) -> float:
     """Milliseconds of all these modules, one after another, on one token ``[1, 1, h]``: one graph on CUDA."""
     modules, device = feed_forward_modules(model), model.device
     generator = torch.Generator(device).manual_seed(0)
-    # normalized hidden states are about as large
+    # normal numbers, about as large as normalised hidden states
     size = (1, 1, model.config.get_text_config(decoder=True).hidden_size)
     hidden = torch.randn(size, generator=generator, dtype=model.dtype, device=device)
     return Clock(device, _STEP_BUDGET_S).time_rotating([lambda: [module(hidden) for module in modules]]).median_ms
 
 
 def _mark(device: torch.device) -> Any:
-    """A moment: an event on CUDA, whose work is queued, else seconds."""
+    """The present time: on CUDA an event in the queue of work, else seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,8 +1,8 @@
-"""FlexAttention on prefix-band bounds: keys of both sources in one row, and which blocks of them are looked at.
+"""FlexAttention over two sources: their keys side by side, and the blocks of them that each block of queries reads.
 
-The prefix is padded to whole blocks, so that no block holds keys of both sources.
+The condensed source is padded to whole blocks, so that no block holds keys of both sources.
 
-Shapes: B rows, H query heads, K KV heads, L queries, M prefix entries (P once padded), N band tokens,
+Shapes: B rows, H query heads, K KV heads, L queries, M entries (P once padded), N tokens of the window,
 D and Dv widths, n and m blocks of queries and keys.
 """
 
@@ -22,7 +22,7 @@ BLOCK = 128
 
 
 def joined_keys(sources: Context) -> tuple[Tensor, Tensor]:
-    """Keys ``[B, K, P + N, D]`` and values ``[B, K, P + N, Dv]``: prefix, zeros, band."""
+    """Keys ``[B, K, P + N, D]`` and values ``[B, K, P + N, Dv]``: entries, zeros, window."""
     pad = -sources.entries.k.shape[2] % BLOCK
     return (
         torch.cat([F.pad(sources.entries.k, (0, 0, 0, pad)), sources.window.k], dim=2),
@@ -31,9 +31,9 @@ def joined_keys(sources: Context) -> tuple[Tensor, Tensor]:
 
 
 def block_mask(sources: Context, length: int) -> Any:
-    """The visible keys of each of ``length`` queries, from bounds that are the same for all heads and rows.
+    """The visible keys of each of ``length`` queries, for spans that are the same in all heads and rows.
 
-    Made from the bounds at the ends of each block of queries, so that nothing of size L x L exists on the way.
+    Made from the spans of the first and last query of each block, so memory stays linear in L.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -41,29 +41,29 @@ def block_mask(sources: Context, length: int) -> Any:
     M, N = sources.entries.k.shape[2], sources.window.k.shape[2]
     P = M + -M % BLOCK
     entries_span, window_span = sources.spans.at(0, length, device)
-    bounds = (entries_span.hi, *window_span)
-    if any(x.shape[:2] != (1, 1) for x in bounds):
-        raise ValueError("FlexAttention with our mask is for bounds that all heads and rows share")
-    # queries that fill up the last block see what the last one sees
-    rep_end, raw_start, raw_end = (
-        torch.cat([x[0, 0], x[0, 0, -1:].expand(-length % BLOCK)]).to(torch.int32) for x in bounds
+    ends_of_spans = (entries_span.hi, *window_span)
+    if any(x.shape[:2] != (1, 1) for x in ends_of_spans):
+        raise ValueError("FlexAttention with our mask is for spans that all heads and rows share")
+    # queries that fill up the last block get the spans of the last query
+    entries_hi, window_lo, window_hi = (
+        torch.cat([x[0, 0], x[0, 0, -1:].expand(-length % BLOCK)]).to(torch.int32) for x in ends_of_spans
     )
 
     def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        in_band = (key - P >= raw_start[query]) & (key - P < raw_end[query])
-        return torch.where(key < P, key < rep_end[query], in_band)
+        in_window = (key - P >= window_lo[query]) & (key - P < window_hi[query])
+        return torch.where(key < P, key < entries_hi[query], in_window)
 
     first, last = slice(0, None, BLOCK), slice(BLOCK - 1, None, BLOCK)
     entries = torch.arange(0, P, BLOCK, device=device)[None]
     columns = torch.arange(0, N, BLOCK, device=device)[None]
     ends = (columns + BLOCK).clamp(max=N)
     some = torch.cat(
-        [entries < rep_end[last, None], (columns < raw_end[last, None]) & (ends > raw_start[first, None])], dim=1
+        [entries < entries_hi[last, None], (columns < window_hi[last, None]) & (ends > window_lo[first, None])], dim=1
     )
     whole = torch.cat(
         [
-            entries + BLOCK <= rep_end[first, None],
-            (columns >= raw_start[last, None]) & (columns + BLOCK <= raw_end[first, None]),
+            entries + BLOCK <= entries_hi[first, None],
+            (columns >= window_lo[last, None]) & (columns + BLOCK <= window_hi[first, None]),
         ],
         dim=1,
     )
@@ -73,7 +73,7 @@ def block_mask(sources: Context, length: int) -> Any:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, ``[1, 1, n]``, and which ``[1, 1, n, m]``, those first."""
+    """Number of chosen key blocks per query block, ``[1, 1, n]``, and their indices, first in ``[1, 1, n, m]``."""
     order = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
@@ -94,7 +94,7 @@ def flex_attention(sources: Context, length: int, *, scale: float) -> Callable[[
         def score_mod(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return score + padded[key]
 
-    # shapes are constants to the compiler, as in a model of one length; what earlier lengths left is not searched
+    # compiled for fixed shapes; the reset keeps guards of earlier lengths from being checked in every call
     torch.compiler.reset()
     compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
 

@@ -1,6 +1,6 @@
-"""The gate before the clock: what is wrong is not timed.
+"""Checking results before they are timed: a row whose result is wrong gets no time.
 
-Everything is held to the definition in float64 by the error budget that the tests have too, see `condense.testing`.
+Results are compared with the definition in float64, within the error budget of the tests, see `condense.testing`.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, S checked queries, n visible keys, D and Dv widths.
 """
@@ -20,7 +20,7 @@ from condense.ops.tensors.right_aligned import per_entry
 from condense.testing import oracle
 from condense.testing.budget import Verdict, judge
 
-# the newest queries of a long problem that are checked: they see every entry
+# of a long problem, this many of the newest queries are checked, because they see all entries
 TAIL = 64
 # up to this length every query is checked
 WHOLE = 2048
@@ -59,9 +59,9 @@ def check_gradients(
 
 
 def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
-    """Entries that pooling made: all of a short problem, the newest of a long one."""
+    """Check pooled entries: all of a short problem, the newest of a long one."""
     rule, entries = method.layout.rule, sources.entries
-    assert rule.max_chunks is None, "methods that pool have entries all along"
+    assert rule.max_chunks is None, "methods that pool have entries for all chunks"
     M = entries.k.shape[2]
     first = 0 if inputs.q.shape[2] <= WHOLE else max(0, M // rule.entries - TAIL)
     want, yardstick = (
@@ -73,7 +73,7 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
 def check_layer(out: Tensor, inputs: Inputs, want: Context, yardstick: Context) -> Verdict:
     """Pooling and attention in one, on a problem short enough to have every step in float64.
 
-    want and yardstick: what its queries attend to, in float64 and in plain operations.
+    want and yardstick: the queries' context, in float64 and in plain operations.
     """
     assert inputs.q.shape[2] <= WHOLE
     exact = _eager(_narrow(inputs.q, want, 0).to(torch.float64), inputs.scale)
@@ -84,7 +84,7 @@ def check_layer(out: Tensor, inputs: Inputs, want: Context, yardstick: Context) 
 def exact_and_plain(method: Method, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
     """``sources`` with entries by the definition in float64, and by plain operations in the dtype of the inputs.
 
-    Entries of methods that do not pool are tokens, and stay what they are.
+    Entries of methods that do not pool are tokens, and are not changed.
     """
     M, rule = sources.entries.k.shape[2], method.layout.rule
     if M == 0 or rule.max_chunks is not None:
@@ -97,7 +97,7 @@ def exact_and_plain(method: Method, inputs: Inputs, sources: Context) -> tuple[C
 
 
 def mean_queries(inputs: Inputs) -> Inputs:
-    """With the mean query of each KV head for q: rounded to the dtype of q by definition, so float64 starts there."""
+    """The inputs with the mean query of each KV head as q; the definition rounds it to q's dtype, also for float64."""
     q, k, v = inputs
     wide = torch.promote_types(q.dtype, torch.float32)
     return Inputs(q.unflatten(1, (k.shape[1], -1)).mean(2, dtype=wide).to(q.dtype), k, v)
@@ -168,7 +168,7 @@ def _eager(part: _Part, scale: float) -> Tensor:
         if part.bias is not None:
             own = part.bias[:, min(head, part.bias.shape[1] - 1), None, None]
             bias = F.pad(own, (0, k.shape[2] - own.shape[-1])).to(q.dtype)
-        # in float32 PyTorch's own way: its exp and its order of sums
+        # float32 uses PyTorch's fused attention, to have the error of its exp and of its order of sums
         outs.append(oracle.eager_attention(q, k, v, mask, bias, scale=scale, fused=q.dtype == torch.float32))
     return torch.cat(outs, dim=1)
 

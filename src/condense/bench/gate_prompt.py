@@ -1,7 +1,7 @@
-"""The gate of methods that read whole prompts: scores, the choice by them, and the entries made around the choice.
+"""Checking methods that read whole prompts before they are timed: scores, the choice of tokens, and the entries.
 
-A choice is not continuous, so no two precisions need agree on it. What can be held to float64 is held to it: the
-scores, and the entries given the choice. The choice itself has to be exactly what its own scores say.
+A choice is not continuous, so two precisions need not choose the same tokens. The scores are compared with float64, and
+so are the entries, given the same choice. The choice must be exactly the one that its own scores determine.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, S sampled queries, D and Dv widths.
 """
@@ -23,7 +23,7 @@ from condense.testing.budget import Verdict, judge
 
 
 def ranked(method: DGA, inputs: Inputs, backend: str) -> Tensor:
-    """What ranks the tokens of rows without padding, ``[B, K|1, L]``."""
+    """The scores by which tokens of rows without padding are ranked, ``[B, K|1, L]``."""
     q, k, _ = inputs
     reader = FocalPrompt(method)
     if method.focal == "random":
@@ -33,7 +33,7 @@ def ranked(method: DGA, inputs: Inputs, backend: str) -> Tensor:
 
 
 def check_ranking(method: DGA, inputs: Inputs, scores: Tensor) -> Verdict:
-    """Importance ``[B, K, L]`` of every token, at any length: few queries are asked."""
+    """Check the importance ``[B, K, L]`` of every token; affordable at any length, as few queries are sampled."""
     q, k, _ = inputs
     K = k.shape[1]
     at = sampled(method, 1, q.shape[2], q.device).columns[0]
@@ -46,7 +46,7 @@ def check_ranking(method: DGA, inputs: Inputs, scores: Tensor) -> Verdict:
 
 
 def check_prompt(method: Method, inputs: Inputs, sources: Context, backend: str) -> Verdict:
-    """All that comes before the attention of a prompt, at any length: scores, choice, entries and grouped tokens."""
+    """Check the steps before a prompt's attention, at any length: scores, choice, entries and grouped tokens."""
     assert reads_at_once(method, inputs.k.shape[2])
     scores = ranked(method, inputs, backend)
     verdict = check_ranking(method, inputs, scores) if method.focal == "top" else Verdict(0.0)
@@ -69,13 +69,13 @@ def around(method: DGA, inputs: Inputs, focal: Tensor) -> tuple[Context, Context
         prompt = FocalPrompt(method).grouped_around(focal, q, k, v, _tokens(x), scale=x.scale, backend=backend)
         return prompt.context
 
-    # the definition goes group by group: too slow for the many of a long prompt, which has a short one beside it
+    # the definition loops over groups, too slow for a long prompt; a short problem of the same row is checked by it
     exact = "reference" if focal.shape[2] <= gate.WHOLE else "torch"
     return made(Inputs(*(x.double() for x in inputs)), exact), made(inputs, "torch")
 
 
 def chosen(sources: Context) -> Tensor:
-    """The focal tokens, bool ``[B, K, L]``: those with which the tokens in groups that a query may see do not grow."""
+    """The focal tokens, bool ``[B, K, L]``: those at which the number of grouped tokens seen does not grow."""
     assert isinstance(sources.spans, ArraySpans)
     grouped = sources.spans.spans[1].hi
     return grouped.diff(dim=-1, prepend=torch.zeros_like(grouped[..., :1])) == 0

@@ -35,11 +35,11 @@ from condense.testing.budget import Verdict
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What is to be measured. ``methods``: label to method; ``budget_s``: seconds of timing per row.
+    """Settings of a kernel benchmark. ``methods``: label to method; ``budget_s``: seconds of timing per row.
 
     backends: of condensed attention; with several, every method has rows of each, named after it. batches: further
     batch sizes of the decode step, each an operation of its own.
-    Raises ValueError if no row would come of it.
+    Raises ValueError if there would be no row.
     """
 
     setting: Setting
@@ -167,9 +167,9 @@ def _whole_sequences(plan: KernelPlan, length: int, ops: Sequence[str]) -> Itera
 
 
 def _with_own_mask(methods: Mapping[str, Method]) -> list[Method]:
-    """One method per rule of who sees what: others with the same rule have the same mask.
+    """One method per `UniformRule`, as methods with the same rule have the same mask.
 
-    What a prompt's own content decides is no mask that all heads share.
+    Without methods that choose tokens by a prompt's content: their masks differ between heads.
     """
     first: dict[UniformRule, Method] = {}
     for method in methods.values():
@@ -199,7 +199,7 @@ def _short_verdicts(plan: KernelPlan) -> dict[tuple[str, str], Verdict | str]:
 def _row(
     task: Task, clock: Clock, ceilings: Ceilings, short: Mapping[tuple[str, str], Verdict | str]
 ) -> dict[str, Any]:
-    """One row in JSON's types. Whatever goes wrong becomes its error."""
+    """One row in JSON's types. An exception becomes the row's ``error``."""
     row: dict[str, Any] = {
         "op": task.op,
         "runner": task.runner,
@@ -230,7 +230,7 @@ def _row(
 
 
 def _mask(method: Method) -> str:
-    """Rows of the same name let the same queries see the same places."""
+    """A name of the method's mask: the same for methods whose queries see the same columns."""
     return str(method) if method.prompt is not None else str(method.layout.rule)
 
 
@@ -261,7 +261,7 @@ def _measured(work: Work, clock: Clock, ceilings: Ceilings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet(task: Task) -> Iterator[None]:
-    """PyTorch explains at length why a baseline has no kernel: its error is in the row."""
+    """Suppress PyTorch's warnings on why a baseline has no kernel; the row has the error."""
     with warnings.catch_warnings():
         if not task.condensed:
             warnings.simplefilter("ignore")

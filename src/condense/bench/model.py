@@ -21,14 +21,14 @@ from condense.models import MethodChoice, use_choice
 from condense.results import plain
 from condense.testing.budget import Verdict
 
-# prompts that take longer are read twice, and those beyond the second figure once
+# prompts that take longer than the first number of seconds are read twice, longer than the second once
 _LONG_S, _VERY_LONG_S = 3.0, 20.0
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is to be measured. ``methods``: label to method, or to a choice of methods by layer; ``steps``: tokens after
-    the first, timed one by one.
+    """Settings of a model benchmark. ``methods``: label to method, or to a choice of methods by layer; ``steps``:
+    tokens after the first, timed one by one.
 
     compile_feed_forward: `torch.compile` these modules first, for all runners.
     """
@@ -56,10 +56,10 @@ class ModelPlan:
 def bench_model(
     model: PreTrainedModel, plan: ModelPlan, *, on_row: Callable[[Row], None] = lambda row: None
 ) -> dict[str, Any]:
-    """All rows, as a result file holds them; ``model`` has stock attention and keeps it, and what is compiled stays so.
+    """All rows, as a result file holds them. ``model`` has stock attention and keeps it; compiled modules stay so.
 
-    A condensed runner whose logits are wrong by `condense.bench.model_gate`, or that cannot run, is not timed and
-    says why; so does a dense one that cannot run.
+    A condensed runner whose logits are wrong by `condense.bench.model_gate`, or that cannot run, is not timed and its
+    row has the error; so has that of a dense runner that cannot run.
     """
     if plan.compile_feed_forward:
         for module in feed_forward_modules(model):
@@ -75,7 +75,7 @@ def bench_model(
             rows.append(row)
             ran += [method] if "first" in row else []
         if feed_forward_modules(model) and ran:
-            # condensed if it can be: as much feed-forward, sooner read
+            # timed under a condensed method if one ran: the feed-forward work is the same and the prefill shorter
             feed_forward.append(
                 _feed_forward(model, ids, next((method for method in ran if method is not None), None), plan)
             )
@@ -177,7 +177,7 @@ def _feed_forward(model: PreTrainedModel, ids: Tensor, method: MethodChoice | No
 
 
 def _readings(model: PreTrainedModel, ids: Tensor, runner: str, plan: ModelPlan) -> list[Reading]:
-    """The first one (plans, memory from the driver) counts only if it took very long."""
+    """The timed readings of a prompt. The first one (compiling, allocating) counts only if it took very long."""
     read = RUNNERS[runner].read
     first = read(model, ids, plan.steps, plan.prefill_chunk)
     if first.first_s > _VERY_LONG_S:
@@ -201,7 +201,7 @@ def _with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _release(device: torch.device) -> None:
-    """What an error or a graph held on to."""
+    """Free memory that an exception or a graph kept alive."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""The gate of whole models: a condensed model reads a text at once, in pieces and token by token, and says the same.
+"""Checking whole models before they are timed: reading a text at once, in pieces and by token must give equal logits.
 
-Random weights and low precision leave no exact answer to compare with, so the bound is what rounding alone does to
-these logits: how far the stock model's own two ways are apart, and how far the condensed logits move when every
-embedding is moved by one unit in the last place. Twice their sum, plus one unit in the last place, root mean square.
+With low precision they are equal only up to rounding. The bound, in root mean square: twice the sum of two distances,
+plus one unit in the last place. The distances: between the stock model's logits read at once and in pieces, and between
+the condensed logits before and after every embedding is moved by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from condense.testing.budget import Verdict
 
 
 class ModelGate:
-    """Verdicts on one model, on one short text of random tokens per method."""
+    """Checks one model on a short text of random tokens per method."""
 
     def __init__(self, model: PreTrainedModel, method: MethodChoice, seed: int) -> None:
         self.model, self.method = model, method
         rules = [each.layout.rule for each in methods_of(method)]
         chunk = max(rule.chunk for rule in rules)
-        # past the window, and over the ends of groups in every kind of call
+        # long enough to leave the window, with groups that end in each piece and in the steps
         self.steps = chunk + 3
         length = max(rule.window or 0 for rule in rules) + 4 * chunk + self.steps
         self.ids = random_tokens(model, length, seed)
 
     def check(self, compile: bool | None) -> Verdict | None:
-        """Condensed: at once against in pieces, or by a graph if ``compile`` is not None.
+        """Compare the condensed model's logits read at once with those in pieces, or by a graph if compile is not None.
 
-        None if the method's prompts are meant to differ from its steps.
+        None for methods that read prompts differently from steps by definition.
         """
         if any(method.layout.lookahead for method in methods_of(self.method)):
             return None
@@ -43,7 +43,7 @@ class ModelGate:
         return Verdict(_rms(got - want) / bound)
 
     def check_dense_graph(self, compile: bool) -> Verdict:
-        """Stock attention in a graph: against its own eager loop, at once."""
+        """Compare the stock model's logits in a graph with those read at once."""
         want = self._at_once()
         moved = _rms(want - self._at_once(nudged=True)) + _rms(want - self._in_pieces())
         bound = 2 * moved + torch.finfo(self.model.dtype).eps * _rms(want)

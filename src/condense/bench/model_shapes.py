@@ -66,11 +66,11 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
         "v_head_dim": 64,
-        "initializer_range": 0.02,  # 0.1 makes logits that say nothing
+        "initializer_range": 0.02,  # with 0.1 no comparison of logits is meaningful
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
-# rotary tables are computed per call, so the length costs nothing
+# a large number costs nothing, because rotary tables are computed per call
 _MAX_POSITIONS = 2**21
 
 
@@ -100,6 +100,6 @@ def random_model(
 
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
-    """For timing: greedy, and no token ends a text."""
+    """Set greedy generation without end tokens, for timing."""
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model.eval().requires_grad_(False)

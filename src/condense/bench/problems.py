@@ -1,6 +1,6 @@
-"""What kernels are timed on: head shapes, random inputs, and how much work they hold.
+"""Inputs of kernel benchmarks: head shapes, random tensors, and the FLOPs and bytes of their work.
 
-Shapes: B rows, H query heads, K KV heads, L tokens, D key width, Dv value width, M prefix entries, N band tokens.
+Shapes: B rows, H query heads, K KV heads, L tokens, D key width, Dv value width, M entries, N tokens of the window.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all problems of a run share."""
+    """Settings of all problems of a run."""
 
     shape: HeadShape
     batch: int
@@ -85,7 +85,7 @@ class Setting:
     def step(self, method: Method, length: int, draw: int) -> tuple[Tensor, Context]:
         """One query ``[B, H, 1, D]`` after ``length`` tokens, and a cache as the method keeps it, with random content.
 
-        The newest token is in the band already, and a dynamic cache's slack with it.
+        The window holds the newest token already, and as many older ones as a growing cache keeps.
         """
         seen, heads = torch.tensor([length + 1]), self.shape
         M = int(num_entries(method, seen))
@@ -104,7 +104,7 @@ class Setting:
 
 
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
-    """What the queries of whole sequences attend to: `condense.functional.extend` without a past."""
+    """The sources that queries of whole sequences attend to: `condense.functional.extend` without a state."""
     q, k, v = inputs
     return extend(method, None, k, v, q, scale=inputs.scale, backend=backend, keep=False)[0]
 
@@ -117,13 +117,13 @@ def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
 
 
 def sampled(method: DGA, rows: int, length: int, device: torch.device) -> Sample:
-    """The queries that are asked which tokens of a prompt matter, in rows without padding."""
+    """The sampled queries that rank the tokens of a prompt, in rows without padding."""
     tokens = torch.full((rows,), length)
     return sampled_queries(tokens, length, method.num_recent, method.num_random, method.seed, device)
 
 
 def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:
-    """One matrix product over the keys that the sampled queries at these positions see."""
+    """FLOPs of one matrix product over the keys that the sampled queries at these positions see."""
     return 2 * batch * shape.num_q * shape.width * int((positions + 1).sum())
 
 
@@ -137,7 +137,7 @@ def visible_pairs(spans: Spans, length: int, device: torch.device) -> int:
 
 
 def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool) -> int:
-    """Matrix products over visible keys only: 2 forward, 5 more backward (scores again, and four gradients)."""
+    """FLOPs of matrix products over visible keys: 2 forward, 5 more backward (scores again, and four gradients)."""
     per_key = shape.width + shape.value_width
     if backward:
         per_key += 3 * shape.width + 2 * shape.value_width
@@ -145,10 +145,10 @@ def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool)
 
 
 def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
-    """Bytes that pooling cannot avoid: keys, values and summary queries read once, entries written once.
+    """Bytes that pooling must move: keys, values and summary queries read once, entries written once.
 
-    For a prompt that is read at once, all that comes before its attention: the queries that rank its tokens are read
-    too, and the tokens in groups are written one after another.
+    For a prompt that is read at once, the bytes of all steps before its attention: the sampled queries are read too,
+    and the grouped tokens are written.
     """
     B, H, L, D = inputs.q.shape
     if reads_at_once(method, L):
@@ -160,14 +160,14 @@ def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
     entries = int(num_entries(method, torch.tensor([L])))
     groups = entries // method.layout.rule.entries
     per_entry = shape.num_kv * (shape.width + shape.value_width)
-    # the prompt's end serves all groups; other summaries have queries of their own
+    # with summary="prompt" all groups share one summary query; otherwise each group has its own
     queries = method.layout.num_summary * (1 if method.layout.lookahead else groups)
     read = groups * method.layout.rule.chunk * per_entry + min(L, queries) * H * D
     return B * (read + entries * per_entry) * inputs.q.itemsize
 
 
 def step_bytes(q: Tensor, sources: Context) -> int:
-    """Bytes that one decode step cannot avoid: every visible key and value once, the query and its output."""
+    """Bytes that one decode step must move: every visible key and value once, the query and its output."""
     B, H, _, D = q.shape
     K, Dv = sources.window.v.shape[1], sources.window.v.shape[3]
     keys = visible_pairs(sources.spans, 1, q.device)

@@ -1,4 +1,4 @@
-"""What the LCA paper measured of the shapes that we time too, to be set beside our own figures."""
+"""Figures of the LCA paper for model shapes that are timed here too, to print beside ours."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def tables(results: Mapping[str, Any], *, details: bool = False) -> list[Table]:
 def render(documents: Mapping[Path, Mapping[str, Any]], pictures: Mapping[Path, str] | None = None) -> str:
     """Markdown of one section per result file; pictures: file to the address of its picture.
 
-    A ``note`` that somebody wrote into a file's results, on what disturbed a run say, is part of its section.
+    A ``note`` that was added to a file's results by hand, such as on a disturbed run, is part of its section.
     """
     sections = [_HEAD]
     for path, document in documents.items():
@@ -103,7 +103,7 @@ def newest(documents: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Mapping[st
 
 
 def picture_name(path: Path, results: Mapping[str, Any]) -> str:
-    """What a result file shows, as the name of a picture: kind, shape or model, dtype, device and methods."""
+    """A picture's name made of the result's kind, shape or model, dtype, device and methods."""
     what = re.sub(r"^bench-|-\d{8}T\d{6}Z$", "", path.stem)
     kinds = list(dict.fromkeys(label.partition(":")[0] for label in results["methods"]))
     several = [] if len(kinds) == len(results["methods"]) else [f"{len(results['methods'])} settings"]
@@ -126,10 +126,10 @@ def title(results: Mapping[str, Any]) -> str:
 
 
 def _origin(path: Path, document: Mapping[str, Any]) -> str:
-    origin, results = document["provenance"], document["results"]
+    source, results = document["provenance"], document["results"]
     lines = [
-        f"`{path.name}`: {origin['device']}, torch {origin['torch']}, transformers {origin['transformers']}, "
-        f"condense {origin['condense']}, commit {(origin['commit'] or 'unknown')[:12]}, {origin['date']}."
+        f"`{path.name}`: {source['device']}, torch {source['torch']}, transformers {source['transformers']}, "
+        f"condense {source['condense']}, commit {(source['commit'] or 'unknown')[:12]}, {source['date']}."
     ]
     if results["kind"] == "kernel":
         ceilings = results["ceilings"]
@@ -199,7 +199,7 @@ def _ratios(speedup: Mapping[str, float]) -> list[str]:
 
 
 def _change(row: Row, time: str) -> list[str]:
-    """Since the run that this one was compared with."""
+    """The change of the median since the run that this one was compared with, as a line."""
     if "change" not in row:
         return []
     ratio = row["change"].get(time)
@@ -251,7 +251,7 @@ def _published(results: Mapping[str, Any]) -> list[Table]:
 
 
 def _crossing(name: str, length: float | None) -> str:
-    """From where condensing pays, in words."""
+    """A sentence on the length from which condensing is faster than the fastest dense baseline."""
     if length is None:
         return f"{name}: not faster than the fastest dense baseline at the greatest length that both ran."
     return f"{name}: faster than the fastest dense baseline from {length:,.0f} tokens on."

@@ -56,8 +56,8 @@ def first_line(error: BaseException) -> str:
 def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows, each condensed one with ``speedup``: baseline's median over its own, per baseline.
 
-    What comes before the attention also has ``of_attention``, its time over that of the attention it serves, and
-    DGA's attention and layer have ``per_key``: their time per visible key over that of each CCA's attention.
+    Pooling and importance also have ``of_attention``, their time over that of the attention that follows, and DGA's
+    attention and layer have ``per_key``: their time per visible key over that of each CCA's attention.
     """
     return [
         {**row, "speedup": _speedups(row, rows)} | _beside(row, rows) if row["condensed"] else dict(row) for row in rows
@@ -102,7 +102,7 @@ def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
         and other["op"] == reference
         and other["length"] == row["length"]
         and other.get("times") is not None
-        # FlexAttention with our mask has its representatives made already
+        # FlexAttention with our mask does not pool, so it is no baseline of the layer
         and (other["mask"] is None or (other["mask"] == row["mask"] and row["op"] != "layer"))
     }
 

@@ -56,7 +56,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
 def read_by_graph(
     model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None, *, compile: bool = False
 ) -> Reading:
-    """A static cache and a replayed CUDA graph, ids ``[B, L]``; making and recording them is not on the first token."""
+    """A static cache and a replayed CUDA graph, ids ``[B, L]``; the first token's time is without preparing them."""
     start = now(ids.device)
     decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps, compile=compile)
     decoder.prefill(ids[:, :1])

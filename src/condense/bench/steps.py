@@ -1,4 +1,4 @@
-"""Rows of one decode step, each over caches of its own that together are larger than the second-level cache.
+"""Rows of one decode step, timed in turn over several caches that together are larger than the L2 cache.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 """
@@ -20,7 +20,7 @@ from condense.methods import Dense, Method
 from condense.testing.budget import Verdict
 
 MIN_CACHES = 8
-# every replay reads one more token: more than the clock ever makes of them
+# room for one token per timed replay: more than the clock makes
 _ROOM = 512
 
 
@@ -39,7 +39,7 @@ def baseline_step_task(setting: Setting, length: int, name: str) -> Task:
 
 
 def step_task(setting: Setting, length: int, label: str, method: Method) -> Task:
-    """One decode step of a condensed layer: the token is taken in, a group that is due is closed, and it attends."""
+    """One decode step of a condensed layer: store the token, pool a group that is due, attend."""
     return Task("decode", label, method, True, length, lambda: _over_layers(setting, length, method))
 
 
@@ -74,7 +74,7 @@ def _over_layers(setting: Setting, length: int, method: Method) -> Work:
 
 
 def _num_caches(device: torch.device, nbytes: int) -> int:
-    """Enough of ``nbytes`` each to fill the second-level cache three times over."""
+    """Number of caches of ``nbytes`` each that fill the L2 cache three times."""
     if device.type != "cuda":
         return MIN_CACHES
     return max(MIN_CACHES, math.ceil(3 * torch.cuda.get_device_properties(device).L2_cache_size / nbytes))

@@ -1,4 +1,4 @@
-"""What becomes a row: something to call, a way to check it, and the work it holds. Nothing runs until it is prepared.
+"""Tasks of the kernel benchmark: a call to time, its check, and its amount of work; nothing runs until `prepare`.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 """
@@ -34,7 +34,7 @@ from condense.testing.budget import Verdict
 
 @dataclass(frozen=True)
 class Work:
-    """Calls to be timed (several: in turn, each with inputs of its own), and what one of them has to do.
+    """Calls to be timed (several: in turn, each with inputs of its own), and the FLOPs and bytes of one of them.
 
     pairs: keys that the queries of one row and head see, summed over queries.
     """
@@ -48,9 +48,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Task:
-    """A row to be. ``method``: whose mask it has (None: dense); ``runner``: the method's label or the baseline.
+    """A row before it is measured. ``method``: whose mask it has (None: dense); ``runner``: method label or baseline.
 
-    backend: the one that was asked for, where a row has a choice.
+    backend: the requested one, for operations that have several.
     """
 
     op: str
@@ -65,8 +65,8 @@ class Task:
 def has_op(op: str, method: Method, length: int) -> bool:
     """True if there is something to time of a method's ``op`` at that length.
 
-    Pooling and importance stand before the attention of methods that make entries, or rank tokens. What is read at
-    once is for inference (no backward), and after it decode is the streaming rule's.
+    Pooling exists for methods that make entries, importance for those that rank tokens. A prompt that is read at once
+    has no backward (it is for inference) and no decode rows, as its decode is the streaming method's.
     """
     match op:
         case "importance":
@@ -155,7 +155,7 @@ def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: M
 
 
 def flex_mask_task(setting: Setting, inputs: Inputs, op: str, method: Method) -> Task:
-    """FlexAttention over one method's representatives and tokens. The mask is ours, so its output is checked."""
+    """FlexAttention over one method's entries and tokens. The mask is ours, so its output is checked."""
     L, scale = inputs.q.shape[2], inputs.scale
 
     def prepare() -> Work:
@@ -179,7 +179,7 @@ def _attending(
     length: int,
     op: str,
 ) -> Work:
-    """The work of attention to what ``length`` queries see."""
+    """The work of attention of ``length`` queries over their context."""
     pairs = visible_pairs(sources.spans, length, setting.device)
     flops = attention_flops(setting.shape, setting.batch, pairs, backward=op == "backward")
     return Work(calls, check, flops=flops, pairs=pairs)

@@ -1,4 +1,4 @@
-"""Timing on a device, and the ceilings that everything is measured against.
+"""Timing on a device, and its measured ceilings: FLOP/s of a matrix product, bytes/s of a copy.
 
 On CUDA by `triton.testing.do_bench`: events around each call, caches overwritten in between; calls that take
 microseconds are captured in a graph and replayed. On a CPU by `torch.utils.benchmark`.
@@ -39,7 +39,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device did in this run: a large matrix product and a large copy (read and write both counted)."""
+    """Rates of this device in this run: of a large matrix product, and of a large copy (reads and writes counted)."""
 
     matmul_tflops: float
     copy_tbs: float
@@ -54,11 +54,11 @@ class Clock:
 
     @property
     def is_cuda(self) -> bool:
-        """Events, graphs and memory figures exist there only."""
+        """True on CUDA, where there are events, graphs and memory figures."""
         return self.device.type == "cuda"
 
     def time(self, call: Callable[[], Any]) -> Times:
-        """Each call by itself; the first one (compilation, plans) is not counted."""
+        """Times of single calls; the first one (compiling, allocating) is not counted."""
         return self._times(call, 1)
 
     def time_rotating(self, calls: Sequence[Callable[[], Any]]) -> Times:
@@ -106,7 +106,7 @@ class Clock:
         return Ceilings(2 * n**3 / matmul.median_ms / 1e9, 2 * nbytes / copy.median_ms / 1e9)
 
     def _times(self, call: Callable[[], Any], parts: int) -> Times:
-        """Of one of the ``parts`` that a call consists of."""
+        """Times of a call divided by its number of ``parts``."""
         call()
         self.synchronize()
         start = time.perf_counter()

@@ -16,7 +16,7 @@ from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.right_aligned import per_entry
 from condense.state import LayerState, num_entries
 
-# what a decode step changes in place: Recall's has a form of its own
+# the buffers that a decode step changes in place; Recall's step has other ones than the other methods'
 Buffers = StepState | RecallState
 
 
@@ -51,7 +51,7 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
     """Write ``state`` into buffers that hold the state ``before`` (None: nothing): only entries that are new."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
     last = max_row(num_entries(method, state.seen, state.prompt_tokens))
-    # a state has the tensors of a method's own once the first group is pooled
+    # not strict: before the first group is pooled, a state has no tensors of the method's own
     for buffer, made in zip(buffers.entries, state.entries, strict=False):
         n = _columns_per_entry(buffer, buffers)
         buffer[:, :, n * first : n * last].copy_(made[:, :, n * first : n * last])
@@ -81,7 +81,7 @@ def static_bias(
 
 
 def _columns_per_entry(x: Tensor, buffers: Buffers) -> int:
-    """Columns of one of the ``entries`` that belong to an entry: tokens in a store are as many as a group has."""
+    """Columns per entry in one of the ``entries`` tensors: g in a store of exact tokens, else 1."""
     return x.shape[2] // max(1, buffers.entries_k.shape[2])
 
 

@@ -1,4 +1,4 @@
-"""`condense analyze`: looking into a model."""
+"""`condense analyze`: measurements on a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from condense.plots import plot_deviation, require_matplotlib
 from condense.results import refuse_existing, write_results
 
 analyze_app = typer.Typer(help="Look into a model.")
-# the bundled model's window, and lengths that its text has
+# the window that the bundled model was trained with, and lengths that fit the bundled text
 DEMO_METHOD, DEMO_LENGTHS = "lca:window=256", (512, 1024, 2048, 3584)
 
 
@@ -62,7 +62,7 @@ def deviation_command(
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
 ) -> None:
-    """How far keys and values lie from their representatives (LCA paper, Tables 9 and 10)."""
+    """How far keys and values lie from the entries that stand for them (LCA paper, Tables 9 and 10)."""
     for name, path in (("json", json), ("plot", plot)):
         if path is not None:
             refuse_existing(path, name, overwrite=overwrite)
@@ -93,7 +93,7 @@ def deviation_command(
     warn_of_length(loaded, max(lengths))
     _print(
         results,
-        f"{described(choice)}: distance of tokens from their representatives, mean over layers, heads and tokens",
+        f"{described(choice)}: distance of tokens from their entries, mean over layers, heads and tokens",
     )
     if json is not None:
         content = {"model": model or "bundled", "method": choice, "deviations": results}

@@ -42,7 +42,7 @@ def main() -> None:
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         _fail(str(error).strip().partition("\n")[0] or type(error).__name__)
     except Exception as error:
-        # typer's errors of usage; their class has moved between its versions, this method has not
+        # a usage error of typer, recognised by this method, as its class differs between typer's versions
         if not hasattr(error, "format_message"):
             raise
         _fail(" ".join(error.format_message().split()))

@@ -1,4 +1,4 @@
-"""What command lines share: methods as text, models, texts, devices, progress."""
+"""Options that several commands share: methods as text, models, texts, devices, progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POOLING_HELP = _METHOD_HELP.format(
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
 
-_MAX_LAYERS = 10_000  # no model has as many; a longer range is a slip that would fill the memory
+_MAX_LAYERS = 10_000  # more than any model has; a mistyped longer range would fill the memory
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def parse_layers(text: str) -> list[int]:
 
 
 def choose(method: Method, layers: str | None) -> MethodChoice:
-    """The method, or the layers it is for. Dense is the stock model whatever the layers."""
+    """The method, or layer -> method if layers are named. Dense ignores layers, as it leaves all of them stock."""
     if layers is None:
         return method
     chosen = dict.fromkeys(parse_layers(layers), method)
@@ -84,7 +84,7 @@ def choose(method: Method, layers: str | None) -> MethodChoice:
 
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
-    """What a model was saved with: one method if it is the same in all layers; None if it is stock."""
+    """The choice a model was saved with: one method if all layers have the same; None if it is stock."""
     saved = condensed_layers(model)
     if not saved:
         return None
@@ -122,7 +122,7 @@ def load_model(
 
 
 def read_saved(model: str, read: Callable[[str], T]) -> T:
-    """``read`` on a folder or hub name. Raises ValueError whatever goes wrong with files that others wrote."""
+    """``read`` on a folder or hub name. Raises ValueError for any error while reading the files."""
     if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
         raise ValueError(f"model: no such folder: {model}")
     try:

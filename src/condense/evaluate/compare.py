@@ -105,7 +105,7 @@ def check_positions(model: PreTrainedModel, length: int) -> None:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """What generate fills up with. A single row has nothing to fill, but generate warns if it is not told."""
+    """The token that generate pads with. A single row is never padded, but without one generate warns."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
@@ -150,7 +150,7 @@ def now(device: torch.device) -> float:
 
 @torch.no_grad()
 def _warm_up(model: PreTrainedModel, method: MethodChoice, text: Tensor) -> None:
-    """What a process does once (libraries, kernels) is on no method's bill."""
+    """Run once untimed, so that no method's time includes loading libraries and compiling kernels."""
     with attention_of(model, method):
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         for ids in text[:, :64].split(32, dim=1):

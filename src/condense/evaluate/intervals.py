@@ -1,4 +1,4 @@
-"""Shares with the interval that the true share lies in."""
+"""Shares of right answers with confidence intervals."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _Z = 1.959963984540054  # of a 95 % interval
 
 @dataclass(frozen=True)
 class Proportion:
-    """A share of right answers with its 95 % interval (Wilson's, which is sound near 0 and 1 too)."""
+    """A share of right answers with its 95 % Wilson interval, which is valid near 0 and 1 too."""
 
     right: int
     total: int
@@ -19,7 +19,7 @@ class Proportion:
 
     @classmethod
     def of(cls, outcomes: Sequence[bool]) -> "Proportion":
-        """From single outcomes. Without any, the share is not a number and the interval is everything."""
+        """From single outcomes. Without any, the share is NaN and the interval 0 to 1."""
         right, total = sum(outcomes), len(outcomes)
         if total == 0:
             return cls(0, 0, math.nan, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Evaluation mode in a ``with`` block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

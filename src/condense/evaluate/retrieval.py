@@ -55,7 +55,7 @@ def retrieval(
 ) -> list[RetrievalResult]:
     """Ask every question of every sequence under every method, answers decoded greedily.
 
-    A question is asked after the text and the questions before it, which are answered with the truth.
+    A question is asked after the text and the questions before it, which are followed by their right answers.
 
     Args:
         model: a causal LM with stock attention, left as it was.

@@ -1,4 +1,4 @@
-"""What the attention layers of one forward share: padding, packed documents, and the plan.
+"""Padding, packed documents and the plan of one forward, which all its attention layers share.
 
 Transformers gives every layer of a forward the same mask, position and document objects. The first layer of a forward
 reads them and stores the result in the model's `ForwardBoard`; the other layers look it up there by the identity of
@@ -160,7 +160,7 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
 
 
 class _Shared:
-    """An object as a layer got it, or None. It is not kept alive."""
+    """A weak reference to an object that a layer got, or None, with the version counter that a tensor had then."""
 
     def __init__(self, x: Any) -> None:
         self._reference = None if x is None else weakref.ref(x)
@@ -171,14 +171,14 @@ class _Shared:
         return None if self._reference is None else self._reference()
 
     def equals(self, x: Any) -> bool:
-        """True for the very same object, not written to since."""
-        # an object that is gone was not None
+        """True if x is the same object and was not written to since."""
+        # `get` also returns None for an object that is gone, which None must not equal
         same = self._reference is None if x is None else self.get() is x
         return same and _version(x) == self._version
 
 
 def _version(x: Any) -> int | None:
-    """How often a tensor was written to, None if it does not tell."""
+    """PyTorch's count of writes to a tensor; None for other objects, inference tensors, and while compiling."""
     if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.is_inference():
         return None
     return x._version

@@ -1,4 +1,4 @@
-"""What models are trained on and judged by: text corpora and numbers hidden in them."""
+"""Data to train and evaluate models on: text corpora, and numbers hidden in text."""
 
 from condense.tasks.corpus import Corpus, encode_corpus, load_corpus, read_documents
 from condense.tasks.passkeys import FORMS, Key, draw_keys, hide, key_line, question_prompt

@@ -182,7 +182,7 @@ def _pieces(document: str) -> Iterator[tuple[str, bool]]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    # verbose=False: sequences longer than the model's positions are what a corpus is made of.
+    # verbose=False: no warning for texts longer than the model's positions, as most are
     encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return list(encoding["input_ids"])
 
@@ -190,7 +190,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 def _fingerprint(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> str:
     """A short hash of the files' contents, of all that decides how the tokenizer encodes, and of its separator."""
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    # these two are what the last call of the tokenizer asked for
+    # these two change with every call of the tokenizer
     del settings["padding"], settings["truncation"]
     digest = hashlib.sha256(json.dumps([settings, tokenizer.eos_token_id]).encode())
     for path in map(Path, paths):

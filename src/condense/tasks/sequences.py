@@ -66,7 +66,7 @@ class SequenceBuilder:
             return list(tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"])
 
         def encode(texts: list[str]) -> list[np.ndarray]:
-            # as the text reads inside a line: some tokenizers put a space before whatever begins a text
+            # encoded after another character, as inside a line: some tokenizers add a space at the start of a text
             anchors = ["\n" if text[0].isalpha() else "x" for text in texts]
             heads = {anchor: ids_of([anchor])[0] for anchor in set(anchors)}
             wholes = ids_of([anchor + text for anchor, text in zip(anchors, texts, strict=True)])

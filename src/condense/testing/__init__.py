@@ -1,4 +1,4 @@
-"""What results are held to: the definitions as loops, the error budget, and the methods that both are used on.
+"""Test oracles: the methods' definitions as loops, the error budget, and the cases to check.
 
-The tests and the gate before a benchmark's clock use these. Nothing here calls the library's own attention or pooling.
+Used by the tests and by the checks of the benchmarks. Nothing here calls the library's own attention or pooling.
 """

@@ -1,8 +1,8 @@
 """The error budget: twice the error of plain PyTorch in the same dtype, plus one unit in the last place.
 
 Errors are distances from float64 on the same, already rounded, inputs: the largest one and the mean one, each held to
-its own budget. The unit in the last place is there because a result that is computed exactly and rounded may land
-half a unit away where the plain run by chance did not, and the definition itself is half a unit wide in that dtype.
+its own budget. The unit in the last place is allowed because even an exact result is off by up to half a unit when it
+is rounded, and the plain run may by chance have rounded better.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ def one_ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``share``: the worst error as a share of its budget. Right up to 1."""
+    """``share``: the worst error divided by its budget; at most 1 passes."""
 
     share: float
 
     @property
     def passed(self) -> bool:
-        """False also if something was not finite."""
+        """True if the share is at most 1; False if anything is not finite."""
         return self.share <= 1
 
     def to_dict(self) -> dict[str, object]:
-        """For result files."""
+        """The verdict in JSON types, for result files."""
         return {"passed": self.passed, "share_of_budget": self.share}
 
 
 def judge(results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequence[Tensor]) -> Verdict:
-    """Results against float64 ``wants``; yardsticks are the same in plain operations of the results' dtype."""
+    """Compare results with float64 ``wants``; yardsticks: the same by plain operations in the results' dtype."""
     shares = [0.0]
     for got, want, yardstick in zip(results, wants, yardsticks, strict=True):
         if want.numel() == 0:

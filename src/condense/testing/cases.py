@@ -1,4 +1,4 @@
-"""Methods that properties are proved on: one per kind of rule and state, small enough for loops."""
+"""Methods to test properties on: one per kind of rule and state, with settings small enough for loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from condense.testing.oracle import random_qkv
 SUMMARIES: tuple[Summary, ...] = ("last", "streaming", "prompt")
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 
-# one per kind of plan and state: what most properties are checked on
+# one method per kind of rule and state; most properties are checked on these
 PLANS: dict[str, Method] = {
     "dense": Dense(),
     "streaming_llm": StreamingLLM(sink=3, window=7),
@@ -51,7 +51,7 @@ PROMPTS: dict[str, Method] = {
     "prompt-1000-queries": CCA(group_size=4, window=3, summary="prompt", num_summary_queries=1000),
 }
 
-# DGA that selects over the whole prompt, and goes on as the rest of its settings say
+# DGA that chooses focal tokens over the whole prompt
 SELECTIONS: dict[str, Method] = {
     "select": DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4),
     "select-log_size": DGA(
@@ -80,7 +80,7 @@ GRID: dict[str, Method] = {
     for summary, key, value in itertools.product(SUMMARIES, POOLINGS, POOLINGS)
 }
 
-# settings of a useful size, and none whose choices two precisions may make differently: for error budgets
+# for error budgets: realistic sizes, and no choices that may differ between two precisions
 METHODS: dict[str, Method] = {
     "dense": Dense(),
     "streaming_llm": StreamingLLM(sink=4, window=33),
@@ -88,9 +88,9 @@ METHODS: dict[str, Method] = {
     "cca-log_size": CCA(group_size=8, window=32, rep_bias="log_size"),
     "streaming-log_size": CCA(group_size=16, window=17, summary="streaming", rep_bias="log_size"),
     "streaming-mean-max": CCA(group_size=4, window=8, summary="streaming", key_pooling="mean", value_pooling="max"),
-    # anchors are discontinuous: one query per group and KV head, so that all runs choose by the same numbers
+    # the choice of an anchor is discontinuous: with one summary query, all runs choose by bit-equal scores
     "lca-log_size": LCA(group_size=8, window=32, num_summary_queries=1, rep_bias="log_size"),
-    # so are choices by scores: focal tokens by lot
+    # the choice of focal tokens by scores is discontinuous too, so they are chosen at random
     "dga-log_size": DGA(group_size=8, gamma=0.2, focal="random", rep_bias="log_size"),
     "dga-select": DGA(group_size=8, min_focal=20, selection="prompt", focal="random", seed=1, allow_future=True),
 }

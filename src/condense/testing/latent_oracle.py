@@ -31,7 +31,7 @@ class Latents(NamedTuple):
 def random(
     B: int, H: int, L: int, widths: tuple[int, int, int, int], dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Latents:
-    """widths: d_n, d_r, d_c, d_v. Weights keep the size of what they multiply."""
+    """widths: d_n, d_r, d_c, d_v. Weights are scaled by ``d_c ** -0.5``, so keys and values are as large as latents."""
     d_n, d_r, d_c, d_v = widths
     generator = torch.Generator().manual_seed(seed)
 
@@ -99,7 +99,9 @@ def _row(
     scale: float,
     prompt: int | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Per query out ``[H, d_v]`` and lse ``[H]``. q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope ``[L, d_r]``."""
+    """Lists over the queries of out ``[H, d_v]`` and lse ``[H]``; q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope
+    ``[L, d_r]``.
+    """
     H, L, _ = q.shape
     dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
     own = [_expand(c[i], k_rope[i], w_uk, w_uv) for i in range(L)]

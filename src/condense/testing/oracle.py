@@ -1,7 +1,7 @@
-"""What every backend is held to: loops over rows, KV heads and queries that follow the definitions word by word.
+"""The definitions as loops over rows, KV heads and queries, with which every backend is compared.
 
-Nothing here knows how `condense` computes. Each query gets the explicit list of keys that it sees, representatives
-and exact tokens, and one softmax over them. Differentiable, so that gradients can be compared too.
+Independent of the library's code: each query gets an explicit list of the keys that it sees, entries and exact tokens,
+and one softmax over them. Differentiable, so that gradients can be compared too.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, D and Dv widths, g tokens per group, w window.
 """
@@ -21,14 +21,14 @@ from condense.testing import oracle_dga
 
 
 class Seen(NamedTuple):
-    """What a query sees: groups by their number, exact tokens by their position."""
+    """The keys that a query sees: groups by their number, exact tokens by their position."""
 
     groups: range
     exact: list[int]
 
 
 def visible(method: Any, t: int) -> Seen:
-    """What the query at position t of its row sees."""
+    """The keys that the query at position t of its row sees."""
     if method.name == "dense":
         return Seen(range(0), list(range(t + 1)))
     outside = max(0, t + 1 - method.window)
@@ -40,7 +40,7 @@ def visible(method: Any, t: int) -> Seen:
 
 
 def num_visible(method: Any, q: Tensor, k: Tensor, scale: float) -> list[int]:
-    """Keys that each query of a row and KV head sees, representatives included. q ``[R, L, D]``, k ``[L, D]``."""
+    """Number of entries and tokens that each query of a row and KV head sees. q ``[R, L, D]``, k ``[L, D]``."""
     L = len(k)
     sees: Any = oracle_dga.Row(method, q, k, scale, L).sees if method.name == "dga" else partial(visible, method)
     return [sum(map(len, sees(t))) for t in range(L)]
@@ -53,7 +53,7 @@ def summary_positions(method: Any, j: int, prompt: int) -> range:
         return range((j + 1) * g - 1, (j + 1) * g)
     count = method.num_summary_queries or g
     closing = (j + 1) * g + method.window
-    # what closes after the prompt follows the streaming rule
+    # groups that close after the prompt follow the streaming rule
     end = prompt if method.summary == "prompt" and closing <= prompt else closing
     return range(max(0, end - count), end)
 
@@ -96,7 +96,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """`condense.attention` by definition, in float64: out ``[B, H, L, Dv]`` and lse ``[B, H, L]``.
 
-    prompt: tokens that came at once, before the others (default: all); only the prompt summary cares.
+    prompt: tokens that came at once, before the others (default: all); matters only for summary="prompt".
     """
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -150,9 +150,9 @@ def _row(
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None = None, fused: bool = False) -> Tensor:
-    """The same formula as plain PyTorch in the dtype of the inputs: the yardstick of the error budgets.
+    """The same formula as plain PyTorch in the dtype of the inputs; error budgets are multiples of its error.
 
-    Representatives are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
+    Entries are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
     as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype, or one call of PyTorch's
     fused attention over all keys with the whole mask.
     """
@@ -239,19 +239,22 @@ def prefix_band(
     scale: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Prefix-band attention by definition; bounds ``[B, K, L]`` each: rep_end, raw_start, raw_end."""
+    """Attention over entries and window by definition.
+
+    bounds ``[B, K, L]`` each: a query sees entries ``[0, bounds[0])`` and window tokens ``[bounds[1], bounds[2])``.
+    """
     B, H, L, _ = q.shape
     R = H // window_k.shape[1]
     out, lse = q.new_zeros(B, H, L, window_v.shape[3]), q.new_full((B, H, L), -math.inf)
     for b, h, t in itertools.product(range(B), range(H), range(L)):
-        rep_end, raw_start, raw_end = (int(x[b, h // R, t]) for x in bounds)
-        keys = torch.cat([entries_k[b, h // R, :rep_end], window_k[b, h // R, raw_start:raw_end]])
-        values = torch.cat([entries_v[b, h // R, :rep_end], window_v[b, h // R, raw_start:raw_end]])
+        num_entries, lo, hi = (int(x[b, h // R, t]) for x in bounds)
+        keys = torch.cat([entries_k[b, h // R, :num_entries], window_k[b, h // R, lo:hi]])
+        values = torch.cat([entries_v[b, h // R, :num_entries], window_v[b, h // R, lo:hi]])
         if len(keys) == 0:
             continue
         logits = scale * keys @ q[b, h, t]
         if bias is not None:
-            logits[:rep_end] += bias[b, h // R, :rep_end]
+            logits[:num_entries] += bias[b, h // R, :num_entries]
         lse[b, h, t] = logits.logsumexp(0)
         out[b, h, t] = logits.softmax(0) @ values
     return out, lse

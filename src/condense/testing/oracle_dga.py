@@ -1,6 +1,6 @@
 """DGA by definition, for one query after another: the sets of tokens that it sees, each exact or inside a group.
 
-The random choices come from `condense.ops.tensors.sampling`, which has tests of its own; all else is written anew.
+Only the random choices use the library's code (`condense.ops.tensors.sampling`, which has its own tests).
 
 Shapes: L tokens of one row and KV head, R query heads that share it, D and Dv widths.
 """
@@ -105,7 +105,7 @@ class Row:
 
 
 def share(gamma: float, count: int) -> int:
-    """gamma as written, of count, rounded up."""
+    """ceil(gamma * count), with gamma as the decimal that was written."""
     return math.ceil(Decimal(str(gamma)) * count)
 
 
@@ -134,7 +134,7 @@ def row(
 def seen_and_pooled(
     method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[list[tuple[range, list[int]]], list[list[list[tuple[Tensor, Tensor]]]]]:
-    """For `oracle.eager`, with focal tokens by lot, alike in rows and heads: what each query sees, and all groups.
+    """For `oracle.eager`, with focal tokens chosen at random: the keys that each query sees, and all groups.
 
     Per query the numbers of its groups and its exact tokens; per row and head the groups' keys and values. qbar and k
     ``[B, K, L, D]``, v ``[B, K, L, Dv]``.

@@ -1,4 +1,4 @@
-"""Training from scratch and adaptation, dense and condensed steps on the same weights."""
+"""Training from scratch and adapting saved models, with dense and condensed steps on the same weights."""
 
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.recipes import RECIPES

@@ -1,4 +1,4 @@
-"""What a training run is: frozen dataclasses that recipes fill in."""
+"""The configuration of a training run: frozen dataclasses that recipes fill in."""
 
 import dataclasses
 import math
@@ -84,7 +84,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run: where it starts from, on what it trains, and where the model goes.
+    """A whole run: the model to start from, the data, the phases, and the folder of the finished model.
 
     Attributes:
         recipe: the name of the function that made this.
@@ -140,7 +140,7 @@ class TrainConfig:
         return self.cache if self.cache is not None else self.work / "cache"
 
     def with_steps(self, steps: int) -> "TrainConfig":
-        """The same run with this many steps in every phase, a tenth of them or fewer to warm up, a quarter at risk."""
+        """The same run with ``steps`` steps per phase: at most a tenth warm-up, a checkpoint at least every quarter."""
         check_int("steps", steps, 1)
         phases = tuple(
             dataclasses.replace(

@@ -29,7 +29,7 @@ class MasterAdamW(torch.optim.AdamW):
         vectors = [parameter for parameter in trained if parameter.dim() < 2]
         self._model_parameters = matrices + vectors
         self._masters = [
-            # .float() returns a float32 tensor itself: then copies would only cost memory.
+            # float32 parameters are trained themselves: a copy would only cost memory
             parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
             for parameter in self._model_parameters
         ]

@@ -64,7 +64,7 @@ def train_phase(
         warmup_steps=phase.warmup_steps,
         max_grad_norm=1.0,
         seed=seed,
-        # The dataset is random already; its order must be its own for a resumed run to be the same run.
+        # The dataset is random already; in its own order, a resumed run sees the same sequences.
         train_sampling_strategy="sequential",
         dataloader_num_workers=workers,
         dataloader_persistent_workers=workers > 0,
@@ -85,7 +85,7 @@ def train_phase(
         )
     model.to(arguments.device)
     if phase.gradient_checkpointing:
-        # Its name, and that of Trainer's own argument for it, differ between the supported versions.
+        # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     optimizer = MasterAdamW(model, lr=phase.learning_rate, weight_decay=phase.weight_decay)
@@ -97,7 +97,7 @@ def train_phase(
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Lines(phase))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    model.config.use_cache = use_cache  # Trainer turned it off, and the saved model should generate with a cache
+    model.config.use_cache = use_cache  # Trainer has turned it off, but the saved model should generate with a cache
     return list(trainer.state.log_history)
 
 
@@ -115,7 +115,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 class _Lines(TrainerCallback):
-    """One line per log entry, for output that is no terminal."""
+    """Prints one line per log entry, for output that is not a terminal."""
 
     def __init__(self, phase: PhaseConfig) -> None:
         self._phase = phase

@@ -20,7 +20,7 @@ DEMO_ARCHITECTURE: Mapping[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "tie_word_embeddings": True,
 }
-# the same size with latents of 128 + 32 channels, where the demo's cache has 640
+# about the demo model's size, with MLA: 128 + 32 cached numbers per token and layer, where the demo model has 640
 TINY_MLA_ARCHITECTURE: Mapping[str, Any] = {
     "model_type": "deepseek_v3",
     "vocab_size": 4096,

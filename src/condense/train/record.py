@@ -1,4 +1,4 @@
-"""What run a work folder is of, down to the contents of its data and base model, so that no other goes on in it."""
+"""A record of the run in its work folder, with hashes of data and base model, so that only the same run resumes it."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ _RUN = "run.json"
 
 
 def check_same_run(config: TrainConfig) -> None:
-    """Note in the work folder what run it is of. Raises ValueError if it is of another one, or data are missing."""
+    """Write the run's record to its work folder. Raises ValueError if it has another run's, or if data are missing."""
     note = config.work / _RUN
     content = plain({**summary(config), **_contents(config), "seed": config.seed, "phases": config.phases})
     if not note.exists():
@@ -28,7 +28,7 @@ def check_same_run(config: TrainConfig) -> None:
 
 
 def summary(config: TrainConfig) -> dict[str, Any]:
-    """A run in names, as its report has them."""
+    """A run's settings by name, as its report has them."""
     return {
         "recipe": config.recipe,
         "data": [path.name for path in config.data],
@@ -39,11 +39,11 @@ def summary(config: TrainConfig) -> dict[str, Any]:
 
 
 def _contents(config: TrainConfig) -> dict[str, Any]:
-    """What names do not tell apart: the bytes of the data, and of a model in a folder."""
+    """Hashes of the data files and of a base model in a folder: names alone would not tell different contents apart."""
     data = [{"name": path.name, "sha256": sha256(path)} for path in config.data]
     if config.pretrained is None:
         return {"data": data}
     folder = Path(config.pretrained)
-    # of two models alike in shape and size only the weights' bytes differ, and loading will read them all anyway
+    # hashes of whole files: two models of the same shape differ in their weights only; loading reads them all anyway
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     return {"data": data, "pretrained": {path.name: sha256(path) for path in files} or str(config.pretrained)}

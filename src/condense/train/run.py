@@ -1,4 +1,4 @@
-"""Runs a training configuration: phase after phase, resumable, and nothing half-written at the end."""
+"""Running a training configuration: phase after phase, resumable, its output folder complete or absent."""
 
 import contextlib
 import hashlib
@@ -36,7 +36,7 @@ REPORT = "training.json"
 
 @dataclass(frozen=True)
 class Prepared:
-    """What all runs on the same data share: the tokenizer and the encoded text."""
+    """The tokenizer and the encoded text, which all runs on the same data share."""
 
     tokenizer: PreTrainedTokenizerBase
     corpus: Corpus
@@ -70,7 +70,7 @@ def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         pad_token_id=tokenizer.pad_token_id,
     )
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
-    # Parameters alone: .to(dtype) would also round the frequencies of rotary positions.
+    # Casts parameters only: model.to(dtype) would also round the frequencies of rotary embeddings.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)
@@ -113,7 +113,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
         for phase in config.phases:
             _builder(prepared, phase)
     except BaseException:
-        # no step was taken yet: leave nothing that would have to be resumed
+        # no step was taken yet: leave no work folder, which would have to be resumed or deleted
         if not begun:
             shutil.rmtree(config.work, ignore_errors=True)
         raise
@@ -175,7 +175,7 @@ def _builder(prepared: Prepared, phase: PhaseConfig) -> SequenceBuilder:
 
 
 def _check_model(config: TrainConfig) -> None:
-    """Refuse before hours of work what would fail after them. Reads no weights."""
+    """Raise ValueError, before any training, for a model or method that would fail later. Reads no weights."""
     if config.pretrained is not None:
         settings = AutoConfig.from_pretrained(config.pretrained)
     else:
@@ -205,7 +205,7 @@ def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def _load(path: str | Path, dtype: str) -> PreTrainedModel:
-    """A saved model with stock attention, whatever it was saved with: the phases say which steps are condensed."""
+    """A saved model with stock attention, also if it was saved condensed: phases decide which steps are condensed."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     return restore(model) if condensed_layers(model) else model
 
@@ -222,7 +222,7 @@ def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
         positions = config.architecture["max_position_embeddings"]
         trained = train_tokenizer(documents, vocab_size, positions)
         _write_folder(folder, trained.save_pretrained)
-    # Read back even when new, so that the first run uses exactly what the second one will.
+    # loaded from the folder even if it is new, so that first and later runs use the same
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -240,7 +240,7 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
 
 
 def _write_folder(target: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` fill a folder of another name, which then gets its own."""
+    """Let ``write`` fill a temporary folder and rename it to ``target``."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)

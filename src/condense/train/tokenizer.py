@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer in which lines, words and digits keep to themselves."""
+"""A byte-level BPE tokenizer that never merges across lines, words or digits."""
 
 import sys
 from collections.abc import Iterable

@@ -13,10 +13,10 @@ from condense.train.config import PhaseConfig
 
 
 class MixedTrainer(Trainer):
-    """Trains one phase: which steps are condensed is decided by ``phase.mix``.
+    """Trains one phase; ``phase.mix`` decides which steps are condensed.
 
-    Next to the loss it logs, for the dense and for the condensed steps since the last entry, the loss and the
-    share of answer tokens that the model would have got right.
+    Beside the loss it logs, separately for dense and condensed steps since the last entry, the loss and the share of
+    answer tokens whose most likely prediction is right.
 
     Args:
         phase: the phase.
@@ -35,7 +35,7 @@ class MixedTrainer(Trainer):
     ) -> torch.Tensor:
         """One forward and backward pass; condensed or dense as the phase says for this optimizer step."""
         method = self._phase.method if self._condensed() else None
-        # Around the backward pass too: gradient checkpointing runs the forward pass again there.
+        # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         attention = contextlib.nullcontext() if method is None else use(self._stock(model), method)
         with attention:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -50,7 +50,7 @@ class MixedTrainer(Trainer):
     ) -> Any:
         """The mean of the tokens' cross entropies, weighted by ``loss_weights``."""
         output = model(input_ids=inputs["input_ids"], use_cache=False)
-        # Targets move, not logits: slicing the last position off the logits would copy all of them.
+        # shifts the targets, not the logits: slicing the last position off the logits would copy all of them
         targets = inputs["input_ids"].roll(-1, dims=1)
         weights = inputs["loss_weights"].roll(-1, dims=1)
         loss = weighted_cross_entropy(output.logits, targets, weights)
@@ -58,7 +58,7 @@ class MixedTrainer(Trainer):
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the sums since the last entry."""
+        """Log, with Trainer's own numbers, loss and accuracy of dense and condensed steps since the last entry."""
         sums = {name: value.tolist() for name, value in self._sums.items()}
         self._sums.clear()
         for kind, (steps, loss, answers, right) in sums.items():
@@ -72,7 +72,7 @@ class MixedTrainer(Trainer):
         return mix == "condensed" or (mix == "alternate" and self.state.global_step % 2 == 1)
 
     def _stock(self, model: nn.Module) -> nn.Module:
-        """The model inside what accelerate may have wrapped around it."""
+        """The model without the wrappers that accelerate may have put around it."""
         stock: nn.Module = self.accelerator.unwrap_model(model)
         return stock
 

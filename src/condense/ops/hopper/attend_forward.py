@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What scores are computed with: the scale, the sources' levels, biases with their strides, the sources' sizes."""
+    """Scale of scores, and per source the level, the bias with its strides, and the size."""
 
     scale: Any
     levels: Any

@@ -39,7 +39,7 @@ def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.devic
 
 
 def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], device: torch.device) -> Tensor | None:
-    """The biases of sources of so many entries, one after another, ``[B|1, K|1, S]``; None if no source has one."""
+    """The biases of all sources, concatenated: ``[B|1, K|1, S]``; None if no source has one. sizes: their entries."""
     known = [per_entry(bias, size, device) for bias, size in zip(biases, sizes, strict=True)]
     if all(bias is None for bias in known):
         return None

@@ -131,7 +131,7 @@ def attend_block(
         # the graph stays connected, so that every input has a gradient
         nothing = q[..., :1].masked_fill(q.new_ones(1, dtype=torch.bool), 0.0) + k.sum() + v.sum()
         return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
-    # heads that share a KV head become rows of one call: each key is read once, whatever the GQA ratio
+    # heads that share a KV head become rows of one call, so that each key is read once for all of them
     rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
     attn_mask = None if bias is None or bias.shape[-1] == 0 else _key_offsets(bias.to(wide), S, q.dtype)[:, :, None]
     if mask is not None and empty is not None:

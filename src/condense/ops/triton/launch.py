@@ -38,7 +38,7 @@ class Launcher:
         options: Triton's, such as ``num_warps``, always the same where all else is.
         """
         if torch.compiler.is_compiling():
-            # torch.compile knows how to make a kernel part of what it compiles
+            # torch.compile traces Triton's own launch and makes the kernel part of its graph
             self.kernel[grid](*tensors, *numbers, *constants, **options)
             return
         key = (tensors[0].device, tuple([_kind(x) for x in tensors]), numbers, constants)

@@ -48,8 +48,8 @@ class _Moment(NamedTuple):
     """What the step does and sees in one row. t: position of the new token. first: first position seen as a token.
 
     due: whether a chunk is due; then the position of its first token, the slot of its first entry, and whether this
-    step's query sees its entries. Then the numbers of entries and tokens seen that the buffers held before. ahead:
-    entries of a prompt, the first ``exact`` of which are single tokens.
+    step's query sees its entries. Then the numbers of entries and tokens seen that the buffers held before.
+    prompt_entries: entries of a prompt, the first ``prompt_focal`` of which are single tokens.
     """
 
     t: Any
@@ -60,8 +60,8 @@ class _Moment(NamedTuple):
     seen_at_once: Any
     entries: Any
     tokens: Any
-    ahead: Any
-    exact: Any
+    prompt_entries: Any
+    prompt_focal: Any
 
 
 class _Places(NamedTuple):
@@ -79,8 +79,8 @@ def _attend_keys(
 ):  # fmt: skip
     """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
 
-    PERIOD > 0: only pooled entries get the bias: of the first ``moment.ahead`` entries those from ``moment.exact`` on,
-    then the last of each ``PERIOD`` entries.
+    PERIOD > 0: only pooled entries get the bias: those of a prompt from ``moment.prompt_focal`` on, and after these the
+    last of each ``PERIOD`` entries.
     """
     PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
@@ -91,7 +91,9 @@ def _attend_keys(
         k = load_rows(source.k, at * source.s_k, inside, KIND.D0, KIND.D1)
         s = key_products(q, k, PRECISION) * scale
         if PERIOD > 0:
-            pooled = tl.where(i < moment.ahead, i >= moment.exact, (i - moment.ahead) % PERIOD == PERIOD - 1)
+            pooled = tl.where(
+                i < moment.prompt_entries, i >= moment.prompt_focal, (i - moment.prompt_entries) % PERIOD == PERIOD - 1
+            )
             s += tl.where(pooled, bias, 0.0)[None, :]
         else:
             s += bias
@@ -214,10 +216,10 @@ def _join(places, out_ptr, R, KIND: tl.constexpr):
 
 
 @triton.jit
-def _moment(t, chunk, window, max_chunks, summary_delay, M, ahead, exact, KIND: tl.constexpr):
+def _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prompt_focal, KIND: tl.constexpr):
     """The `_Moment` of the step that reads token t."""
     entries_each: tl.constexpr = KIND.focal + 1
-    max_chunks = tl.minimum(max_chunks, (M - ahead) // entries_each)
+    max_chunks = tl.minimum(max_chunks, (M - prompt_entries) // entries_each)
     closed = tl.maximum(t + 1 - window, 0) // chunk
     first = closed * chunk
     visible = tl.minimum(closed, max_chunks)
@@ -226,10 +228,11 @@ def _moment(t, chunk, window, max_chunks, summary_delay, M, ahead, exact, KIND: 
     due = (complete > 0) & (complete % chunk == 0) & (number < max_chunks)
     seen_at_once = due & (number < visible)
     # the new entries are the last ones
-    entries = ahead + (visible - seen_at_once.to(tl.int32)) * entries_each
-    slot = ahead + number * entries_each
+    entries = prompt_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
+    slot = prompt_entries + number * entries_each
     return _Moment(
-        t, first, due, number * chunk, slot, seen_at_once, entries, tl.maximum(t - first, 0), ahead, exact
+        t, first, due, number * chunk, slot, seen_at_once, entries, tl.maximum(t - first, 0),
+        prompt_entries, prompt_focal,
     )  # fmt: skip
 
 
@@ -258,16 +261,16 @@ def step_kernel(
     seen = tl.load(seen_ptr + b * s_seen)
     t = seen.to(tl.int32)
     live = tl.load(real_ptr + b * s_real) != 0 if KIND.has_real else True
-    ahead, exact = 0, 0
+    prompt_entries, prompt_focal = 0, 0
     if KIND.has_prompt:
-        ahead = tl.load(prompt_ptr + b * s_prompt + s_prompt_n).to(tl.int32)
-        exact = tl.load(prompt_ptr + b * s_prompt + 2 * s_prompt_n).to(tl.int32)
+        prompt_entries = tl.load(prompt_ptr + b * s_prompt + s_prompt_n).to(tl.int32)
+        prompt_focal = tl.load(prompt_ptr + b * s_prompt + 2 * s_prompt_n).to(tl.int32)
     heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
     entries = Buffer(entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M)
     ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
     places, scores = _Places(part_ptr, lse_ptr, head * R, S), _Scores(scale, score_scale, bias)
-    moment = _moment(t, chunk, window, max_chunks, summary_delay, M, ahead, exact, KIND)
+    moment = _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prompt_focal, KIND)
 
     if live:
         if split == 0:

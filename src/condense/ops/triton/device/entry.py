@@ -196,8 +196,8 @@ def focal_tokens(scores, i, inside, KIND: tl.constexpr):
     """Scores of tokens i, and which of them are among the chunk's best, ties to the earlier."""
     j = tl.arange(0, KIND.tile)[None, :]
     s = tl.sum(tl.where(j == i[:, None], scores[None, :], 0.0), 1)
-    ahead = (scores[None, :] > s[:, None]) | ((scores[None, :] == s[:, None]) & (j < i[:, None]))
-    return s, inside & (tl.sum(ahead.to(tl.int32), 1) < KIND.focal)
+    better = (scores[None, :] > s[:, None]) | ((scores[None, :] == s[:, None]) & (j < i[:, None]))
+    return s, inside & (tl.sum(better.to(tl.int32), 1) < KIND.focal)
 
 
 @triton.jit

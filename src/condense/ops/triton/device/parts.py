@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """The widths of the parts: the largest power of two, at least 32 columns if there are so many, and the rest."""
+    """The widths of both parts: the largest power of two <= width, or at least 32 of its columns; and the rest."""
     first = min(width, max(32, 1 << (width.bit_length() - 1)))
     return first, width - first
 
@@ -69,7 +69,7 @@ def store_rows(ptr, at, x, inside, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def load_block(sources, at, N: tl.constexpr):
-    """n rows from ``at`` on, through one descriptor per part, whatever their leading dimensions."""
+    """n rows from ``at`` on, through one descriptor per part, with any leading dimensions."""
     tiles = [source.load(at) for source in sources]
     return [tile.reshape(N, tile.shape[-1]) for tile in tiles]
 
