@@ -28,6 +28,7 @@ DEAR = {
     "caches/test_cache_bytes.py::test_bytes_after_prefill_and_decode": 8,
     "caches/test_static_layer.py::test_300_steps_and_chunks_equal_the_growing_layer": 10,
     "caches/test_static_layer.py::test_the_host_does_not_trust_its_count_once_steps_are_recorded": 6,
+    "caches/test_static_recall.py::test_300_steps_and_chunks_equal_the_growing_layer_and_the_whole": 8,
     "methods/test_causality.py::test_a_changed_token_leaves_earlier_outputs_bit_equal": 32,
     "methods/test_dga.py::test_importance_is_the_papers": 5,
     "methods/test_dga.py::test_padded_prompts": 12,

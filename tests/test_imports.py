@@ -16,7 +16,9 @@ ARROWS["tasks"] = {"files"}
 ARROWS["results"] = {"files", "version"}
 ARROWS["ops"] = {"config"}
 ARROWS["methods"] = {"ops"} | ARROWS["ops"]
-ARROWS["functional"] = {"methods"} | ARROWS["methods"]
+ARROWS["state"] = {"methods"} | ARROWS["methods"]
+ARROWS["plan"] = {"state"} | ARROWS["state"]
+ARROWS["functional"] = {"plan"} | ARROWS["plan"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
 ARROWS["models"] = {"caches", "latent"} | ARROWS["caches"]
 ARROWS["testing"] = {"methods"} | ARROWS["methods"]

@@ -1,4 +1,4 @@
-"""Condensed attention: far tokens pooled into representatives, near tokens exact, one softmax over both.
+"""Condensed attention: far tokens pooled in groups into one entry each, near tokens exact, one softmax over both.
 
 model = AutoModelForCausalLM.from_pretrained(name)
 condense.apply(model, condense.CCA(group_size=16, window=1024))

@@ -1,4 +1,4 @@
-"""The base of a method's settings: frozen dataclass, checked fields, JSON round trip through a registry."""
+"""Base class of methods: a frozen dataclass of settings with checked fields, saved to JSON and loaded by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REGISTRY: dict[str, type[MethodConfig]] = {}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """Settings of one attention method. Subclasses set ``name`` and enter the registry by being defined."""
+    """Settings of one attention method. Defining a subclass with a ``name`` registers it under that name."""
 
     name: ClassVar[str] = ""
 

@@ -86,7 +86,7 @@ def demo_prompt() -> Prompt:
 
 
 def _asset(name: str) -> Path:
-    # A package on disk: safetensors maps files into memory, which cannot be done from inside an archive.
+    # needs the package unpacked on disk: safetensors maps files into memory, which an archive (zipimport) cannot offer
     path = Path(str(importlib.resources.files("condense").joinpath(*_ASSETS, name)))
     if not path.is_file():
         raise ValueError(

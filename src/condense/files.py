@@ -1,4 +1,4 @@
-"""Files that are whole or absent."""
+"""Writing a file so that it appears complete or not at all."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ from typing import BinaryIO
 def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """A file to write that appears as ``target`` when the block ends, and not at all if it fails.
 
-    Missing folders are made. The umask decides who may read it, as of any other file.
+    Missing folders are made. Permissions follow the umask, as for any new file.
     Raises FileExistsError at the end of the block if there is a ``target`` by then and ``overwrite`` is False.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -21,7 +21,7 @@ def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
         with temporary.open("xb") as file:
             yield file
         if not overwrite:
-            # takes the name if nobody has it; hard links would do it in one step, but not every file system has them
+            # creates the name or fails if it exists; a hard link would do both steps, but not every file system has it
             target.open("xb").close()
         os.replace(temporary, target)
     except BaseException:

@@ -1,6 +1,6 @@
-"""The corridor: q, k, v -> plan -> entries -> attention over a list of sources -> output and what stays.
+"""Condensed attention from q, k and v: plan, pool chunks into entries, attend over a list of sources, keep the state.
 
-Training, prefill, chunked prefill and decode are `extend` with different amounts of past.
+Training, prefill, chunked prefill and decode all call `extend`; they differ in how many tokens were read before.
 
 Shapes: B rows, H query heads, K KV heads, L new tokens, N tokens of the window, D and Dv widths, Q summary queries,
 G chunks of c tokens. Positions count a row's real tokens from 0.
@@ -36,12 +36,12 @@ def extend(
     backend: str = "auto",
     keep: bool = True,
 ) -> tuple[Context, LayerState | None]:
-    """Read L new tokens: what their queries attend to, and the new state (None unless ``keep``).
+    """Read L new tokens. Returns the sources that their queries attend to, and the new state (None unless ``keep``).
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``, of which summaries are made. state: the past, None for
-    nothing yet. plan: which of the tokens are real (default: all); one plan serves all layers of a forward.
-    The context carries gradients of k, v and q; the state is detached.
-    Raises ValueError if gradients would flow through a method that looks ahead without consent.
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``: their means are the summary queries. state: kept from
+    earlier tokens, None before the first ones. plan: which of the tokens are real (default: all); one plan serves all
+    layers of a forward. The context carries gradients of k, v and q; the state is detached.
+    Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
         check_trainable(method)
@@ -50,41 +50,41 @@ def extend(
     if state is None and method.prompt is not None:
         return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend, keep=keep)
     reading = plan.reading(method, state)
-    past = empty_state(k, v) if state is None else state
-    window_k = append_window(past.window_k, k, plan.padding)
-    window_v = append_window(past.window_v, v, plan.padding)
-    entries = past.entries
+    before = empty_state(k, v) if state is None else state
+    window_k = append_window(before.window_k, k, plan.padding)
+    window_v = append_window(before.window_v, v, plan.padding)
+    entries = before.entries
     if reading.num_chunks > 0:
         summary = None
         if reading.summaries is not None:
-            summary = summarize(q, past.summary_q, reading.summaries, backend=backend)
+            summary = summarize(q, before.summary_q, reading.summaries, backend=backend)
             summary = summary.expand(-1, -1, reading.num_chunks, -1)
         chunks = Chunks(
             window_k, window_v, reading.chunk_column, reading.num_chunks, method.layout.rule.chunk, reading.first_chunk
         )
         new = method.represent(chunks, summary, scale=scale, backend=backend)
-        entries = _append(past, new, reading, prompt_entries(method, past.prompt_tokens))
-    bias = entry_bias(method, entries[0].shape[2], k.device, past.prompt_tokens)
+        entries = _append(before.entries, new, reading, prompt_entries(method, before.prompt_tokens))
+    bias = entry_bias(method, entries[0].shape[2], k.device, before.prompt_tokens)
     sources = (Source(entries[0], entries[1], bias), Source(window_k, window_v))
     context = Context(sources, reading.spans, entries[2:])
     if not keep:
         return context, None
     num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
-    keep_only = _keeper(past.window_k)
+    keep_only = _keeper(before.window_k)
     return context, LayerState(
         tuple(map(keep_only, entries)),
         keep_only(newest(window_k, num_window)),
         keep_only(newest(window_v, num_window)),
-        _newest_queries(method.layout.num_summary, past.summary_q, q, plan.padding, backend),
+        _newest_queries(method.layout.num_summary, before.summary_q, q, plan.padding, backend),
         reading.seen,
-        past.prompt_tokens,
+        before.prompt_tokens,
     )
 
 
 def _read_prompt(
     method: Method, k: Tensor, v: Tensor, q: Tensor, plan: ForwardPlan, *, scale: float, backend: str, keep: bool
 ) -> tuple[Context, LayerState | None]:
-    """A whole prompt at once, by the method's own reader."""
+    """As `extend`, for the first tokens of a method that reads its prompt at once (`Method.prompt`)."""
     assert method.prompt is not None
     prompt = method.prompt.read(q, k, v, plan, scale=scale, backend=backend)
     if not keep:
@@ -93,27 +93,29 @@ def _read_prompt(
     return prompt.context, state
 
 
-def _append(past: LayerState, new: tuple[Tensor, ...], reading: Reading, ahead: PerRow) -> tuple[Tensor, ...]:
-    """The entries with those of new chunks behind them; ``ahead`` of keys and values stand those of a prompt."""
-    old = (*past.entries, *(x[:, :, :0] for x in new[len(past.entries) :]))
+def _append(
+    old: tuple[Tensor, ...], new: tuple[Tensor, ...], reading: Reading, num_prompt: PerRow
+) -> tuple[Tensor, ...]:
+    """The old entries, then those of the new chunks. Keys and values begin with ``num_prompt`` entries of a prompt."""
+    old = (*old, *(x[:, :, :0] for x in new[len(old) :]))
     appended = []
-    for i, (before, added) in enumerate(zip(old, new, strict=True)):
+    for i, (kept, added) in enumerate(zip(old, new, strict=True)):
         per_chunk = added.shape[2] // reading.num_chunks
-        start, stop = (n * per_chunk + (ahead if i < 2 else 0) for n in (reading.first_chunk, reading.last_chunk))
-        appended.append(append_entries(before, added, start, stop))
+        start, stop = (n * per_chunk + (num_prompt if i < 2 else 0) for n in (reading.first_chunk, reading.last_chunk))
+        appended.append(append_entries(kept, added, start, stop))
     return tuple(appended)
 
 
 def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, backend: str) -> Tensor:
-    """The mean queries that later summaries and `SLACK` need, ``[B, K, Q, D]`` in the dtype of q."""
+    """Mean queries to keep: as many as later summaries need and `SLACK` more, ``[B, K, Q, D]`` in the dtype of q."""
     if num_summary <= 1:
         return detach_compact(tail)
     (B, _, Q, _), L = tail.shape, q.shape[2]
     count = min(Q + L, num_summary - 1 + SLACK)
     n = min(L, count)
-    # the backend's own means: chunked or not, summaries are the same to the bit
+    # `summarize` makes the means that are kept too: summaries are bit-equal whether a prompt comes whole or in chunks
     new = summarize(newest(q.detach(), n), tail[:, :, :0], SummarySpans(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
-    # the padding that is left of it, which stays in rows that have not seen enough
+    # padding among the newest n columns, which rows with fewer than n real tokens have
     padding = at_least(padding - (L - n), 0)
     if isinstance(padding, Tensor) or padding > 0:
         pad = torch.arange(n) < as_rows(padding, B)[:, None]
@@ -172,10 +174,10 @@ def each_document(
     cu_seqlens: Tensor | None,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``run(*tensors, counts)`` on padded rows, or on each packed document alone and joined.
+    """Call ``run(*tensors, counts)`` once for padded rows, or once per packed document and join the outputs.
 
     tensors: queries first, ``[B, heads, L, width]`` each. run returns out ``[B, H, L, Dv]`` and lse or None.
-    Raises ValueError for marks or padding that do not fit, and for both.
+    Raises ValueError for cu_seqlens or padding that do not fit the queries, and if both are given.
     """
     if cu_seqlens is None:
         return run(*tensors, None if padding is None else tensors[0].shape[2] - check_padding(padding, tensors[0]))

@@ -1,11 +1,11 @@
-"""The corridor for multi-head latent attention (MLA): condense latents, attend through the up-projections.
+"""Condensed multi-head latent attention (MLA): pool latents, attend through the up-projections.
 
-A token is cached as one entry ``[c ; k_rope]``, shared by all heads: to `extend` it is the key of a single KV head
-whose value, being a part of the key, has width 0. Attention then either expands entries to keys and values per head
-(prefill, training) or absorbs the up-projections into queries and outputs (decode): the same function.
+A token is cached as one vector ``[c ; k_rope]``, shared by all heads. `extend` reads it as the key of a single KV head;
+the value is a part of that key, so the value tensor has width 0. Attention then either expands keys and values per head
+(prefill, training) or absorbs the up-projections into queries and outputs (decode); the results are equal.
 
-Shapes: B rows, H heads, L new tokens, S entries, d_c latent width, d_n, d_r, d_v widths of the head's parts: key and
-query without position, with position, value.
+Shapes: B rows, H heads, L new tokens, S entries and tokens, d_c latent width, d_n, d_r, d_v widths of a head's parts:
+key and query without position, key and query with position, value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from condense.plan import ForwardPlan
 
 
 class UpProjection(NamedTuple):
-    """From latents to heads: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
+    """The matrices that make each head's keys and values of latents: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
 
     w_uk: Tensor
     w_uv: Tensor
@@ -34,7 +34,7 @@ class UpProjection(NamedTuple):
         """Keys ``[c W_UK ; k_rope]`` ``[B, H, S, d_n + d_r]`` and values ``c W_UV`` ``[B, H, S, d_v]`` of entries."""
         H, d_c, _ = self.w_uk.shape
         c, k_rope = entries[:, 0, :, :d_c], entries[..., d_c:]
-        # one product for all heads: a product per head would first copy the latents for each
+        # one product for all heads: a batched product per head would first copy the latents H times
         k_nope, v = (
             (c @ w.transpose(0, 1).flatten(1)).unflatten(-1, (H, -1)).transpose(1, 2) for w in (self.w_uk, self.w_uv)
         )
@@ -46,7 +46,7 @@ class UpProjection(NamedTuple):
         return torch.cat([torch.einsum("bhln,hcn->bhlc", q[..., :d_n], self.w_uk), q[..., d_n:]], dim=-1)
 
     def project_out(self, out: Tensor) -> Tensor:
-        """Values ``[B, H, L, d_v]`` of heads from what they read on latents, ``[B, H, L, d_c]``."""
+        """Outputs of heads ``[B, H, L, d_v]`` from their attention output on latents ``[B, H, L, d_c]``."""
         return torch.einsum("bhlc,hcv->bhlv", out, self.w_uv)
 
 
@@ -109,19 +109,19 @@ def latent_attention(
 def summary_queries(
     method: Method, q: Tensor, up: UpProjection, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 ) -> Tensor:
-    """What scores entries: the mean over heads of ``[q_nope W_UK^T ; q_rope]``, ``[B, 1, L, d_c + d_r]``.
+    """Queries that score latents: the mean over heads of ``[q_nope W_UK^T ; q_rope]``, ``[B, 1, L, d_c + d_r]``.
 
-    q ``[B, H, L, d_n + d_r]``. Against an entry it gives the mean over heads of the query's scores on the head's
-    key, without any key expanded. In the dtype of q; for a method that makes no summaries it is empty.
-    over_ranks: where heads are spread over processes, adds up what each has, in float32 or wider, so that all get
-    the same scores and anchors; it also says how many heads there are.
+    q ``[B, H, L, d_n + d_r]``. Their product with ``[c ; k_rope]`` is the mean over heads of each head's score, without
+    expanding a key. In the dtype of q; of width 0 for a method that needs no summaries.
+    over_ranks: for heads spread over processes, ``x -> (sum of x over the processes, number of all heads)``; the sum is
+    taken in float32 or wider, so that all processes compute the same scores and anchors.
     """
     H, d_c, d_n = up.w_uk.shape
     if method.layout.num_summary == 0:
         return q[:, :1, :, :0]
     wide = torch.promote_types(q.dtype, torch.float32)
-    # summed over heads and channels inside one product, so in float32 or wider; the sum comes back in the dtype of q,
-    # whose range it fits if queries are divided first, exactly: by a power of two of at least H
+    # One matrix product sums over heads and channels, in float32 or wider, and rounds to the dtype of q. Queries are
+    # divided first, by a power of two >= H (exact), so that the sum does not overflow that dtype.
     divisor = 2 ** (H - 1).bit_length()
     total = (q[..., :d_n] / divisor).transpose(1, 2).flatten(2) @ up.w_uk.mT.flatten(0, 1)
     total = torch.cat([total.to(wide) * divisor, q[..., d_n:].sum(1, dtype=wide)], dim=-1)
@@ -145,8 +145,8 @@ def attend_to_latents(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of q ``[B, H, L, d_n + d_r]`` over what `extend` returned for latents: out ``[B, H, L, d_v]`` and lse.
 
-    new: keys and values per head of the last L band entries, if they are at hand (`UpProjection.expand`).
-    absorb: work on the latents, or expand them; by default whatever costs less.
+    new: keys and values per head of the window's last L tokens, if the caller has expanded them already.
+    absorb: True attends on latents, False on expanded keys and values; None takes the one with fewer multiplications.
     """
     entries, window = context.sources
     d_c = up.w_uk.shape[1]
@@ -177,9 +177,9 @@ def _expanded_window(window: Tensor, up: UpProjection, new: tuple[Tensor, Tensor
 
 
 def _absorbing_pays(L: int, S: int, up: UpProjection) -> bool:
-    """Compare multiplications for L queries over S entries; entries of the L tokens themselves are expanded anyway.
+    """True if absorbing takes fewer multiplications for L queries over S keys, of which the last L are expanded anyway.
 
-    Absorbed, a query costs ``2 d_c`` per entry instead of ``d_n + d_v`` (rope apart), and an entry is not expanded.
+    Absorbed, a query costs ``2 d_c`` per key instead of ``d_n + d_v`` (rope apart), and no key is expanded.
     """
     d_c, heads = up.w_uk.shape[1], up.w_uk.shape[2] + up.w_uv.shape[2]
     return (S - L) * d_c * heads > L * S * (2 * d_c - heads) + L * d_c * heads

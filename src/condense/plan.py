@@ -1,4 +1,4 @@
-"""What all layers of one forward share, as numbers: made once, handed to every layer.
+"""The numbers that all layers of one forward share: computed by the first layer, handed to the others.
 
 Shapes: B rows, L new tokens, c tokens per chunk.
 """
@@ -18,11 +18,11 @@ from condense.state import LayerState, prompt_entries
 
 
 class Reading(NamedTuple):
-    """What reading new tokens comes to, for one method and one past.
+    """Which chunks are pooled when new tokens are read, and what each query sees, for one method and one state.
 
     seen: real tokens per row afterwards. Chunks ``[first_chunk, last_chunk)`` of each row are pooled now, num_chunks in
     the row with most; chunk_column: the column of the window where they begin. summaries: the queries that weigh them,
-    None if nothing needs any. spans: who sees what.
+    None if no chunk needs any. spans: what each new query sees.
     """
 
     seen: PerRow
@@ -37,21 +37,22 @@ class Reading(NamedTuple):
 class ForwardPlan:
     """L new tokens per row, the last ``counts`` of which are real; the rest is padding on the left.
 
-    counts: int64 CPU ``[B]``, None: all are real. Layers of the same method whose states have read the same share one
-    `Reading`; layers whose rows were sampled share one `Sample`.
+    counts: int64 CPU ``[B]``, None: all are real. Layers with the same method and the same numbers of tokens in their
+    states share one `Reading`; layers with the same sampling settings share one `Sample`.
     """
 
     def __init__(self, num_tokens: int, counts: Tensor | None = None) -> None:
         self.num_tokens = num_tokens
         self.counts = counts
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
-        # a state's numbers are an int, or a tensor that the layers got from the same reading
+        # Keyed by the numbers of a state (see `_identity`): rows that differ have a tensor, which all layers got from
+        # the `Reading` of the forward before.
         self._readings: dict[tuple[int, ...], tuple[Reading, object]] = {}
         self._samples: dict[tuple[object, ...], Sample] = {}
 
     @property
     def has_padding(self) -> bool:
-        """True if some row has."""
+        """True if any row has padding."""
         return isinstance(self.padding, Tensor) or self.padding > 0
 
     def tokens(self, num_rows: int) -> Tensor:
@@ -59,7 +60,7 @@ class ForwardPlan:
         return as_rows(self.num_tokens - self.padding, num_rows)
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """x ``[B, K, L, D]`` with zeros in the padding, whatever stood there."""
+        """x ``[B, K, L, D]`` with zeros in the padding."""
         if not self.has_padding:
             return x
         column = torch.arange(self.num_tokens)
@@ -75,7 +76,7 @@ class ForwardPlan:
         return self._samples[key]
 
     def reading(self, method: Method, state: LayerState | None) -> Reading:
-        """What reading the new tokens comes to, after a state, None for nothing yet."""
+        """The `Reading` of the new tokens after a state, None before the first ones."""
         if torch.compiler.is_compiling():
             return self._read(method, state)
         key = (id(method), *(() if state is None else map(_identity, (state.seen, state.prompt_tokens))))
@@ -83,7 +84,7 @@ class ForwardPlan:
             key = (*key, state.window_k.shape[2])
         known = self._readings.get(key)
         if known is None:
-            # the method and the numbers go along, so that nothing else takes on their identities
+            # kept alive beside the reading, so that no other object gets the ids in the key
             numbers = None if state is None else (state.seen, state.prompt_tokens)
             known = self._readings[key] = (self._read(method, state), (method, numbers))
         return known[0]
@@ -99,15 +100,15 @@ class ForwardPlan:
         num = max_row(last - first)
         summaries = None
         if S > 0 and num > 0:
-            # a summary of the whole prompt weighs all of its chunks; otherwise each chunk has its own
+            # with summary="prompt" one summary, of the prompt's last queries, weighs all chunks; else each has its own
             whole = layout.lookahead is not None and state is None
             start, count = (seen, 1) if whole else ((first + 1) * rule.chunk + delay, num)
             summaries = SummarySpans(start - S, before, seen, count, S, rule.chunk)
-        ahead = prompt_entries(method, 0 if state is None else state.prompt_tokens)
-        spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, ahead)
+        num_prompt = prompt_entries(method, 0 if state is None else state.prompt_tokens)
+        spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, num_prompt)
         return Reading(seen, first, last, num, first * rule.chunk - window_start, summaries, spans)
 
 
 def _identity(x: PerRow) -> int:
-    """A number's own value; a tensor's identity, kept apart from all numbers of tokens."""
+    """An int itself, or the negated id of a tensor, which no number of tokens equals."""
     return -id(x) if isinstance(x, Tensor) else x

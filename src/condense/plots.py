@@ -25,7 +25,7 @@ def require_matplotlib(path: Path) -> None:
 
 
 def method_labels(choices: Sequence[MethodChoice]) -> list[str]:
-    """Short names; those that are alike are numbered."""
+    """Short names of methods, numbered where two have the same."""
     kinds = [
         "+".join(dict.fromkeys(type(method).__name__ for method in choice.values()))
         if isinstance(choice, Mapping)
@@ -55,7 +55,7 @@ def plot_comparison(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def plot_deviation(results: Sequence[Deviation], path: Path) -> None:
-    """`condense analyze deviation`: mean distance from the representative by length and by layer, one line per text."""
+    """`condense analyze deviation`: mean distance of tokens from their entry by length and layer, one line per text."""
     figure, (by_length, by_layer) = _figure(2, width=4.6)
     for i, text in enumerate(dict.fromkeys(result.text for result in results)):
         of_text = sorted((result for result in results if result.text == text), key=lambda result: result.length)
@@ -66,7 +66,7 @@ def plot_deviation(results: Sequence[Deviation], path: Path) -> None:
             by_length.plot([result.length for result in of_text], relative, **line)
             layers = of_text[-1].layers
             by_layer.plot([x.layer for x in layers], [100 * getattr(x, part).relative for x in layers], **line)
-    figure.suptitle("distance from the representative, % of the norm", fontsize=10)
+    figure.suptitle("distance of tokens from their entry, % of the norm", fontsize=10)
     by_layer.set_title(f"at {max(result.length for result in results)} tokens", fontsize=10)
     for axis, label in ((by_length, "tokens"), (by_layer, "layer")):
         axis.set_xlabel(label, fontsize=8)
@@ -78,7 +78,7 @@ def plot_deviation(results: Sequence[Deviation], path: Path) -> None:
 
 
 def plot_demo_model(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """What the bundled model can do, per method: questions answered exactly (95% interval) and text loss by position.
+    """The bundled model per method: share of questions answered exactly (95% interval) and text loss by position.
 
     runs: label -> {"accuracy", "low", "high", "positions": [...], "loss": [...]}.
     """

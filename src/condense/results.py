@@ -1,4 +1,4 @@
-"""The one writer of result files: JSON, stamped with where the numbers come from, never half-written."""
+"""Writing result files: JSON with the provenance of its numbers, complete or not at all."""
 
 import dataclasses
 import datetime
@@ -89,14 +89,14 @@ def write_results(
 
 
 def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> None:
-    """Raise ``ValueError`` if ``path`` exists, so that nothing is overwritten unasked; or if it cannot be made."""
+    """Raise ``ValueError`` if ``path`` exists and ``overwrite`` is False, or if no file can be written there."""
     if path.exists() and not overwrite:
         raise ValueError(_EXISTS.format(argument, path))
     if path.is_dir():
         raise ValueError(f"{argument}: wanted a file, got the folder {path}")
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
     try:
-        # permissions do not say all: of some file systems only an attempt does
+        # only an attempt tells: on some file systems the permission bits do not
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise ValueError(f"{argument}: wanted a path that can be written, got {path}") from error

@@ -1,4 +1,4 @@
-"""What one layer keeps between calls, and how much of it a method needs.
+"""The state that one layer keeps between calls, and how much of it a method needs.
 
 Shapes: B rows, K KV heads, M condensed entries, N tokens of the window, Q summary queries, D and Dv widths.
 """
@@ -15,13 +15,13 @@ from torch import Tensor
 from condense.methods import Method
 from condense.ops.tensors.per_row import PerRow, at_least, max_row
 
-# exact tokens and summary queries kept beyond what the next token needs, so that as many can be taken back: what
-# assisted decoding proposes at once by default
+# Exact tokens and summary queries kept beyond those that the next token needs, so that `crop` can take as many tokens
+# back: assisted decoding proposes up to 20 at once by default.
 SLACK = 20
 
 
 class LayerState(NamedTuple):
-    """What one layer keeps between calls. The numbers are known on the host: no step waits for a GPU.
+    """The tensors and numbers that one layer keeps between calls; the numbers are on the host, so no step waits.
 
     entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, then the
     method's own tensors as `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v
@@ -39,13 +39,13 @@ class LayerState(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All but the numbers."""
+        """All tensors: entries, window, summary queries."""
         return *self.entries, self.window_k, self.window_v, self.summary_q
 
     def map(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
     ) -> LayerState:
-        """The state with all tensors, and the numbers of rows, changed."""
+        """The state with ``change`` applied to all tensors and ``change_number`` to both numbers per row."""
         return LayerState(
             tuple(map(change, self.entries)),
             change(self.window_k),
@@ -57,13 +57,13 @@ class LayerState(NamedTuple):
 
 
 def empty_state(k: Tensor, v: Tensor) -> LayerState:
-    """The state of rows that have seen nothing; k ``[B, K, L, D]`` and v give shapes, dtype and device."""
+    """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device."""
     no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
     return LayerState((no_k, no_v), no_k, no_v, no_k, 0, 0)
 
 
 def first_needed(method: Method, seen: PerRow) -> PerRow:
-    """Position of the earliest token that must still be at hand, exact, once ``seen`` tokens have been read."""
+    """Position of the earliest token that the window must still hold once ``seen`` tokens have been read."""
     rule = method.layout.rule
     return rule.closed(at_least(seen, 0)) * rule.chunk
 
@@ -84,7 +84,7 @@ def num_entries(method: Method, seen: PerRow, prompt_tokens: PerRow = 0) -> PerR
 
 
 def most_entries(method: Method, tokens: int) -> int:
-    """The most condensed entries that a row of up to ``tokens`` tokens has, whatever part of them is its prompt."""
+    """The most condensed entries that a row of up to ``tokens`` tokens can have, for any length of its prompt."""
     return max_row(num_entries(method, tokens)) if method.prompt is None else _most_after_prompts(method, tokens)
 
 

@@ -52,15 +52,17 @@ def test_a_first_call_that_is_refused_leaves_rows_and_dtype_open():
     assert_close(out, _read(CondensedLayer(PROMPT), _qkv(20, B=2)), rtol=0, atol=1e-12)
 
 
-def test_rows_without_padding_keep_all_their_tokens_for_crop():
-    """Defect 18: the padding of a row that `batch_select_indices` dropped is no reason to refuse."""
+def test_padding_of_a_row_that_is_gone_still_ends_what_crop_takes_back():
+    """Defect 18, as `CondensedLayer.crop` says: rows share one count of the slots that are real in all of them."""
     layer, qkv, other = CondensedLayer(tiny.CCA), _qkv(9), _qkv(30, B=1, seed=1)
     _read(layer, qkv, counts=torch.tensor([9, 2]), trailing=2)
     layer.batch_select_indices(torch.tensor([0]))
-    layer.crop(-3)
-    assert layer.get_seq_length() == 6
-    joined = [torch.cat([a[:1, :, :6], b], dim=2) for a, b in zip(qkv, other, strict=True)]
-    want = condense.attention(*joined, method=tiny.CCA, scale=SCALE)[:, :, 6:]
+    with pytest.raises(ValueError, match="crop: the last 3 tokens include padding"):
+        layer.crop(-3)
+    layer.crop(-2)
+    assert layer.get_seq_length() == 7
+    joined = [torch.cat([a[:1, :, :7], b], dim=2) for a, b in zip(qkv, other, strict=True)]
+    want = condense.attention(*joined, method=tiny.CCA, scale=SCALE)[:, :, 7:]
     assert_close(_read(layer, other), want, rtol=0, atol=1e-12)
 
 

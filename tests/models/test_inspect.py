@@ -32,11 +32,37 @@ def flops(name, method, length):
     return total + (chunks * rule.chunk * 2 * scored + length * summary if method.layout.num_summary > 0 else 0)
 
 
+RECALLS = {
+    "bounds": condense.Recall(group_size=4, window=8, num_recall=2),
+    "one-block": condense.Recall(group_size=8, window=3, num_recall=1, index_size=8, index_bits=16),
+    "means-drop": condense.Recall(group_size=6, window=0, num_recall=3, index="sub_means", unchosen="drop"),
+    "none-open": condense.Recall(group_size=4, window=5, num_recall=0, index_bits=4),
+    "three-open": condense.Recall(group_size=8, window=5, num_recall=3, index_size=8),
+}
+
+
+def recall_flops(name, method, length):
+    """FLOPs of one layer of Recall; latents are read by absorbed queries."""
+    H, D, Dv, numbers, per_token = (4, 16, 12, 16, 2 * 4 * 12 * (8 + 6)) if name == "deepseek_v3" else (4, 8, 8, 32, 0)
+    g, total = method.group_size, length * per_token
+    blocks = g // method.index_settings.size
+    for t in range(length):
+        closed = max(0, t + 1 - method.window) // g
+        opened = min(closed, method.num_recall)
+        entries = closed - opened if method.unchosen == "pool" else 0
+        total += (entries + opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
+        total += closed * blocks * H * 2 * D * (2 if method.index == "bounds" else 1)
+    return total + closed * g * 2 * numbers
+
+
+COUNTED = [(method, flops) for method in METHODS.values()] + [(method, recall_flops) for method in RECALLS.values()]
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_flops_and_the_length_from_which_it_pays(name, method):
+@pytest.mark.parametrize(("method", "count"), COUNTED, ids=[*METHODS, *RECALLS])
+def test_flops_and_the_length_from_which_it_pays(name, method, count):
     model, lengths = tiny.model(name), range(1, 200)
-    counted = [flops(name, method, length) for length in lengths]
+    counted = [count(name, method, length) for length in lengths]
     dense = [flops(name, condense.Dense(), length) for length in lengths]
     for length in (1, 2, 9, 40, 199):
         report = inspect(model, method, length)[0]
@@ -51,35 +77,25 @@ def test_a_billion_tokens():
     assert 8 * 10**9 * 128 < report.flops < 14 * 10**9 * 128
 
 
-RECALL = {
-    "bounds": condense.Recall(group_size=4, window=6, num_recall=3),
-    "means-4-drop": condense.Recall(
-        group_size=4, window=5, num_recall=2, index="sub_means", index_bits=4, unchosen="drop"
-    ),
-    "keys' dtype": condense.Recall(group_size=2, window=9, num_recall=1, index_bits=16),
-}
-
-
-@pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)
-def test_recall_counts_opened_tokens_and_its_index(method):
-    H, D, g, total = 4, 8, method.group_size, 0
-    pooled = method.unchosen == "pool"
-    for t in range(80):
-        closed = max(0, t + 1 - method.window) // g
-        opened = min(closed, method.num_recall)
-        keys = opened * g + (closed - opened) * pooled + t + 1 - closed * g
-        total += keys * H * 2 * 2 * D + closed * method.index_settings.num_rows * H * 2 * D
-    groups = (80 - method.window) // g
-    assert inspect(tiny.model("llama"), method, 80)[0].flops == total + groups * g * 2 * 2 * 2 * D
-
-
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-@pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)
-def test_recall_says_what_its_cache_holds(name, method):
-    model = tiny.model(name).float()
-    reports = inspect(model, method, 80, itemsize=4)
-    with torch.no_grad(), condense.use(model, method):
-        cache = model(torch.randint(2, 60, (1, 80)), use_cache=True).past_key_values
-    # each layer keeps counts beside them
-    assert 0 <= condense.cache_nbytes(cache) - sum(report.bytes for report in reports) <= 64 * len(reports)
-    assert all(report.bytes > report.dense_bytes for report in reports)
+def test_recalls_bytes_are_those_of_its_cache(name, method, dtype):
+    model, ids = tiny.model(name, dtype), tiny.tokens(1, 100)
+    for length in (3, 57, 100):
+        reports = inspect(model, method, length, itemsize=dtype.itemsize)
+        with condense.use(model, method):
+            cache = tiny.filled(model, ids[:, :length])
+        assert condense.cache_nbytes(cache) == sum(report.bytes for report in reports)
+        for layer, report in zip(cache.layers, reports, strict=True):
+            columns = [layer.state.window_k, layer.state.entries[0], *layer.state.entries[4:5]]
+            assert report.entries == sum(x.shape[2] for x in columns)
+
+
+def test_what_a_step_of_recall_reads():
+    """Of 100 tokens 92 are behind the window, in 23 groups, two of them open."""
+    report = inspect(tiny.model("llama"), RECALLS["bounds"], 100)[0]
+    keys, index = 21 + 2 * 4 + 8, 2 * (2 * 2 * 8 + 2 * 4)
+    assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark
+    assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
+    assert report.bytes > report.dense_bytes

@@ -8,6 +8,7 @@ from models import tiny
 
 import condense
 from condense.models import forward
+from condense.models.forward import AttentionCall, ForwardBoard
 
 PAIRS = {
     "llama-cca": ("llama", tiny.CCA),
@@ -129,6 +130,30 @@ def test_documents_may_be_marked_in_place_between_calls(how, mode):
     torch.testing.assert_close(packed[:, 30:], alone, **tiny.EXACT)
 
 
+def test_documents_may_be_marked_in_place_between_steps_of_training():
+    """Checkpointing runs only those layers again that gradients go through; the next forward is not theirs."""
+    model = condense.apply(tiny.model("llama"), tiny.CCA).train()
+    tiny.enable_checkpointing(model, reentrant=False)
+    ids, positions = tiny.tokens(1), torch.arange(L)[None].clone()
+    loss = model(ids, position_ids=positions, use_cache=False).logits.sum()
+    torch.autograd.grad(loss, model.model.layers[-1].self_attn.q_proj.weight)
+    positions.copy_(torch.cat([torch.arange(30), torch.arange(L - 30)])[None])
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed[:, 30:], model(ids[:, 30:], use_cache=False).logits, **tiny.EXACT)
+
+
+def test_a_layer_without_marks_is_not_in_a_forward_whose_marks_are_gone():
+    board, layer = ForwardBoard(), torch.nn.Identity()
+    q = torch.zeros(1, 1, 40, 4)
+
+    def documents(layer_idx, options):
+        call = AttentionCall(layer, q, q, q, None, 1.0, 0.0, options)
+        return board.forward_of(call, None, layer_idx).documents(plain=True)
+
+    assert documents(1, {"cu_seq_lens_q": torch.tensor([0, 30, 40])}) == [30, 10]
+    assert documents(0, {}) is None
+
+
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
 def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
     """In inference mode too: on a GPU every look is a wait."""
@@ -154,4 +179,4 @@ def test_nothing_is_remembered_of_masks_that_are_gone():
     tiny.logits(model, tiny.tokens(1), position_ids=torch.arange(L)[None])
     gc.collect()
     assert 0 < len(board._forwards) <= 4
-    assert all(known() is None for one in board._forwards for known in one._shared)
+    assert all(known.get() is None for one in board._forwards for known in one._shared)

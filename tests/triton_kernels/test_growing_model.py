@@ -69,7 +69,7 @@ def _stepped(out):
     return all(type(layer) is CondensedLayer and layer._ring is not None for layer in out.past_key_values.layers)
 
 
-@pytest.mark.parametrize(("pair", "mode"), TRIED, ids="-".join)
+@pytest.mark.parametrize(("pair", "mode"), TRIED, ids=map("-".join, TRIED))
 def test_tokens_are_those_of_extend(monkeypatch, pair, mode):
     model, mode = _condensed(*PAIRS[pair]), MODES[mode]
     ids, mask = tiny.left_padded(ROWS)

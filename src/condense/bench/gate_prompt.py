@@ -27,7 +27,7 @@ def ranked(method: DGA, inputs: Inputs, backend: str) -> Tensor:
     q, k, _ = inputs
     reader = FocalPrompt(method)
     if method.focal == "random":
-        return reader.lots(_tokens(inputs), k)
+        return reader.random_scores(_tokens(inputs), k)
     sample = sampled(method, q.shape[0], q.shape[2], q.device)
     return reader.ranking(q, k, sample, scale=inputs.scale, backend=backend)
 

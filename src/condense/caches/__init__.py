@@ -1,8 +1,16 @@
-"""State over time: condensed cache layers for transformers."""
+"""Condensed cache layers for transformers: growing ones, and static ones for CUDA graphs."""
 
 from condense.caches.growing import CondensedLayer
 from condense.caches.nbytes import cache_nbytes
 from condense.caches.request import ReadRequest, read_request
 from condense.caches.static import StaticCondensedLayer
+from condense.caches.static_recall import StaticRecallLayer
 
-__all__ = ["CondensedLayer", "ReadRequest", "StaticCondensedLayer", "cache_nbytes", "read_request"]
+__all__ = [
+    "CondensedLayer",
+    "ReadRequest",
+    "StaticCondensedLayer",
+    "StaticRecallLayer",
+    "cache_nbytes",
+    "read_request",
+]

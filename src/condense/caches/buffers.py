@@ -1,6 +1,6 @@
-"""What stands in the buffers of decode steps, and how it gets there and back.
+"""The buffers of decode steps: making them, and moving a `LayerState` into and out of them.
 
-A ring holds the token at position t of its row in slot ``t % W``.
+A ring stores the token at position t of its row in slot ``t % W``.
 Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
 """
 
@@ -11,13 +11,17 @@ from torch import Tensor
 
 from condense.methods import Method, entry_bias
 from condense.ops import StepState
+from condense.ops.recall import RecallState
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.right_aligned import per_entry
 from condense.state import LayerState, num_entries
 
+# what a decode step changes in place: Recall's has a form of its own
+Buffers = StepState | RecallState
+
 
 def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
-    """Buffers for rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v, with nothing in them."""
+    """Buffers full of zeros, with rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v; Q query slots."""
     (B, K, _, D), Dv = k.shape, v.shape[3]
     buffers = [k.new_zeros(B, K, *size) for size in ((M, D), (M, Dv), (W, D), (W, Dv), (Q, D))]
     numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (3,))]
@@ -26,15 +30,15 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
 
 
 def read_state(
-    method: Method, buffers: StepState, seen: PerRow, prompt_tokens: PerRow, num_window: int, num_queries: int
+    method: Method, buffers: Buffers, seen: PerRow, prompt_tokens: PerRow, num_window: int, num_queries: int
 ) -> LayerState:
-    """What the buffers hold, in order: the newest tokens and queries, at most so many.
+    """The state in the buffers, with the newest ``num_window`` tokens and ``num_queries`` queries, or all if fewer.
 
     seen and prompt_tokens as in `condense.state.LayerState`.
     """
     made = max_row(num_entries(method, seen, prompt_tokens))
     return LayerState(
-        (buffers.entries_k[:, :, :made], buffers.entries_v[:, :, :made]),
+        tuple(x[:, :, : made * _columns_per_entry(x, buffers)] for x in buffers.entries),
         newest_columns(buffers.ring_k, seen, num_window),
         newest_columns(buffers.ring_v, seen, num_window),
         newest_columns(buffers.ring_q, seen, num_queries),
@@ -43,19 +47,22 @@ def read_state(
     )
 
 
-def write_state(method: Method, buffers: StepState, before: LayerState | None, state: LayerState) -> None:
-    """Bring the buffers from what they held ``before``, None for nothing, to the state."""
+def write_state(method: Method, buffers: Buffers, before: LayerState | None, state: LayerState) -> None:
+    """Write ``state`` into buffers that hold the state ``before`` (None: nothing): only entries that are new."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
     last = max_row(num_entries(method, state.seen, state.prompt_tokens))
-    for buffer, made in zip((buffers.entries_k, buffers.entries_v), state.entries, strict=True):
-        buffer[:, :, first:last].copy_(made[:, :, first:last])
+    # a state has the tensors of a method's own once the first group is pooled
+    for buffer, made in zip(buffers.entries, state.entries, strict=False):
+        n = _columns_per_entry(buffer, buffers)
+        buffer[:, :, n * first : n * last].copy_(made[:, :, n * first : n * last])
     store_newest(buffers.ring_k, state.window_k, state.seen)
     store_newest(buffers.ring_v, state.window_v, state.seen)
     store_newest(buffers.ring_q, state.summary_q, state.seen)
     rows = buffers.seen.shape[0]
-    # from pageable memory: staged before the call returns, and no wait for the GPU
+    # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
     buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
     if before is None and method.prompt is not None:
+        assert isinstance(buffers, StepState)
         tokens = state.prompt_tokens
         numbers = (tokens, method.prompt.num_entries(tokens), method.prompt.num_focal(tokens))
         buffers.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
@@ -64,7 +71,7 @@ def write_state(method: Method, buffers: StepState, before: LayerState | None, s
 def static_bias(
     method: Method, rows: int, capacity: int, device: torch.device, prompt_tokens: PerRow = 0
 ) -> Tensor | None:
-    """Bias ``[B|1, 1, M]`` of entries after prompts of so many tokens, None where the step's settings tell it."""
+    """Bias ``[B|1, 1, M]`` of entries after prompts of ``prompt_tokens``; None if the step's settings determine it."""
     if method.layout.pooling is not None:
         return None
     bias = per_entry(entry_bias(method, capacity, device, prompt_tokens), capacity, device)
@@ -73,8 +80,13 @@ def static_bias(
     return bias.expand(rows, 1, capacity).contiguous()
 
 
+def _columns_per_entry(x: Tensor, buffers: Buffers) -> int:
+    """Columns of one of the ``entries`` that belong to an entry: tokens in a store are as many as a group has."""
+    return x.shape[2] // max(1, buffers.entries_k.shape[2])
+
+
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
-    """The newest columns of a ring ``[B, K, W, D]`` in order, right-aligned: all there are, at most ``limit``."""
+    """The newest ``limit`` columns (at most W) of a ring ``[B, K, W, D]``, in order of position, right-aligned."""
     n = min(limit, ring.shape[2])
     if n == 0:
         return ring[:, :, :0]
@@ -82,10 +94,10 @@ def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
 
 
 def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:
-    """The last of ``columns`` ``[B, K, N, D]``, which end at position ``seen - 1`` of each row, into a ring."""
+    """Store the last W of ``columns`` ``[B, K, N, D]``, whose last one is position ``seen - 1``, in a ring."""
     n = min(ring.shape[2], columns.shape[2])
     if n > 0:
-        # what stands before a row's start goes to slots of its own and is never seen
+        # columns before a row's first token get negative positions, whose slots no token of the row uses yet
         slots = _slots(seen, n, ring)
         ring.scatter_(2, slots.expand(-1, ring.shape[1], -1, ring.shape[3]), columns[:, :, -n:])
 

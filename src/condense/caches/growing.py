@@ -1,8 +1,8 @@
 """A growing condensed cache layer under transformers' cache contract.
 
-It reports the tokens it has *seen* as its length, while what it stores is entries, the exact window and
-a little slack. Several tokens are read by `condense.functional.extend`, which makes a new state; where the Triton step
-runs, single tokens are taken into buffers in place. Shapes as in `condense.state`.
+Its length is the number of tokens seen, though it stores entries, the exact window and a few tokens more. Several
+tokens are read by `condense.functional.extend`, which makes a new state; a single token is added to buffers in place
+where the Triton step runs. Shapes as in `condense.state`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from condense.state import LayerState, first_needed, num_entries
 
 
 class CondensedLayer(CacheLayerMixin):
-    """One attention layer's condensed past. All state follows beams, selection, repetition, crop and reset.
+    """The condensed cache of one attention layer; beams, row selection, repetition, crop and reset apply to all of it.
 
-    A single token goes through `step` where `can_step`, everything else through `read`, by way of transformers'
-    `update`.
+    A condensed model gives a single token to `step` if `can_step`, and all others to `update`, which calls `read`.
     """
 
     is_compileable = False
@@ -38,20 +37,20 @@ class CondensedLayer(CacheLayerMixin):
     def __init__(self, method: Method) -> None:
         super().__init__()
         self.method = method
-        # only one of `_state` (after a prefill) and `_ring` (buffers, while decoding) is set; converting copies, so it
-        # waits for the next call that needs the other
+        # Only one of `_state` (after a prefill) and `_ring` (buffers, while decoding) is set. Converting copies, so it
+        # is done when a call needs the other.
         self._state: LayerState | None = None
         self._ring: RingState | None = None
         self.device = torch.device("cpu")
         self._num_slots = 0
-        # newest slots that hold a real token in every row: what may be cropped without looking at padding
+        # newest slots that hold a real token in every row: `crop` can take these back, as no padding is among them
         self._num_real_slots = 0
-        # slots of a prompt whose entries all depend on its end, and that crop may not reach into
+        # slots of a prompt whose entries depend on its last queries: `crop` cannot take these back
         self._num_fixed_slots = 0
 
     @property
     def state(self) -> LayerState | None:
-        """What is kept between calls, None before the first tokens. Made anew while single tokens are read."""
+        """The state kept between calls, None before the first tokens; copied from the buffers while decoding."""
         return self._state if self._ring is None else self._ring.state()
 
     @state.setter
@@ -63,15 +62,15 @@ class CondensedLayer(CacheLayerMixin):
         return step_settings(self.method)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember where the state lives; tensors are made by the first `read`."""
+        """Note the device; the tensors are made by the first `read`."""
         self.device = key_states.device
         self.is_initialized = True
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read new tokens and return what their queries attend to.
+        """Read new tokens and return the sources that their queries attend to.
 
         k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, right-aligned per row.
-        Raises ValueError, state unchanged, for another dtype than that of the past.
+        Raises ValueError, state unchanged, for another dtype than that of earlier tokens.
         """
         if not self.is_initialized:
             self.lazy_initialization(k, v)
@@ -92,7 +91,7 @@ class CondensedLayer(CacheLayerMixin):
         return self.read(key_states, value_states, check_request(request)), None
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
-        """True if `step` reads tokens like k ``[B, K, 1, D]`` and v: there is a past, and the Triton step runs here."""
+        """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: tokens were read before, and Triton runs."""
         if self._ring is not None:
             return self._ring.fits(k)
         if self._state is None or self._state.window_k.dtype != k.dtype:
@@ -110,10 +109,10 @@ class CondensedLayer(CacheLayerMixin):
         real: Tensor | None = None,
         latent_width: int | None = None,
     ) -> Tensor:
-        """Read one token per row and return its attention ``[B, H, 1, Dv]``, where `can_step`: without gradients.
+        """Read one token per row and return its attention ``[B, H, 1, Dv]``, without gradients; only if `can_step`.
 
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer CPU ``[B]``: rows whose token
-        counts. latent_width as in `condense.caches.StaticCondensedLayer.step`. No host waits for the device.
+        counts. latent_width as in `condense.caches.StaticCondensedLayer.step`. Does not wait for the device.
         """
         if self._ring is None:
             assert self._state is not None
@@ -124,7 +123,7 @@ class CondensedLayer(CacheLayerMixin):
         return out
 
     def _count(self, L: int, trailing: int) -> None:
-        """L new slots, the last ``trailing`` of which are real in every row."""
+        """Count L new slots, the last ``trailing`` of which are real in every row."""
         self._num_slots += L
         self._num_real_slots = self._num_real_slots + L if trailing == L else trailing
 
@@ -149,7 +148,7 @@ class CondensedLayer(CacheLayerMixin):
         """See `keys`."""
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding included: what positions and masks are counted from."""
+        """Tokens seen, padding included: positions and masks continue from this number."""
         return self._num_slots
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -157,7 +156,7 @@ class CondensedLayer(CacheLayerMixin):
         return self._num_slots + query_length, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """-1: no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
@@ -171,9 +170,9 @@ class CondensedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest ``-tokens_to_remove`` tokens (assisted decoding).
 
-        Exact for at least `condense.state.SLACK` tokens. Raises ValueError, state unchanged, for more than is kept, for
-        tokens of a prompt whose entries depend on its end (``summary="prompt"``), for padding among them, also that of
-        rows that were dropped since, and for a positive number.
+        Exact, for `condense.state.SLACK` tokens or more. Raises ValueError, state unchanged, for more tokens than are
+        kept, for tokens of a prompt whose entries depend on its end (``summary="prompt"``), for padding among them
+        (also in rows that were dropped since), and for a positive number.
         """
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count < 0:
@@ -199,11 +198,14 @@ class CondensedLayer(CacheLayerMixin):
         self._num_real_slots -= count
 
     def _check_crop(self, count: int, seen: PerRow, N: int, Q: int) -> None:
-        """Refuse to take tokens back beyond what then is needed; N columns of tokens and Q of queries are at hand."""
+        """Raise ValueError if too little is left after taking back ``count`` of N tokens and Q queries that are kept.
+
+        seen: tokens per row afterwards.
+        """
         needed = max_row(seen - first_needed(self.method, seen))
         queries_needed = min(max(0, self.method.layout.num_summary - 1), max_row(seen))
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
-        if too_few or min_row(seen) < 0:  # a prompt read at once is condensed to its last token
+        if too_few or min_row(seen) < 0:  # seen < 0: a prompt that was read at once has no exact tokens to return to
             raise ValueError(
                 f"crop: {count} tokens lie beyond what a condensed cache can take back; propose fewer tokens at a "
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
@@ -216,7 +218,7 @@ class CondensedLayer(CacheLayerMixin):
         self._check_crop(count, seen, N, Q)
         before, after = (max_row(num_entries(self.method, n, state.prompt_tokens)) for n in (state.seen, seen))
         self._state = state._replace(
-            # the method's own tensors have as many columns per entry as they have now
+            # the method's own tensors may have several columns per entry
             entries=tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries),
             window_k=state.window_k[:, :, : N - count],
             window_v=state.window_v[:, :, : N - count],
@@ -245,7 +247,7 @@ class CondensedLayer(CacheLayerMixin):
         self._map_tensors(lambda x: x.to(self.device, non_blocking=True))
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        # rows alike: no need to wait for indices from the GPU
+        # numbers that agree in all rows (an int) stay as they are, without waiting for indices from the GPU
         self._map_tensors(change, lambda x: int_if_equal(change(x)) if isinstance(x, Tensor) else x)
 
     def _map_tensors(

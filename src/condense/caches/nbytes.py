@@ -1,4 +1,4 @@
-"""How much memory a cache really holds."""
+"""Measuring the memory that a cache holds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from transformers import Cache
 
 
 def cache_nbytes(past_key_values: Cache) -> int:
-    """Bytes allocated by a cache, whatever its layers: each tensor storage counted whole and once.
+    """Bytes allocated by a cache with any kind of layers: each tensor storage is counted whole and once.
 
-    Views count as what they keep alive. Raises ValueError if ``past_key_values`` is not a transformers cache.
+    A view counts as the whole storage that it keeps alive. Raises ValueError if ``past_key_values`` is not a
+    transformers cache.
     """
     if not isinstance(past_key_values, Cache):
         raise ValueError(f"past_key_values must be a transformers Cache, got {type(past_key_values).__name__}")

@@ -1,4 +1,4 @@
-"""What growing and static condensed layers ask of their caller, and both refuse."""
+"""Arguments of a condensed layer's `read`, and errors that growing and static layers have in common."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from condense.plan import ForwardPlan
 
 
 class ReadRequest(NamedTuple):
-    """What a condensed model hands to a layer beside new keys and values.
+    """Arguments that a condensed model gives to a layer with new keys and values.
 
-    q ``[B, H, L, D]``: queries of which summaries are made. scale: softmax scale. plan: which of the tokens are real.
+    q ``[B, H, L, D]``: their means are the summary queries. scale: softmax scale. plan: which of the tokens are real.
     trailing: slots at the end that are real in every row, before rows were aligned. latent_width: as in
     `condense.Method.for_latents`, None for ordinary keys and values.
     """
@@ -28,7 +28,7 @@ class ReadRequest(NamedTuple):
 def read_request(
     q: Tensor, *, scale: float, counts: Tensor | None = None, latent_width: int | None = None
 ) -> ReadRequest:
-    """A request for rows that end with ``counts`` real tokens each (int64 CPU ``[B]``, None: all are), alone."""
+    """A request with a plan of its own. counts: real tokens at the end of each row, int64 CPU ``[B]``, None: all."""
     trailing = q.shape[2] if counts is None else int(counts.min())
     return ReadRequest(q, scale, ForwardPlan(q.shape[2], counts), trailing, latent_width)
 

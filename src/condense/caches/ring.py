@@ -1,7 +1,7 @@
-"""A growing past in buffers, so that a decode step changes it in place: one operation, no copy and no wait.
+"""A growing cache in buffers that decode steps change in place: one operation, no copy, no wait for the device.
 
-The buffers have some room to spare and are moved to larger ones when it is used up. The rings keep what
-`condense.functional.extend` keeps: `condense.state.SLACK` tokens and queries more than a step needs, so that as
+The buffers have spare room and are copied to larger ones when it is used up. The rings keep as much as
+`condense.functional.extend` does: `condense.state.SLACK` tokens and queries more than a step needs, so that as
 many can be taken back. Shapes as in `condense.ops.types`.
 """
 
@@ -20,7 +20,7 @@ from condense.ops import StepSettings, StepState, decode_step
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries, prompt_entries
 
-# sizes are multiples of it: kernels are compiled anew for a size that is none
+# buffer sizes are multiples of this, because Triton compiles kernels anew for sizes that are not divisible by 16
 _BLOCK = 16
 
 
@@ -34,19 +34,19 @@ def _blocks(slots: int) -> int:
 
 
 class RingState:
-    """What one layer keeps while tokens come one by one, on the Triton step.
+    """The buffers of one layer while it decodes token by token with the Triton step, and numbers on the host.
 
-    buffers: what the step changes. prompt_tokens, as in `condense.state.LayerState`, and the numbers below are known on
-    the host. num_window, num_queries: newest columns in the rings that hold something, as many as a state would have.
+    prompt_tokens: as in `condense.state.LayerState`. num_window, num_queries: columns of tokens and queries that
+    `state` returns, at most those that the rings hold.
     """
 
     def __init__(self, method: Method, settings: StepSettings, state: LayerState, latent: int) -> None:
-        """Take over a state; latent: width of the latents in its keys (`condense.Method.for_latents`), else 0."""
+        """Copy a state into new buffers; latent: width of the latents in its keys (`Method.for_latents`), else 0."""
         self.method, self.settings, self.latent = method, settings, latent
         rule, S = settings.rule, settings.num_summary
         self.num_window, self.num_queries = state.window_k.shape[2], state.summary_q.shape[2]
         self._most_window = sys.maxsize if rule.window is None else _blocks(rule.window + rule.chunk + SLACK)
-        # a single query is that of the step itself
+        # with num_summary = 1 the step's own query is the summary, and none need be kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.prompt_tokens = state.prompt_tokens
         # `seen` is the sum. `_taken` counts steps of all rows: an ordinary step changes one int and no tensor
@@ -62,7 +62,7 @@ class RingState:
         return self._before + self._taken
 
     def state(self) -> LayerState:
-        """The same as a state of its own, which further steps leave as it is."""
+        """A copy of the state, which further steps do not change."""
         held = (self.seen, self.prompt_tokens, self.num_window, self.num_queries)
         state = read_state(self.method, self.buffers, *held)
         return state._replace(entries=tuple(x.clone() for x in state.entries))
@@ -93,9 +93,9 @@ class RingState:
         return out
 
     def crop(self, count: int) -> None:
-        """Take the newest ``count`` tokens back, which must be at hand with all that then is needed.
+        """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.
 
-        What they left in the buffers is behind ``seen``: never looked at before it is overwritten.
+        Only ``seen`` is lowered: slots past it are overwritten before they are read again.
         """
         self._taken -= count
         self.num_window -= count
@@ -104,25 +104,25 @@ class RingState:
         self._steps_left = self._count_steps()
 
     def map_tensors(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> None:
-        """Change all tensors, and the numbers of rows."""
+        """Apply ``change`` to all buffers and ``change_number`` to the numbers per row."""
         self.buffers = StepState._make(map(change, self.buffers))
         self._before, self.prompt_tokens = change_number(self._before), change_number(self.prompt_tokens)
 
     def fits(self, k: Tensor) -> bool:
         """True if a step can add tokens like k in place."""
         ring = self.buffers.ring_k
-        # what was made in inference mode cannot be changed outside
+        # tensors made in inference mode cannot be changed outside of it
         return k.dtype == ring.dtype and (torch.is_inference_mode_enabled() or not ring.is_inference())
 
     def _make_room(self) -> None:
-        """For one more token in every row, and some to come."""
+        """Enlarge buffers that lack room for one more token in every row, with room for more to come."""
         buffers, tokens = self.buffers, max_row(self.seen) + 1
         entries = max_row(num_entries(self.method, self.seen + 1, self.prompt_tokens))
         if entries > buffers.entries_k.shape[2]:
             slots = self._entry_slots(entries)
             longer_k, longer_v = _longer(buffers.entries_k, slots), _longer(buffers.entries_v, slots)
             buffers = buffers._replace(entries_k=longer_k, entries_v=longer_v)
-        # a ring that is not at its largest has not come round: a token stands in the slot of its position
+        # a ring below its final size has never wrapped around: slot t holds position t, so padding the end is enough
         if buffers.ring_k.shape[2] < min(tokens, self._most_window):
             slots = self._token_slots(tokens)
             buffers = buffers._replace(ring_k=_longer(buffers.ring_k, slots), ring_v=_longer(buffers.ring_v, slots))
@@ -142,7 +142,7 @@ class RingState:
         return min(room_for(tokens), self._most_window)
 
     def _count_steps(self) -> int:
-        """Steps that there is room for, whatever rows take them."""
+        """Steps that there is room for in every row."""
         rule, summary_delay, num_tokens = self.settings.rule, self.settings.summary_delay, self.buffers.ring_k.shape[2]
         steps = num_tokens - max_row(self.seen) if num_tokens < self._most_window else sys.maxsize
         chunks = (self.buffers.entries_k.shape[2] - prompt_entries(self.method, self.prompt_tokens)) // rule.entries

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.buffers import empty_buffers, read_state, static_bias, write_state
+from condense.caches.buffers import Buffers, empty_buffers, read_state, static_bias, write_state
 from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
@@ -47,7 +47,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.method = method
         self.max_cache_len = max_cache_len
         self.settings = step_settings(method)
-        self.buffers: StepState | None = None
+        self.buffers: Buffers | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.awaits_prompt = method.prompt is not None
         # num_slots on the host, None where a step that is replayed may have counted
@@ -56,11 +56,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         super().__init__()
 
     def lazy_initialization(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        latent_width: int | None = None,
-        capacity: int | None = None,
+        self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None, capacity: int | None = None
     ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
@@ -70,18 +66,22 @@ class StaticCondensedLayer(CacheLayerMixin):
         B, rule, N = key_states.shape[0], self.method.layout.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)
         M = most_entries(self.method, N) if capacity is None else capacity
-        self.buffers = empty_buffers(key_states, value_states, M, W, self.settings.num_summary)
-        device, widths = key_states.device, (key_states.shape[3], value_states.shape[3])
-        self.num_slots = self.num_slots.to(device)
-        self.batch_size, self.dtype, self.device = B, key_states.dtype, device
         self.latent_width = latent_width or 0
         self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
-        self.backend = step_backend(device, self.dtype, widths, self.settings, latent=self.latent_width)
-        self.bias = static_bias(self.method, B, M, device)
+        self.buffers = self._take_memory(key_states, value_states, M, W)
+        self.num_slots = self.num_slots.to(key_states.device)
+        self.batch_size, self.dtype, self.device = B, key_states.dtype, key_states.device
         if not torch.compiler.is_compiling():
             for tensor in (*self.buffers, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
+
+    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
+        """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
+        widths = (k.shape[3], v.shape[3])
+        self.backend = step_backend(k.device, k.dtype, widths, self.settings, latent=self.latent_width)
+        self.bias = static_bias(self.method, k.shape[0], M, k.device)
+        return empty_buffers(k, v, M, W, self.settings.num_summary)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True unless the next tokens are a prompt to be read at once, as in `CondensedLayer`."""
@@ -105,26 +105,21 @@ class StaticCondensedLayer(CacheLayerMixin):
         Raises ValueError, state unchanged, for other rows or another dtype and for a full cache. While being compiled
         or captured it cannot look how full it is; then a step too many stays inside the buffers.
         """
-        buffers = self._checked_buffers(k, v, latent_width)
-        out = decode_step(
-            q,
-            k,
-            v,
-            buffers,
-            self.settings,
-            scale=scale,
-            real=real,
-            represent=self.latent_method.represent,
-            entry_bias=self.bias,
-            latent=self.latent_width,
-            backend=self.backend,
-        )
+        out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real)
         if _is_recorded(self.device):
             self._known_slots, self._is_replayed = None, True
             self.num_slots.add_(1)
         else:
             self._advance(1)
         return out
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None) -> Tensor:
+        """The step itself, which changes the buffers; arguments as of `step`."""
+        assert isinstance(buffers, StepState)
+        return decode_step(
+            q, k, v, buffers, self.settings, scale=scale, real=real, represent=self.latent_method.represent,
+            entry_bias=self.bias, latent=self.latent_width, backend=self.backend,
+        )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.read`.
@@ -178,7 +173,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         if self._known_slots is not None:
             self._known_slots += L
 
-    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> StepState:
+    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> Buffers:
         """The buffers, if these new tokens fit in. needed: entries that a prompt read at once wants room for."""
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
@@ -195,7 +190,7 @@ class StaticCondensedLayer(CacheLayerMixin):
             if not _is_recorded(self.device) and (num_slots := self.count_slots()) + L > self.max_cache_len:
                 self._refuse_length(num_slots, L)
         assert self.buffers is not None
-        if needed is not None and needed > self.buffers.entries_k.shape[2]:
+        if isinstance(self.buffers, StepState) and needed is not None and needed > self.buffers.entries_k.shape[2]:
             self._enlarge(self.buffers, needed)
         return self.buffers
 
@@ -214,9 +209,10 @@ class StaticCondensedLayer(CacheLayerMixin):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _state(self, buffers: StepState) -> LayerState:
+    def _state(self, buffers: Buffers) -> LayerState:
         """What the buffers hold, in order."""
-        seen, prompt_tokens = int_if_equal(buffers.seen.cpu()), int_if_equal(buffers.prompt[:, 0].cpu())
+        seen = int_if_equal(buffers.seen.cpu())
+        prompt_tokens = int_if_equal(buffers.prompt[:, 0].cpu()) if isinstance(buffers, StepState) else 0
         return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen))
 
     def _set_bias(self, prompt_tokens: PerRow) -> None:

@@ -1,4 +1,4 @@
-"""One file per method: its settings, who sees what, how tokens become entries."""
+"""Attention methods, one file each: settings, the layout of chunks and window, how a chunk becomes entries."""
 
 from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, step_settings
 from condense.methods.cca import CCA

@@ -1,4 +1,4 @@
-"""What a method is: a layout, and how a chunk of tokens becomes entries.
+"""The base class of methods: a layout, and how a chunk of tokens becomes entries.
 
 A new method is one file in this folder: a frozen dataclass derived from `Method` with a ``name``.
 Training, prefill, chunked prefill, decode, caches and Hugging Face models work with it unchanged.
@@ -24,10 +24,10 @@ from condense.ops.tensors.sampling import Sample
 
 
 class Context(NamedTuple):
-    """All that attention reads besides the queries.
+    """The sources that queries attend to, and their spans.
 
-    sources: the condensed entries first, the window last; spans: one per source. extra: tensors of the method's own, as
-    its `Method.represent` made them, for its `Method.attend`.
+    sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
+    its `Method.represent` made for its `Method.attend`.
     """
 
     sources: tuple[Source, ...]
@@ -51,10 +51,10 @@ class Context(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What a method makes of a whole prompt at once: what its queries attend to, and the entries that stay.
+    """A prompt that a method has read at once: the context of the prompt's queries, and the entries for later tokens.
 
-    kept: makes the keys and values that stand for the prompt afterwards, detached, left-aligned per row; those that are
-    tokens of their own (`PromptReader.num_focal`) come first.
+    kept: returns keys and values of the entries that stand for the prompt from then on, detached, left-aligned per row;
+    single tokens (`PromptReader.num_focal`) come first.
     """
 
     context: Context
@@ -62,23 +62,23 @@ class Prompt(NamedTuple):
 
 
 class PromptReader(Protocol):
-    """How a method reads a whole prompt at once, where it does. Later tokens' chunks count from the prompt's end."""
+    """Reads a whole prompt at once, for methods that do. Chunks of later tokens are counted from the prompt's end."""
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """A prompt q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; right-aligned, k and v 0 in padding."""
+        """Read q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, right-aligned, k and v 0 in padding."""
         ...
 
     def num_entries(self, tokens: PerRow) -> PerRow:
-        """Entries that are kept of prompts of so many tokens, both an int or int64 CPU ``[B]``."""
+        """Number of entries kept for prompts of ``tokens`` tokens, both an int or int64 CPU ``[B]``."""
         ...
 
     def num_focal(self, tokens: PerRow) -> PerRow:
-        """Those of `num_entries` that are tokens of their own. Arguments as there."""
+        """How many of `num_entries` are single tokens. Arguments as there."""
         ...
 
 
 class PromptPlan(Protocol):
-    """What reading a prompt asks of `condense.plan.ForwardPlan`."""
+    """The part of `condense.plan.ForwardPlan` that a `PromptReader` uses."""
 
     def tokens(self, num_rows: int) -> Tensor:
         """Real tokens per row, int64 CPU ``[B]``."""
@@ -91,26 +91,26 @@ class PromptPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(MethodConfig):
-    """Base of all methods: `layout`, `represent`, `prompt`, `attend` and `for_latents` are all that one can say."""
+    """Base of all methods, which may override `layout`, `represent`, `prompt`, `attend` and `for_latents`."""
 
     @property
     def layout(self) -> Layout:
-        """Who sees what, and when entries are made."""
+        """Which tokens a query sees one by one, which as entries, and when entries are made."""
         raise TypeError(f"{type(self).__name__} must define `layout`")
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """Entries of G chunks: keys ``[B, K, G * p, D]`` and values ``[B, K, G * p, Dv]`` in the dtype of k and v.
 
         summary ``[B, K, G, D]`` float32 or wider, None if the layout's ``num_summary`` is 0. Further tensors
-        ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`. By default each token stands for
-        itself. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
+        ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`. By default every token is its own
+        entry. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
         """
         k, v = chunks.tokens()
         return k.flatten(2, 3), v.flatten(2, 3)
 
     @property
     def prompt(self) -> PromptReader | None:
-        """How a whole prompt is read at once, None for a method that reads it as any other tokens."""
+        """Reads a whole prompt at once; None for a method that reads prompts like other tokens."""
         return None
 
     def attend(
@@ -123,7 +123,7 @@ class Method(MethodConfig):
         backend: str = "auto",
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of q ``[B, H, L, D]`` over the context: `condense.ops.attend`, which see."""
+        """Attention of q ``[B, H, L, D]`` over the context; arguments and results as of `condense.ops.attend`."""
         return attend(
             q,
             context.sources,
@@ -135,11 +135,10 @@ class Method(MethodConfig):
         )
 
     def for_latents(self, latent_width: int) -> Method:
-        """The method for one KV head with keys ``[c ; k_rope]``, whose values, of width 0, are part of the keys.
+        """The method for MLA: one KV head with keys ``[c ; k_rope]``, values (of width 0) being part of the keys.
 
-        Methods that treat all channels alike are the same there: a kept token stands for itself, and a group of DGA is
-        the weighted mean of its whole entries. Raises ValueError for a method that reads prompts at once, since heads
-        share one summary query there.
+        By default the method itself, for methods that treat all channels of a key alike. Raises ValueError for a method
+        that reads prompts at once: it needs a summary query per head, and latents have one for all heads.
         """
         if self.prompt is not None:
             assert self.layout.lookahead is not None
@@ -159,7 +158,7 @@ class Method(MethodConfig):
 
 
 def check_trainable(method: Method) -> None:
-    """Raise ValueError if gradients may not flow through ``method``: it looks ahead, and nobody consented."""
+    """Raise ValueError if ``method`` looks ahead without ``allow_future``: then gradients may not flow through it."""
     lookahead = method.layout.lookahead
     if lookahead is not None and not lookahead.permitted:
         raise ValueError(
@@ -171,10 +170,10 @@ def check_trainable(method: Method) -> None:
 def entry_bias(
     method: Method, num_entries: int, device: torch.device, prompt_tokens: PerRow = 0
 ) -> Tensor | float | None:
-    """Bias of a source's entries after prompts of so many tokens: a number, or float64 ``[B|1, 1, num_entries]``.
+    """Bias of the first ``num_entries`` entries: a number, float64 ``[B|1, 1, num_entries]``, or None for none.
 
-    The entries of a prompt that was read at once come first: its tokens of their own without bias, its groups with the
-    bias of a chunk's last entry.
+    prompt_tokens: tokens of prompts that were read at once, whose entries come first: single tokens without bias, then
+    groups with the bias of a chunk's last entry.
     """
     bias, reader = method.layout.bias, method.prompt
     if not any(bias):
@@ -196,7 +195,7 @@ def entry_bias(
 
 
 def step_settings(method: Method) -> StepSettings:
-    """The method as `condense.ops.decode_step` wants it."""
+    """The method's settings as `condense.ops.decode_step` takes them."""
     layout = method.layout
     fixed = (layout.rule, layout.summary_delay, layout.num_summary)
     if layout.pooling is None:

@@ -11,7 +11,7 @@ class CCA(GroupPooling):
     """Core Context Aware attention: a group becomes one core token by the weights of its last query.
 
     The defaults are the paper's (group 16, window 1024, keys and values weighted); see `GroupPooling` for
-    the settings. Representatives are made per KV head from the keys as the model rotated them.
+    the settings. Entries are made per KV head, of keys that the model has rotated already.
     """
 
     name: ClassVar[str] = "cca"

@@ -1,4 +1,4 @@
-"""Ordinary causal attention through the same corridor: the yardstick."""
+"""Ordinary causal attention as a method, to compare others with."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from condense.methods.layout import Layout, first_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Method):
-    """Every past token, exact. Runs on PyTorch's fused causal attention."""
+    """All earlier tokens, exact. Whole sequences run on PyTorch's fused causal attention."""
 
     name: ClassVar[str] = "dense"
 

@@ -25,23 +25,23 @@ from condense.ops.tensors.sampling import scramble
 
 @dataclass(frozen=True, kw_only=True)
 class DGA(Method):
-    """Important tokens exact, the others in groups of ``group_size``, one representative each.
+    """Important tokens exact, the others in groups of ``group_size``, one entry each.
 
     selection="streaming": the paper's decode rule everywhere, in training too. Chunks of m' = g + ceil(gamma * g)
     tokens; when a chunk leaves the window, its m' - g tokens with the highest scores stay exact (focal) and the
     other g become one group. selection="prompt": the paper's prefill. The focal tokens of the whole prompt are
     those with the most attention from a sample of its queries (Eq. 16 and 17), which lets earlier tokens depend on
-    later ones: for inference only, unless ``allow_future``. What follows the prompt goes on with chunks, counted
-    from its end.
+    later ones: for inference only, unless ``allow_future``. Tokens after the prompt are read in chunks as in
+    "streaming", counted from the prompt's end.
 
-    group_size: tokens per group, >= 1. window: exact tokens behind which chunks close, >= 0; 1 is the paper's in
-    decode, 0 in training. gamma: share of focal tokens, 0 to 1. min_focal: at least so many in a prompt, >= 0.
-    summary: whose query weighs a chunk: "last", its own last, or "streaming", the mean of the m' queries that end
-    when it leaves the window; a prompt's groups go by their last member. focal: "top" by scores, or "random" for
-    comparison. complementary: a prompt's queries see the members of a group that is not complete yet; without,
-    only themselves. weight_scale: scale of the scores that rank the tokens of a chunk and weigh a group, > 0, default
-    the attention's own, whose sign then decides which tokens rank first; the paper prints 1. num_recent
-    (>= 1), num_random: sampled queries, the newest and others drawn with ``seed``.
+    group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0; the paper has 1 in decode and 0 in
+    training. gamma: share of focal tokens, 0 to 1. min_focal: focal tokens in a prompt, at least, >= 0.
+    summary: the query that weighs a chunk: "last", its own last one, or "streaming", the mean of the m' newest when the
+    chunk leaves the window; each group of a prompt is weighed by the query of its last token. focal: "top" by scores,
+    or "random" for comparison. complementary: a prompt's queries see all earlier tokens of a group that is not
+    complete yet; if False, of these only their own. weight_scale: scale of the scores that rank the tokens of a chunk
+    and weigh a group, > 0; None stands for attention's scale (if that is negative, the ranking is reversed); the paper
+    prints 1. num_recent (>= 1), num_random: sampled queries, the newest and others drawn with ``seed``.
     rep_bias: "log_size" adds ln(group_size) to a group's score, as it stands for that many tokens.
     Raises ValueError for a field out of range.
     """
@@ -78,18 +78,18 @@ class DGA(Method):
         check_int("seed", self.seed, 0)
         check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
         check_bool("allow_future", self.allow_future)
-        _ = self._gamma  # made now: torch.compile can read it, but not follow how it is made
+        _ = self._gamma  # cached now, because torch.compile cannot trace how it is computed
 
     @property
     def layout(self) -> Layout:
         """Chunks of m' tokens behind the window, m' - g focal entries and one group each.
 
-        All entries of a chunk become visible together, and a softmax does not see their order: focal tokens come first,
-        in order of position, then the group, so that the bias is the same pattern in every chunk.
+        Focal tokens come first, in order of position, then the group, so that the bias has the same pattern in every
+        chunk. All entries of a chunk become visible together, and their order does not matter to a softmax.
         """
         num_focal = self.share(self.group_size)
         chunk = self.group_size + num_focal
-        # lots are drawn by `represent` alone
+        # kernels cannot choose at random: only `represent` makes such entries
         own = self.focal == "random" or type(self).represent is not DGA.represent
         biased = self.rep_bias == "log_size" and self.group_size > 1
         return Layout(
@@ -103,7 +103,7 @@ class DGA(Method):
 
     @property
     def prompt(self) -> FocalPrompt | None:
-        """With ``selection="prompt"`` the paper's prefill."""
+        """The reader of the paper's prefill with ``selection="prompt"``, else None."""
         return FocalPrompt(self) if self.selection == "prompt" else None
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ class DGA(Method):
         scores = group_scores(summary, k, scale=scale, backend=backend)
         ranking = scores.detach()
         if self.focal == "random":
-            ranking = self._lots(chunks.first, k.shape[2], k.shape[3], k.device).expand_as(scores)
+            ranking = self._random_scores(chunks.first, k.shape[2], k.shape[3], k.device).expand_as(scores)
         order = ranking.argsort(stable=True, descending=True)
         focal, rest = (x.sort(-1).values for x in order.split([num_focal, self.group_size], dim=-1))
         weights = scores.gather(-1, rest)
@@ -126,16 +126,16 @@ class DGA(Method):
         return entries_k.flatten(2, 3), entries_v.flatten(2, 3)
 
     def share(self, count: int) -> int:
-        """ceil(gamma * count), without floating point's error: 0.55 of 100 is 55, not 56."""
+        """ceil(gamma * count) in exact arithmetic: 0.55 of 100 is 55, in floating point 56."""
         numerator, denominator = self._gamma
         return -(-numerator * count // denominator)
 
     @cached_property
     def _gamma(self) -> tuple[int, int]:
-        """``gamma`` as it is written, numerator and denominator."""
+        """``gamma`` as a fraction of the decimal that was written, numerator and denominator."""
         return Fraction(str(self.gamma)).as_integer_ratio()
 
-    def _lots(self, first_chunk: PerRow, G: int, c: int, device: torch.device) -> Tensor:
-        """A lot per token, int64 ``[B|1, 1, G, c]``, drawn from its chunk's number and the seed alone."""
+    def _random_scores(self, first_chunk: PerRow, G: int, c: int, device: torch.device) -> Tensor:
+        """A random number per token, int64 ``[B|1, 1, G, c]``, computed from its position and the seed alone."""
         number = torch.arange(G, device=device)[None] + broadcast_rows(first_chunk, 2, device)
         return scramble(number[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]

@@ -1,4 +1,4 @@
-"""Groups of g tokens, one entry each: what CCA and LCA share. They differ in defaults only.
+"""Groups of g tokens, one entry each: the common base of CCA and LCA, which differ in defaults only.
 
 Shapes: B rows, K KV heads, N tokens of the window, G groups, D and Dv widths, d_c latent width.
 """
@@ -23,17 +23,17 @@ RepBias = Literal["none", "log_size"]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPooling(Method):
-    """Far tokens pooled in groups of ``group_size``, the last ``window`` tokens and the open group exact.
+    """Far tokens pooled in groups of ``group_size``; the last ``window`` tokens and groups not closed yet stay exact.
 
-    group_size: tokens per group, >= 1. window: exact local tokens, >= 0.
-    summary: whose query weighs a group. "last": the group's own last. "streaming": the mean of the last
-    ``num_summary_queries`` when the group leaves the window. "prompt": the mean of the last ones of the whole
-    prompt, for every group in it; that lets earlier tokens depend on later ones, so it is for inference only
-    unless ``allow_future``.
+    group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0.
+    summary: the query that weighs a group. "last": the group's own last one. "streaming": the mean of the newest
+    ``num_summary_queries`` when the group leaves the window. "prompt": the mean of the prompt's last
+    ``num_summary_queries``, for every group in it; that lets earlier tokens depend on later ones, so it is for
+    inference only unless ``allow_future``.
     num_summary_queries: for "streaming" and "prompt"; None stands for ``group_size``.
     key_pooling, value_pooling: "weighted" by the softmax of the group's scores, "mean", "max" per channel or
     "select" the token with the highest score.
-    rep_bias: "log_size" adds ln(group_size) to a representative's score, as it stands for that many tokens.
+    rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens.
     Raises ValueError for a field out of range.
     """
 
@@ -61,8 +61,8 @@ class GroupPooling(Method):
     def layout(self) -> Layout:
         """Groups of g behind the window, one entry each.
 
-        A group's own last query is at hand when the group is complete; later ones when it leaves the window. The bias
-        of ``rep_bias="log_size"`` is ln(g) (LCA, the version that Theorem 1 bounds).
+        With ``summary="last"`` a group is pooled as soon as it is complete, else when it leaves the window, because it
+        needs later queries. The bias of ``rep_bias="log_size"`` is ln(g) (LCA, the version that Theorem 1 bounds).
         """
         scored = bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
         num_summary = 1 if self.summary == "last" else self.num_summary_queries or self.group_size
@@ -84,7 +84,7 @@ class GroupPooling(Method):
     def pool(
         self, chunks: Chunks, values: Tensor, summary: Tensor | None, *, scale: float, backend: str
     ) -> tuple[Tensor, Tensor]:
-        """Pooled keys ``[B, K, G, D]`` and ``values``, ``[B, K, N, any]`` of the window's tokens, pooled alike."""
+        """Pooled keys ``[B, K, G, D]`` and pooled ``values``, ``[B, K, N, any width]`` for the window's tokens."""
         return pool_groups(
             chunks.window_k,
             values,
@@ -108,7 +108,7 @@ class LatentGroups(Method):
     """`GroupPooling` on MLA's latents: the first ``latent_width`` channels of an entry ``[c ; k_rope]`` are pooled by
     ``value_pooling``, the others by ``key_pooling``.
 
-    Made where a model's latents are known: no setting of the user's, so without a name.
+    Made by `GroupPooling.for_latents`, never by users, and so without a ``name``.
     """  # fmt: skip
 
     groups: GroupPooling

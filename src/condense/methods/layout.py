@@ -1,4 +1,4 @@
-"""What a method says of itself as data: which tokens become which entries, when, and with which bias.
+"""A method as data: which tokens become which entries, when, and with which bias.
 
 Shapes: c tokens per chunk, p entries per chunk. A chunk is the tokens that a method handles together.
 """
@@ -12,11 +12,11 @@ from condense.ops import Pooling, UniformRule
 
 
 class ChunkPooling(NamedTuple):
-    """A method's `condense.Method.represent` as data, for kernels.
+    """The same as a method's `condense.Method.represent`, as data for kernels.
 
-    key, value: how a chunk's tokens become its last entry. num_focal: those with the highest scores, ties to the
-    earlier, are not pooled but entries of their own, ahead of it and in order of position. weight_scale: scale of the
-    scores, None: attention's.
+    key, value: how a chunk's tokens are pooled into its last entry. num_focal: how many tokens are not pooled but
+    become entries of their own: those with the highest scores, ties to the earlier; they come first, in order of
+    position. weight_scale: scale of the scores, None: attention's.
     """
 
     key: Pooling
@@ -26,9 +26,10 @@ class ChunkPooling(NamedTuple):
 
 
 class Lookahead(NamedTuple):
-    """Entries of a prompt depend on queries that come after tokens which see them: for inference only.
+    """Marks a method that looks ahead: entries of a prompt depend on later queries than those that see them.
 
-    permitted: the user consents to gradients all the same. causal_setting: the setting without it, as errors name it.
+    Such a method is for inference. permitted: gradients may flow all the same (``allow_future``). causal_setting: the
+    setting that does not look ahead, for error messages.
     """
 
     permitted: bool
@@ -37,12 +38,12 @@ class Lookahead(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Who sees what, and how a chunk of c tokens becomes its p entries.
+    """Which tokens a query sees exactly, and how each earlier chunk of c tokens becomes its p entries.
 
-    rule: the window, the chunks behind it, their entries. summary_delay: tokens after a chunk's last one until its
-    entries can be made, at most the window. num_summary: queries, ending ``summary_delay`` tokens after a chunk's last,
-    whose mean weighs the chunk; 0: none needed. pooling: how kernels make the entries, None where only the method's
-    `represent` knows. bias: what is added to the scaled scores of a chunk's entries, one number each; empty for none.
+    rule: the window, the chunks behind it, their entries. summary_delay: tokens after a chunk's last one until it is
+    pooled, at most the window. num_summary: the chunk is weighed by the mean of so many queries, the last of which is
+    ``summary_delay`` tokens after the chunk's last; 0: none needed. pooling: how kernels make the entries; None if only
+    the method's `represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
     lookahead: None for a causal method.
     """
 
@@ -54,10 +55,10 @@ class Layout:
     lookahead: Lookahead | None = None
 
 
-# tokens that leave the window one by one and stay entries of their own
+# a chunk of one token, whose mean is the token itself
 EACH_TOKEN = ChunkPooling("mean", "mean")
 
 
 def first_tokens(window: int | None, kept: int) -> Layout:
-    """The first ``kept`` tokens stay, each its own entry; of the others the last ``window``, None for all of them."""
+    """A layout without pooling: the first ``kept`` tokens, as entries, and the last ``window``; None: all tokens."""
     return Layout(UniformRule(chunk=1, window=window, max_chunks=kept), pooling=EACH_TOKEN)

@@ -1,4 +1,4 @@
-"""Latent-Condensed attention: on the latents of MLA, and on ordinary keys and values (paper, section 5.4)."""
+"""Latent-Condensed Attention, for the latents of MLA and for ordinary keys and values (paper, section 5.4)."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,7 @@
-"""A whole prompt under DGA (Algorithms 1 and 2): which tokens are focal, the groups of the others, who sees what.
+"""DGA on a whole prompt (Algorithms 1 and 2): choose focal tokens, group the others, and say what each query sees.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, E entries, N tokens in groups, G groups of g tokens, D and Dv
-widths. Rows are right-aligned: row b's tokens stand in the last ``tokens[b]`` columns. focal: bool ``[B, K, L]``.
+widths. Rows are right-aligned: row b's tokens are its last ``tokens[b]`` columns. focal: bool ``[B, K, L]``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FocalPrompt(NamedTuple):
         if torch.equal(num_focal, tokens):
             return exact_prompt(k, v, tokens)
         if method.focal == "random":
-            scores = self.lots(tokens, k)
+            scores = self.random_scores(tokens, k)
         else:
             sample = plan.sample(B, method.num_recent, method.num_random, method.seed, q.device)
             scores = self.ranking(q, k, sample, scale=scale, backend=backend)
@@ -46,8 +46,8 @@ class FocalPrompt(NamedTuple):
         """Attention that each token gets from the sampled queries (Eq. 16 and 17), ``[B, K, L]``; see `importance`."""
         return importance(q, k, sample, scale=scale, backend=backend)
 
-    def lots(self, tokens: Tensor, k: Tensor) -> Tensor:
-        """A random number per token in place of a score, int64 ``[B, 1, L]``, drawn from its position and the seed."""
+    def random_scores(self, tokens: Tensor, k: Tensor) -> Tensor:
+        """A random number per token in place of a score, int64 ``[B, 1, L]``, from its position and the seed alone."""
         L = k.shape[2]
         starts = (tokens - L).to(k.device, non_blocking=True)
         return scramble(torch.arange(L, device=k.device) + starts[:, None], self.method.seed)[:, None]
@@ -55,7 +55,7 @@ class FocalPrompt(NamedTuple):
     def grouped_around(
         self, focal: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, backend: str
     ) -> Prompt:
-        """Whole prompts whose focal tokens are chosen, bool ``[B, K, L]``: the others in groups."""
+        """The prompt with given focal tokens, bool ``[B, K, L]``, and the others in groups."""
         method, num_focal = self.method, self.num_focal(tokens)
         assert isinstance(num_focal, Tensor)
         grouping = Grouping(
@@ -67,19 +67,19 @@ class FocalPrompt(NamedTuple):
         return focal_prompt(q, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend=backend)
 
     def num_focal(self, tokens: PerRow) -> PerRow:
-        """Focal tokens of prompts of so many tokens: with them the rest fills its groups."""
+        """Number of focal tokens in prompts of ``tokens`` tokens, enlarged until the others fill whole groups."""
         method = self.method
         focal = map_rows(lambda n: min(n, max(method.share(n), method.min_focal)), tokens)
         return focal + (tokens - focal) % method.group_size
 
     def num_entries(self, tokens: PerRow) -> PerRow:
-        """Focal tokens and groups."""
+        """Number of focal tokens and groups in prompts of ``tokens`` tokens."""
         focal = self.num_focal(tokens)
         return focal + (tokens - focal) // self.method.group_size
 
 
 class FocalTokens(NamedTuple):
-    """focal: bool ``[B, K, L]``; num_focal and tokens: int64 CPU ``[B]``, how many are focal, and real, in each row."""
+    """focal: bool ``[B, K, L]``; num_focal and tokens: focal and real tokens of each row, int64 CPU ``[B]``."""
 
     focal: Tensor
     num_focal: Tensor
@@ -87,10 +87,10 @@ class FocalTokens(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """What becomes of the tokens that are not focal: groups of ``size``, weighed by scores times ``weight_scale``.
+    """How the tokens that are not focal are grouped: ``size`` each, weighed by scores scaled by ``weight_scale``.
 
-    complementary: queries see the members of a group that is not complete yet; without, only themselves. bias: what is
-    added to the scaled score of a group.
+    complementary: queries see all earlier tokens of a group that is not complete yet; if False, of these only their
+    own. bias: added to the scaled score of a group.
     """
 
     size: int
@@ -100,7 +100,7 @@ class Grouping(NamedTuple):
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """``[..., n, D]``: vectors of x ``[..., L, D]`` by ``index`` ``[..., n]``."""
+    """The vectors ``[..., n, D]`` of x ``[..., L, D]`` at ``index`` ``[..., n]``."""
     return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
 
 
@@ -113,7 +113,7 @@ def highest(scores: Tensor, num_focal: Tensor, tokens: Tensor) -> Tensor:
 
 
 def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
-    """All tokens focal: plain causal attention. The tokens are what stays."""
+    """A prompt whose tokens are all focal: plain causal attention, and all tokens are kept as entries."""
     L = k.shape[2]
     start = int_if_equal(tokens) - L
     spans = RuleSpans(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
@@ -126,10 +126,10 @@ def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
 
 
 def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping: Grouping, *, backend: str) -> Prompt:
-    """Entries: focal tokens and groups by their last position. Window: the tokens that are in groups, in order.
+    """A prompt of focal tokens and groups. Entries: both, by their last position. Window: the grouped tokens, in order.
 
-    Query t sees the entries that end at or before t, and of the window the members of the first group not complete at t
-    that are not after t: each token up to t once. Without complementary tokens, of those members only its own token.
+    Query t sees the entries that end at or before t, and of the window the tokens up to t of the first group that is
+    not complete at t: so each token up to t once. If not ``grouping.complementary``, of those tokens only its own.
     """
     g, K, L = grouping.size, k.shape[1], k.shape[2]
     focal, num_focal, tokens = chosen
@@ -141,11 +141,12 @@ def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping:
     last_entry = focal_seen + complete
     spans = ArraySpans((Span(torch.zeros_like(last_entry), last_entry), Span(first, grouped_seen)))
 
-    band = _columns(grouped, int((tokens - num_focal).max()))
-    window_k, window_v = take(k, band), take(v, band)
-    last = band[:, :, g - 1 :: g]
+    members = _columns(grouped, int((tokens - num_focal).max()))
+    window_k, window_v = take(k, members), take(v, members)
+    last = members[:, :, g - 1 :: g]
     queries = take(q.unflatten(1, (K, -1)), last[:, :, None].expand(-1, -1, q.shape[1] // K, -1))
-    # rounded to the dtype of q, as every summary query; a shorter row's missing groups must not read its padding
+    # Summary queries are rounded to the dtype of q. In rows with fewer groups the missing ones are 0: the column that
+    # was gathered for them may be padding, which may hold NaN.
     absent = torch.arange(last.shape[2], device=k.device) >= _on((tokens - num_focal) // g, k.device)
     summary = queries.mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     summary = summary.masked_fill(absent[..., None], 0)
@@ -165,7 +166,8 @@ def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping:
     bias = is_group.double() * grouping.bias if grouping.bias else None
 
     def kept() -> tuple[Tensor, Tensor]:
-        # seen whole by every later query: focal entries first, so that the bias needs no state
+        # Later queries see all of these entries, so their order is free: focal tokens first, so that `entry_bias` can
+        # tell them from groups by their number alone.
         past_end = torch.arange(is_group.shape[2], device=k.device) >= _on(num_entries, k.device)
         order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
         return take(entries_k.detach(), order), take(entries_v.detach(), order)
@@ -178,12 +180,12 @@ def _on(per_row: Tensor, device: torch.device) -> Tensor:
 
 
 def _real(tokens: Tensor, L: int, device: torch.device) -> Tensor:
-    """Columns that hold a row's own tokens, bool ``[B, 1, L]``."""
+    """Columns that hold real tokens, bool ``[B, 1, L]``."""
     return torch.arange(L, device=device) >= L - _on(tokens, device)
 
 
 def _columns(mask: Tensor, size: int) -> Tensor:
-    """The columns where mask ``[B, K, L]`` holds, in order: int64 ``[B, K, size]``, 0 past a row's last."""
+    """The columns where mask ``[B, K, L]`` is True, in order: int64 ``[B, K, size]``, filled up with 0."""
     place = (mask.cumsum(2) - 1).masked_fill(~mask, size)
     column = torch.arange(mask.shape[2], device=mask.device).expand_as(place)
     return place.new_zeros(*mask.shape[:2], size + 1).scatter_(2, place, column)[..., :size]

@@ -1,6 +1,6 @@
 """Recall: exact tokens of closed groups stay in a store, and each query opens the few groups that matter to it.
 
-After Quest, ArkVale, InfLLM and NSA; no training needed. `docs/methods.md` says what is computed.
+After Quest, ArkVale, InfLLM and NSA; no training needed. Defined in `docs/methods.md`.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D and Dv widths.
 """
@@ -38,10 +38,10 @@ class Recall(Method):
     Open groups are seen token by token, the others as one entry each: the mean of their keys and of their values, so
     that every past token counts once. While no more than ``num_recall`` groups are closed this is dense attention.
 
-    group_size: tokens per group, >= 1. window: exact local tokens, >= 0. num_recall: groups that a query opens, >= 0;
-    query heads that share a KV head open the same ones.
-    index: by which a group's worth to a query is guessed: "bounds" (per channel the smallest and the largest key of
-    each block of ``index_size`` tokens; never less than the best token's score) or "sub_means" (each block's mean key).
+    group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
+    opens, >= 0; query heads that share a KV head open the same ones.
+    index: how a query's score of a group is estimated: "bounds" (per channel the smallest and the largest key of each
+    block of ``index_size`` tokens: never below the best token's score) or "sub_means" (each block's mean key).
     index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: 16 (the dtype
     of the keys), 8 or 4 per number.
     rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens; or "none".
@@ -71,11 +71,11 @@ class Recall(Method):
             raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
         check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
-        _ = self.index_settings  # refuses a block that does not divide the group
+        _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
     @property
     def layout(self) -> Layout:
-        """Groups of g behind the window, one entry each, made when the group is closed: its mean needs no query."""
+        """Groups of g behind the window, one entry each, pooled when the group is closed; a mean needs no summary."""
         return Layout(
             rule=UniformRule(chunk=self.group_size, window=self.window),
             summary_delay=self.window,
@@ -84,13 +84,13 @@ class Recall(Method):
 
     @property
     def index_settings(self) -> IndexSettings:
-        """The index of each group."""
+        """The settings of the groups' index."""
         size = max(1, self.group_size // 2) if self.index_size is None else self.index_size
         return IndexSettings(self.index, self.group_size, size, self.index_bits)
 
     @property
     def step_settings(self) -> RecallSettings:
-        """The method as `condense.ops.recall.recall_step` wants it."""
+        """The method's settings as `condense.ops.recall.recall_step` takes them."""
         layout = self.layout
         bias = layout.bias[0] if layout.bias else 0.0
         return RecallSettings(layout.rule, self.index_settings, self.num_recall, bias, self.unchosen == "pool")
@@ -124,8 +124,8 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``. On PyTorch for every device. Raises ValueError for attention dropout, for a scale that is
-        not positive, and for a backend of kernels, once there are groups to choose from.
+        q ``[B, H, L, D]``. Runs on the torch backend. Once there are groups to choose from, raises ValueError for
+        attention dropout, for a scale that is not positive, and for the backends "triton" and "hopper".
         """
         if not context.extra:
             return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)

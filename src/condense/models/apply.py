@@ -1,4 +1,4 @@
-"""Condense a model in place, undo it, or do it for a while; and remember it in the model's configuration."""
+"""Condense a model in place, undo it, or condense it in a ``with`` block; the choice is kept in its configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 _CONFIG_KEY = "condense"
 
-# one method for all layers, or layer index to method for some of them, the others stock
+# one method for all layers, or layer index -> method; layers that are left out stay stock
 MethodChoice = Method | Mapping[int, Method]
 
 
@@ -27,29 +27,29 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
     """Give a Hugging Face causal LM condensed attention, in place, and return it.
 
     layers: indices to condense; None means all that can be. On a model that is condensed already, the named
-    layers change and the others keep what they have. Layers with a sliding window stay stock and are logged.
-    The choice is written to ``config.condense`` and survives save_pretrained; the saved model loads condensed whatever
-    ``attn_implementation`` from_pretrained is given, which then is what `restore` goes back to. Apply before
-    accelerate, FSDP and torch.compile wrap the model.
-    Raises ValueError for an unsupported model, one that is to return attention weights or shares its configuration with
-    another condensed model, a layer that cannot be condensed, or anything but a method.
+    layers change and the others keep their method. Layers with a sliding window stay stock, which is logged.
+    The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
+    ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Apply before accelerate,
+    FSDP and torch.compile wrap the model.
+    Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
+    another condensed model, for a layer that cannot be condensed, and for anything but a method.
     """
     base, attentions = _attentions(model)
-    _assign(attentions, _plan(base, attentions, method, layers))
+    _assign(attentions, _assignment(base, attentions, method, layers))
     sliding = [i for i, module in sorted(attentions.items()) if sliding_window(module) is not None]
     if sliding and layers is None:
         logger.warning("layers %s have a sliding window and stay as they are", sliding)
     return model
 
 
-def _plan(
+def _assignment(
     base: PreTrainedModel, attentions: dict[int, nn.Module], method: Method, layers: Iterable[int] | None
 ) -> dict[int, Method]:
-    """What each layer gets, checked before anything changes."""
-    plan = dict.fromkeys(chosen_layers(base, attentions, layers), Method.parse(method))
+    """Layer index to method for the whole model, checked before anything changes."""
+    chosen = dict.fromkeys(chosen_layers(base, attentions, layers), Method.parse(method))
     check_config(attentions)
-    check_latents(plan, attentions)
-    return {**_methods(attentions), **plan}
+    check_latents(chosen, attentions)
+    return {**_methods(attentions), **chosen}
 
 
 def restore(model: ModelT) -> ModelT:
@@ -60,14 +60,14 @@ def restore(model: ModelT) -> ModelT:
 
 @contextmanager
 def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
-    """`apply` for the length of a ``with`` block; afterwards the model is what it was before.
+    """`apply` for the length of a ``with`` block; afterwards the model is as before.
 
-    In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and with
-    ``use_reentrant=True`` it would take the gradients of the model as it is by then, without an error.
+    In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and after the
+    block they have the earlier attention again (with ``use_reentrant=True`` without an error).
     """
     base, attentions = _attentions(model)
     before, implementation = _methods(attentions), _config(attentions)._attn_implementation
-    _assign(attentions, _plan(base, attentions, method, layers))
+    _assign(attentions, _assignment(base, attentions, method, layers))
     try:
         yield model
     finally:
@@ -115,8 +115,8 @@ def condense_from_config(model: PreTrainedModel) -> None:
         return
     attentions = _by_layer(m for m in model.modules() if is_supported(m))
     if not attentions:
-        return  # an inner model or a head without attention of its own; the outer post_init comes by later
-    # a model that is loaded with fewer layers than were saved has no use for the others' methods
+        return  # an inner model without attention of its own: the outer model's post_init condenses it later
+    # a model loaded with fewer layers than it was saved with ignores the methods of the others
     assignment = {i: method for i, method in _saved_methods(settings).items() if i in attentions}
     check_latents(assignment, attentions)
     _set_methods(attentions, assignment, config._attn_implementation)
@@ -135,10 +135,10 @@ def _saved_methods(settings: object) -> dict[int, Method]:
 
 
 def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
-    """Make ``assignment`` (empty: stock) the state of the model and of its configuration.
+    """Condense the layers in ``assignment`` (empty: none, all stock) and write it to the model's configuration.
 
-    The implementation goes straight into the field: the public setter gives it to all parts of a model, vision towers
-    too.
+    Writes the configuration's private field for the attention implementation, because the public setter would set it
+    in all parts of a model, vision towers too.
     """
     config = _config(attentions)
     if not assignment:
@@ -147,7 +147,7 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
             return
         for module in condensed:
             previous = module.condense_previous
-            module.__class__ = type(module).__mro__[2]  # after the thin class and its mixin comes the stock one
+            module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
             del module.condense_method, module.condense_previous, module.condense_board
             _rebind_hooks(module)
         delattr(config, _CONFIG_KEY)
@@ -160,12 +160,12 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
 
 
 def _config(attentions: dict[int, nn.Module]) -> Any:
-    """The configuration of a model's attention, which is a part of a larger one where there is more than text."""
+    """The configuration that the attention modules use: in multimodal models, that of the text part."""
     return next(iter(attentions.values())).config
 
 
 def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method], implementation: str) -> None:
-    """Condense the modules and note on each which implementation the model had (any part of it can be restored)."""
+    """Condense the modules; each keeps the name of the attention implementation that `restore` returns to."""
     board = ForwardBoard()
     for index, module in attentions.items():
         if implementation != IMPLEMENTATION:
@@ -178,13 +178,13 @@ def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]
 
 
 def _rebind_hooks(module: nn.Module) -> None:
-    """Accelerate's hooks keep the forward of the class that the module had when they were installed."""
+    """Make accelerate's hooks call the forward of the module's new class; they hold that of the old one."""
     if "_old_forward" in vars(module):
         module._old_forward = type(module).forward.__get__(module)
 
 
 def _settings(assignment: dict[int, Method]) -> dict[str, Any]:
-    """JSON form: each method once, with its layers."""
+    """``config.condense``: each method once, with its layers, in JSON types."""
     methods = dict.fromkeys(assignment.values())
     return {
         "methods": [
@@ -228,7 +228,7 @@ def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
 
 
 def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: Iterable[int] | None) -> list[int]:
-    """The layers as a list, None: all that can be condensed. Raises ValueError for any other index, and for none."""
+    """The layers as a list; None: all that can be condensed. Raises ValueError for other indices and an empty list."""
     full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
     if layers is None:
         if not full:
@@ -248,7 +248,7 @@ def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: It
 
 
 def check_config(attentions: dict[int, nn.Module]) -> None:
-    """Raise ValueError if a model is to return attention weights, or has the configuration of a condensed one."""
+    """Raise ValueError for ``output_attentions``, and for a stock model with the configuration of a condensed one."""
     config = _config(attentions)
     if getattr(config, "output_attentions", False):
         raise ValueError(
@@ -263,7 +263,7 @@ def check_config(attentions: dict[int, nn.Module]) -> None:
 
 
 def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module]) -> None:
-    """Raise ValueError if a layer that caches latents is to have a method that cannot condense them."""
+    """Raise ValueError if a layer that caches latents (MLA) gets a method that cannot condense them."""
     for index, method in methods.items():
         module: Any = attentions[index]
         if is_latent(module):

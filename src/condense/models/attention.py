@@ -1,10 +1,10 @@
-"""Where condensed attention meets transformers: no forward is copied.
+"""Condensed attention in transformers' models, without copying their forwards.
 
-A stock attention class gets a thin subclass. Its forward hands the stock forward a capturing proxy in place of
-the cache, and hands the attention function, through keyword arguments, an object that knows the real cache.
-The stock forward projects, rotates and calls `condense_attention`, which has everything it needs.
+A condensed layer is a subclass of its stock attention class. Its forward calls the stock forward with a `CacheProxy` in
+place of the cache, and passes the proxy on, as a keyword argument, to the attention function. The stock forward
+projects and rotates, gives new keys and values to the proxy and calls `condense_attention`, which reads the real cache.
 
-Shapes: B rows, H query heads, K KV heads, L new tokens, S keys at hand, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, L new tokens, S keys in the cache, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def condense_attention(
 
     query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
     None. Returns ``[B, L, H, Dv]`` and no weights.
-    Raises ValueError if the model was not prepared by `condense.apply`, and for what cannot be honoured.
+    Raises ValueError if the model was not prepared by `condense.apply`, for soft-capping and for is_causal=False.
     """
     if condense_state is None:
         raise ValueError(
@@ -62,7 +62,7 @@ def condense_attention(
 
 
 class CacheProxy:
-    """Stands in for the cache during a condensed layer's forward: remembers the new keys and values."""
+    """Given to the stock forward in place of the cache: returns new keys and values unchanged and stores nothing."""
 
     def __init__(self, cache: Cache | None, layer_idx: int, *, is_latent: bool) -> None:
         self.cache = cache
@@ -73,9 +73,10 @@ class CacheProxy:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache.update as the stock forward calls it: nothing is stored, the new tokens go on as they are.
+        """As ``Cache.update``, but stores nothing and returns the new tokens alone.
 
-        What MLA caches is not what the attention function gets: ``[B, 1, L, d_c + d_r]``, noted here.
+        MLA calls it with latents and rope keys, together ``[B, 1, L, d_c + d_r]``. The attention function does not get
+        them, so they are kept here for `attend`.
         """
         self.layer_idx = layer_idx
         self.latents = torch.cat([key_states, value_states], dim=-1) if self.is_latent else None
@@ -85,7 +86,7 @@ class CacheProxy:
         return getattr(self.__dict__["cache"], name)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Condensed attention ``[B, H, L, Dv]`` of the new tokens over the past in the real cache."""
+        """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
         if is_step and not with_gradients:
@@ -95,7 +96,7 @@ class CacheProxy:
         return self._read_eagerly(call) if isinstance(self.cache, StaticCache) else self._read(call)
 
     def _step(self, call: AttentionCall) -> Tensor | None:
-        """Attention of one token per row, taken into the real cache in place, or None where that cannot be done."""
+        """Attention of one token per row, added to the real cache in place; None if the layer cannot step."""
         if self.cache is None:
             return None
         module, q, k, v = call.module, call.q, call.k, call.v
@@ -106,7 +107,7 @@ class CacheProxy:
         if self.latents is not None:
             latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
             v = k[..., :0]
-        # an offloading cache brings its layers back when it is updated
+        # an offloading cache moves layers back to the GPU in `update`, which a step does not call
         if self.cache.offloading or not layer.can_step(k, v, latent_width):
             return None
         real = None if ALL_REAL in call.options else self._real_rows(call, layer)
@@ -117,7 +118,7 @@ class CacheProxy:
         return layer.step(q, k, v, scale=call.scale, real=real)
 
     def _real_rows(self, call: AttentionCall, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
-        """Rows whose one new token is real, None for all; a growing layer's host knows, a static one's never looks."""
+        """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
         if call.mask is None:
             return None
         if isinstance(layer, StaticCondensedLayer):
@@ -131,7 +132,7 @@ class CacheProxy:
 
     @torch.compiler.disable
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
-        """Reading a prompt into a static cache looks at counts on the host: a compiled forward breaks here."""
+        """`_read` outside of compiled graphs, because reading a prompt into a static cache needs counts on the host."""
         return self._read(call)
 
     def _read(self, call: AttentionCall) -> Tensor:
@@ -156,7 +157,7 @@ class CacheProxy:
 
 
 def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention ``[B, H, L, Dv]`` of new tokens, aligned, over the past in the cache."""
+    """Attention ``[B, H, L, Dv]`` of new right-aligned tokens, over these and what the cache holds."""
     call = target.call
     method: Method = call.module.condense_method  # type: ignore[assignment]
     context = read_tokens(target, method, q, k, v)
@@ -166,8 +167,8 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays as it is. condense_previous: the attention implementation that
-    `condense.restore` goes back to. condense_board: where the layers of one forward find what they share.
+    condense_method: None for a layer that stays stock. condense_previous: the attention implementation that
+    `condense.restore` returns to. condense_board: shared by the layers, see `condense.models.forward`.
     """
 
     condense_method: Method | None
@@ -175,7 +176,7 @@ class CondensedAttention(nn.Module):
     condense_board: ForwardBoard
 
     def forward(self, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
-        """The stock forward, with the proxy as its cache and the state on its way to `condense_attention`."""
+        """The stock forward with the proxy as its cache, and the proxy as an argument for `condense_attention`."""
         if kwargs.get("cache") is not None:
             raise ValueError(
                 "paged caches and continuous batching cannot be condensed: call condense.restore(model), or use "
@@ -183,7 +184,7 @@ class CondensedAttention(nn.Module):
             )
         config: Any = self.config
         if config._attn_implementation != IMPLEMENTATION:
-            # somebody chose another implementation after condense.apply: theirs is the last word
+            # another implementation was set after condense.apply: use that one
             return super().forward(*args, past_key_values=past_key_values, **kwargs)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
         if self.condense_method is None:
@@ -194,7 +195,7 @@ class CondensedAttention(nn.Module):
 
 
 def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:
-    """The thin subclass of a stock attention class, made once and found by pickle under this module."""
+    """The condensed subclass of a stock attention class, made once and stored in this module, where pickle finds it."""
     name = f"Condensed{stock.__name__}"
     if name not in globals():
         globals()[name] = type(name, (CondensedAttention, stock), {"__module__": __name__, "__doc__": stock.__doc__})
@@ -202,7 +203,7 @@ def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def __getattr__(name: str) -> type[nn.Module]:
-    """Lets pickle find a subclass that this process has not made yet."""
+    """Make a condensed subclass when pickle asks for one that this process has not made yet."""
     stock = name.removeprefix("Condensed")
     if stock == name or stock not in FAMILIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

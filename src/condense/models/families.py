@@ -1,4 +1,4 @@
-"""The attention classes of transformers that can be condensed, and what is known of each model family."""
+"""The attention classes of transformers that can be condensed, and properties of the model families."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_latent(module: nn.Module) -> bool:
     return hasattr(module, "kv_lora_rank")
 
 
-# families with attention of the same kind and something more that condensing does not honour
+# families whose attention looks like a supported one but does something more, which condensing would ignore
 _NOT_HANDLED = {
     "bailing_hybrid": "most of its layers are linear attention",
     "kimi_linear": "its latent attention has no rotated keys and most of its layers are linear attention",
@@ -54,7 +54,7 @@ _NOT_HANDLED = {
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Why a model of a kind that looks like a supported one is not, None if nothing is known."""
+    """Why a model whose attention looks like a supported one cannot be condensed, None if no reason is known."""
     for module in model.modules():
         if type(module).__name__.endswith("Indexer"):
             return "its queries choose their keys by an indexer (sparse attention, DSA)"
@@ -65,9 +65,9 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def sliding_window(module: nn.Module) -> int | None:
-    """Window of a layer that the model itself limits, None for full attention.
+    """Sliding window of a layer, None for full attention.
 
-    Mistral's modules do not carry the value, so the configuration is asked as transformers' caches ask it.
+    Read from the configuration, as transformers' caches do, because Mistral's modules do not have the value.
     """
     config: Any = module.config
     layer_types = getattr(config, "layer_types", None)
@@ -77,12 +77,12 @@ def sliding_window(module: nn.Module) -> int | None:
 
 
 def max_learned_positions(config: Any) -> int | None:
-    """Positions a model with learned position embeddings has, None where positions are computed."""
+    """Number of positions of a model with learned position embeddings, None for other embeddings."""
     return config.max_position_embeddings if config.model_type in _LEARNED_POSITIONS else None
 
 
 def rope_that_changes(config: Any) -> str | None:
-    """The kind of rotary embedding whose frequencies depend on how long a text has become, None for any other."""
+    """The kind of rotary embedding if its frequencies depend on the length of the text, else None."""
     settings = getattr(config, "rope_parameters", None) or {}
     kinds = [settings, *(part for part in settings.values() if isinstance(part, dict))]  # one, or one per kind of layer
     return next((kind for part in kinds if (kind := part.get("rope_type")) in ("dynamic", "longrope")), None)

@@ -1,8 +1,11 @@
 """What the attention layers of one forward share: padding, packed documents, and the plan.
 
-Transformers hands every layer of a forward the same mask, positions and marks. The first layer that a forward reaches
-looks at them and keeps what it found in a board that all attention modules of a model share; the others find it there
-by those very objects. A layer that asks again is in another forward, and looks anew: tensors may have been rewritten.
+Transformers gives every layer of a forward the same mask, position and document objects. The first layer of a forward
+reads them and stores the result in the model's `ForwardBoard`; the other layers look it up there by the identity of
+these objects. If a layer asks twice, a new forward has begun, and the objects are read again, as they may have been
+changed in place. They are read again, too, if PyTorch's version counter says that they were changed (tensors made in
+inference mode have none). Layers that run again in a backward pass (activation checkpointing) count as a forward of
+their own.
 
 Shapes: B rows, L new slots.
 """
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +24,8 @@ from transformers import Cache
 from condense.models.padding import Padding, check_mask, look_at
 from condense.plan import ForwardPlan
 
-# forwards whose layers may take turns: layers with and without a sliding window get masks of their own
+# forwards kept at a time: layers with and without a sliding window get different masks and so count as two, and threads
+# may run the same model
 _MOST_FORWARDS = 4
 
 
@@ -42,11 +46,11 @@ class AttentionCall(NamedTuple):
 
 
 class Forward:
-    """One forward of a model, as its layers see it."""
+    """The padding, documents and plans of one forward of a model, for all of its layers."""
 
     def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
-        # weak, so that the board of a model keeps nothing alive that its caller has let go
-        self._shared = tuple(map(_weak, _shared_by_layers(call, cache)))
+        # weak references, so that the board does not keep a caller's mask or cache alive
+        self._shared = tuple(map(_Shared, _shared_by_layers(call, cache)))
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
@@ -54,9 +58,9 @@ class Forward:
         self._lengths: dict[bool, list[int] | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
-        """True if the call is of this forward, by a layer that has not asked yet."""
+        """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
         same = (
-            all(map(_is_of, self._shared, _shared_by_layers(call, cache)))
+            all(map(_Shared.equals, self._shared, _shared_by_layers(call, cache)))
             and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
             and layer_idx not in self._asked
         )
@@ -67,7 +71,7 @@ class Forward:
     @property
     def mask(self) -> Tensor | None:
         """The key mask of the calls, bool ``[B, 1, 1, n]``."""
-        return self._shared[0]()
+        return self._shared[0].get()
 
     def padding(self, start: int, length: int) -> Padding | None:
         """Padding in columns ``[start, start + length)`` of the mask, None if all are real.
@@ -83,7 +87,7 @@ class Forward:
         return self._paddings[start, length]
 
     def plan(self, padding: Padding | None = None) -> ForwardPlan:
-        """The plan of the new tokens, aligned by their padding."""
+        """The plan of the new tokens; with padding, after they were aligned by it."""
         key = None if padding is None else id(padding)
         if key not in self._plans:
             self._plans[key] = ForwardPlan(self.L, None if padding is None else padding.counts)
@@ -97,8 +101,8 @@ class Forward:
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:
-            marks: Tensor | None = self._shared[1]()
-            positions: Tensor | None = self._shared[2]() if plain else None
+            marks: Tensor | None = self._shared[1].get()
+            positions: Tensor | None = self._shared[2].get() if plain else None
             self._lengths[plain] = self._runs(positions) if marks is None else self._marked(marks)
         return self._lengths[plain]
 
@@ -125,13 +129,13 @@ class Forward:
 
 
 class ForwardBoard:
-    """Where the layers of a model find the `Forward` they are in. Copies and pickles of a model begin with none."""
+    """The newest forwards of a model, in which its layers find their own. Copies and pickles of a board are empty."""
 
     def __init__(self) -> None:
         self._forwards: list[Forward] = []
 
     def forward_of(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> Forward:
-        """The forward that a layer's call belongs to, new if no layer before it was in the same."""
+        """The forward that a layer's call belongs to; a new one for the first layer of a forward."""
         if torch.compiler.is_compiling():
             return Forward(call, cache)
         # a copy: other threads may run the same model
@@ -155,23 +159,35 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
     return call.mask, call.options.get("cu_seq_lens_q"), call.options.get("position_ids"), cache
 
 
-def _weak(x: Any) -> Callable[[], Any]:
-    return _nothing if x is None else weakref.ref(x)
+class _Shared:
+    """An object as a layer got it, or None. It is not kept alive."""
+
+    def __init__(self, x: Any) -> None:
+        self._reference = None if x is None else weakref.ref(x)
+        self._version = _version(x)
+
+    def get(self) -> Any:
+        """The object, None if it is gone."""
+        return None if self._reference is None else self._reference()
+
+    def equals(self, x: Any) -> bool:
+        """True for the very same object, not written to since."""
+        # an object that is gone was not None
+        same = self._reference is None if x is None else self.get() is x
+        return same and _version(x) == self._version
 
 
-def _nothing() -> None:
-    return None
-
-
-def _is_of(known: Callable[[], Any], given: Any) -> bool:
-    """True if a weak reference is to what is given; one whose object is gone is not to None."""
-    return known is _nothing if given is None else known() is given
+def _version(x: Any) -> int | None:
+    """How often a tensor was written to, None if it does not tell."""
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or x.is_inference():
+        return None
+    return x._version
 
 
 def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
-    """Raise ValueError for packed documents that a cache would go on with.
+    """Raise ValueError for packed documents with a cache, which later calls would continue.
 
-    Training asks for a cache by default and drops it; anybody else would go on with it.
+    In training an empty cache is allowed: transformers makes one by default and nothing uses it.
     """
     if cache is not None and (seen > 0 or not module.training):
         raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")

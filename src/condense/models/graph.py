@@ -1,4 +1,4 @@
-"""Decoding by replaying one CUDA graph: no Python, no launches and no waiting between the layers of a step.
+"""Decoding by replaying one CUDA graph per step, without Python, kernel launches or waits between the layers.
 
 Shapes: B rows, L prompt tokens, n new tokens, V vocabulary.
 """
@@ -19,16 +19,16 @@ from condense.models.families import max_learned_positions, rope_that_changes
 from condense.models.layers import ensure_layers
 from condense.models.padding import ALL_REAL
 
-# kernels are built and libraries choose their workspaces in the first calls, which no graph may record
+# calls before the capture: the first ones compile kernels and allocate workspaces, which a graph must not record
 _WARM_UPS = 3
 
 
 class GraphDecoder:
     """Prefill and token-by-token decode of a causal LM over a static cache of its own.
 
-    model: a Hugging Face causal LM in eval mode, condensed or stock, whose layers have no sliding window; it must
-    stay as it is afterwards. batch_size and max_length (prompt and new tokens, padding included) are fixed; prompts
-    may follow one another. On CUDA the decode step is captured before the first prompt and replayed; on other devices
+    model: a Hugging Face causal LM in eval mode, condensed or stock, whose layers have no sliding window; it must not
+    be changed afterwards. batch_size and max_length (prompt and new tokens, padding included) are fixed; `prefill`
+    starts a new prompt. On CUDA the decode step is captured before the first prompt and replayed; on other devices
     it runs eagerly. compile: `torch.compile` the step first, as one graph.
     Raises ValueError for a model or sizes that cannot work.
     """
@@ -57,7 +57,7 @@ class GraphDecoder:
         device = self.model.device
         self._ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        # padding of the prompt; everything after it is real
+        # False at the prompt's padding, True at all later slots
         self._mask = torch.ones(batch_size, max_length, dtype=torch.bool, device=device)
         self._forward = torch.compile(self._decode, fullgraph=True, dynamic=False) if compile else self._decode
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -68,12 +68,12 @@ class GraphDecoder:
     @torch.inference_mode(False)
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, chunk: int | None = None) -> Tensor:
-        """Forget what was before, read a prompt and return the logits ``[B, V]`` of its last token.
+        """Empty the cache, read a prompt and return the logits ``[B, V]`` of its last token.
 
-        input_ids int64 ``[B, L]``; attention_mask ``[B, L]``, 0 at padding, which stands on the left; chunk: tokens
+        input_ids int64 ``[B, L]``; attention_mask ``[B, L]``, 0 at padding, which must be on the left; chunk: tokens
         per forward, None: all at once.
-        Raises ValueError, state unchanged, for another number of rows, a prompt that leaves no room, right padding,
-        and a chunk smaller than the prompt where a method looks ahead in it.
+        Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, right padding,
+        and a chunk smaller than the prompt if a method looks ahead in it.
         """
         B, L = self._check_prompt(input_ids, attention_mask)
         chunk = L if chunk is None else chunk
@@ -84,7 +84,7 @@ class GraphDecoder:
         if not self._is_prepared:
             self._prepare()
         self._reset()
-        # nothing is replayed before the prompt is read, and nobody needs to ask the device how far it is
+        # no graph is replayed during the prefill, so the host can count slots instead of reading them from the device
         self._know_slots(0)
         device = self._ids.device
         input_ids = input_ids.to(device)
@@ -95,7 +95,7 @@ class GraphDecoder:
         else:
             self._mask[:, :L] = mask
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-        # some models compute logits for all tokens or for the last, OPT's oldest have no choice
+        # logits of the last token alone, for models that can be asked for these
         keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         for start in range(0, L, chunk):
             stop = min(start + chunk, L)
@@ -117,7 +117,7 @@ class GraphDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Read one token per row, int64 ``[B]``, and return the logits ``[B, V]`` that follow.
 
-        Raises ValueError, state unchanged, before a prefill, for another number of rows, and if there is no room.
+        Raises ValueError, state unchanged, before a prefill, for another number of rows, and if the cache is full.
         """
         if self._length == 0:
             raise ValueError("step continues a prompt: call prefill first")
@@ -142,7 +142,7 @@ class GraphDecoder:
         eos_token_id: int | Sequence[int] | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """Greedy: ``[B, L + n]``, n at most max_new_tokens. A row that has ended goes on with the token that ended it.
+        """Greedy decoding: ``[B, L + n]``, n <= max_new_tokens. A row that has ended repeats the token that ended it.
 
         Other arguments as `prefill`. Raises ValueError as `prefill`, and if prompt and new tokens do not fit.
         """
@@ -158,7 +158,7 @@ class GraphDecoder:
         tokens = logits.argmax(-1)
         parts = [input_ids.to(tokens.device), tokens[:, None]]
         ended = torch.isin(tokens, ends)
-        # without an end to look for, the host never waits
+        # without end tokens the host never waits for the device
         while len(parts) <= max_new_tokens and not (ends.numel() > 0 and bool(ended.all())):
             tokens = torch.where(ended, tokens, self.step(tokens).argmax(-1))
             parts.append(tokens[:, None])
@@ -166,7 +166,7 @@ class GraphDecoder:
         return torch.cat(parts, dim=1)
 
     def _decode(self) -> Tensor:
-        """One step on what stands in the buffers: the captured part."""
+        """One step on the tokens in ``_ids``; this is what the graph captures."""
         out = self.model(
             input_ids=self._ids,
             attention_mask=self._mask,
@@ -179,7 +179,7 @@ class GraphDecoder:
         return out.logits[:, -1]
 
     def _prepare(self) -> None:
-        """Fill the buffers' addresses in and, on CUDA, capture a step; what it reads here is forgotten again."""
+        """Allocate the buffers by a first step and, on CUDA, capture one; `_reset` then empties the cache."""
         self._rewind()
         self._decode()
         if self._ids.device.type == "cuda":
@@ -202,7 +202,7 @@ class GraphDecoder:
         self._graph = graph
 
     def _rewind(self) -> None:
-        """Forget what was before and decode the next token, as after an empty prompt."""
+        """Empty the cache and let the next step decode, as after an empty prompt."""
         self._reset()
         for layer in self._condensed:
             layer.skip_prompt()

@@ -1,8 +1,8 @@
-"""What `import condense` adds to transformers: two names in its registries, and three wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and three wrapped methods.
 
-`post_init`: a saved condensed model loads condensed in one line. `_prepare_cache_for_generation`: layers are
-put into the cache before generate decides about compilation and past recording. `init_continuous_batching`:
-refused. None does anything for a model that is not condensed.
+`post_init`: condenses a saved condensed model when it is loaded. `_prepare_cache_for_generation`: puts condensed layers
+into the cache before generate decides whether to compile and whether the cache can be cropped.
+`init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def _wrap_prepare_cache(stock: Any) -> Any:
 
 
 def _is_condensed(model: Any) -> bool:
-    """True if the text's attention is `condense`; with a vision tower only the text's own configuration says it."""
+    """True if the text model's attention is `condense`; of a multimodal model only the text configuration says so."""
     return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
 
 
 def _check_room(cache: Cache, max_cache_length: int) -> None:
-    """Compiled steps cannot look how full a static cache is, so it is done before the first."""
+    """Raise ValueError if a static cache is too short: compiled steps cannot check how full it is."""
     if not isinstance(cache, StaticCache):
         return
     room = min((layer.get_max_length() for layer in cache.layers if not layer.is_sliding), default=max_cache_length)
@@ -91,7 +91,7 @@ def _check_room(cache: Cache, max_cache_length: int) -> None:
 def _wrap_continuous_batching(stock: Any) -> Any:
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # refused here already: with flash attention at hand it would quietly switch to that, and be dense
+        # refused here, because with flash attention installed it would silently switch to that and be dense
         if _is_condensed(self):
             raise ValueError(
                 "continuous batching and paged caches cannot be condensed: use model.generate, or call "
@@ -123,7 +123,7 @@ def _check_generation(
 
 
 def _check_whole_prompt(method: Method, generation_config: GenerationConfig, mode: GenerationMode) -> None:
-    """A prompt's end is known only if the first forward reads the prompt, all of it, and nothing else."""
+    """Raise ValueError unless the first forward reads exactly the prompt: a method that looks ahead needs its end."""
     if generation_config.prefill_chunk_size is not None:
         reason = "unset prefill_chunk_size"
     elif not generation_config.use_cache:

@@ -27,12 +27,13 @@ class LayerReport:
     """One layer at one length, batch 1.
 
     width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
-    (MLA); bytes of the cache after a prefill of that length.
+    (MLA), with the exact tokens in Recall's store; bytes of the cache after a prefill of that length, with Recall's
+    index.
 
-    FLOPs count attention over visible keys and pooling, with the products that only latents need for it, and no
-    other projections. pays_from: the shortest length from
-    which the condensed layer needs fewer FLOPs than the dense one, None if it never does. method: None for a
-    layer that stays stock; then both columns are the stock figures. remark: what the figures do not say, or None.
+    FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
+    latents need for it, and no other projections. pays_from: the shortest length from which the condensed layer needs
+    fewer FLOPs than the dense one, None if it never does. method: None for a layer that stays stock; then both columns
+    are the stock figures. remark: what the figures do not say, or None.
     """
 
     layer: int
@@ -76,7 +77,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
     entries, tail = _kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
-    stored = heads.store_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    index_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
         width=heads.width,
@@ -85,20 +86,23 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         dense_entries=dense_entries,
         entries=entries,
         dense_bytes=dense_bytes,
-        bytes=numbers * itemsize + stored,
+        bytes=numbers * itemsize + index_bytes,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
-        remark=_remark(method, length),
+        remark=_remark(heads, method, length, itemsize),
     )
 
 
-def _remark(method: Method, length: int) -> str | None:
+def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | None:
+    if isinstance(method, Recall):
+        return (
+            f"recall: all {length} tokens stay on the device, so the cache is larger than a dense one; a step after "
+            f"them reads {heads.recalled_bytes(method, length, itemsize):,} bytes of it"
+        )
     if _selects(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
-    if isinstance(method, Recall):
-        return "recall: a step reads few tokens, the cache holds them all: tokens, entries and index, all on the device"
     obstacle = settings_obstacle(step_settings(method))
     if obstacle is not None:
         return f"{method.name}: over a static cache its steps run on PyTorch, as the Triton step {obstacle}"
@@ -111,19 +115,19 @@ def _selects(method: Method) -> TypeGuard[DGA]:
 
 @dataclass(frozen=True)
 class _Heads:
-    """num_kv: KV heads, 1 for latents. entry_numbers: in one cache entry of all KV heads. scored: those of them that a
-    summary query scores, the keys.
+    """entry_numbers: in one cache entry of all KV heads. scored: those of them that a summary query scores.
+    cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its keys.
 
     FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per prefix entry, to make
     keys and values of it.
     """
 
     num_q: int
-    num_kv: int
     width: int
     value_width: int
     entry_numbers: int
     scored: int
+    cached_widths: tuple[int, int]
     summary_flops: int
     entry_flops: int
 
@@ -135,10 +139,11 @@ class _Heads:
             d_n, d_r, d_v = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
             numbers = module.kv_lora_rank + d_r
             absorbed, expanded = (2 * num_q * module.kv_lora_rank * d for d in (d_n, d_n + d_v))
-            return cls(num_q, 1, d_n + d_r, d_v, numbers, numbers, absorbed + num_q * d_r, expanded)
+            widths = (numbers, module.kv_lora_rank)
+            return cls(num_q, d_n + d_r, d_v, numbers, numbers, widths, absorbed + num_q * d_r, expanded)
         num_kv = getattr(config, "num_key_value_heads", None) or num_q
         width = getattr(config, "head_dim", None) or config.hidden_size // num_q
-        return cls(num_q, num_kv, width, width, num_kv * 2 * width, num_kv * width, num_q * width, 0)
+        return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, (width, width), num_q * width, 0)
 
     def dense_flops(self, length: int, window: int | None = None) -> int:
         least = length if window is None else min(length, window)
@@ -148,36 +153,25 @@ class _Heads:
         """FLOPs of a prompt of ``length`` tokens."""
         if _selects(method):
             return int(self._selected(method, length))
+        if isinstance(method, Recall):
+            return self._recalled(method, length)
         rule = method.layout.rule
         visible = length * (length + 1) // 2 - _sum_closed(rule, length, None) * rule.chunk
         visible += _sum_closed(rule, length, rule.max_chunks) * rule.entries
-        if isinstance(method, Recall):
-            opened = _sum_closed(rule, length, method.num_recall)
-            closed = _sum_closed(rule, length, None)
-            visible += opened * method.group_size - (opened if method.unchosen == "pool" else closed)
-            asked = closed * method.index_settings.num_rows * self.num_q * 2 * (self.scored // self.num_kv)
-        else:
-            asked = 0
         entries = int(num_entries(method, length))
         chunks = entries // rule.entries
         pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
         if method.layout.num_summary > 0:
             # scores of all tokens of a chunk, and the mean over each KV head's queries
             pooled += chunks * rule.chunk * 2 * self.scored + length * self.summary_flops
-        return visible * self._per_key + asked + pooled
-
-    def store_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """Bytes of the exact tokens of closed groups, and of the groups' index."""
-        index, groups = method.index_settings, int(num_entries(method, length))
-        grid, code_bits = (0, 8 * itemsize) if index.bits == 16 else (2 * 4, index.bits)
-        of_group = index.num_rows * self.scored * code_bits // 8 + self.num_kv * grid
-        return groups * (method.group_size * self.entry_numbers * itemsize + of_group)
+        return visible * self._per_key + pooled
 
     def pays_from(self, method: Method) -> int | None:
-        """Searched up to 64 windows and chunks and 8 ``min_focal``: a method that does not pay there never does."""
+        """Searched up to 64 windows, chunks and open groups and 8 ``min_focal``: what pays does so before."""
         if method.layout.rule.window is None:
             return None
-        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk)
+        num_recall = method.num_recall if isinstance(method, Recall) else 0
+        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + num_recall))
         if _selects(method):
             return self._selection_pays_from(method, limit + 8 * method.min_focal)
 
@@ -223,6 +217,33 @@ class _Heads:
         pooled = groups * (2 * g * (self.scored + self.entry_numbers) + self.summary_flops)
         return visible * self._per_key + (selecting + pooled) * (groups > 0)
 
+    def _recalled(self, method: Recall, length: int) -> int:
+        """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends.
+
+        Latents are read as they are: queries and outputs are projected in place of entries, at the same price.
+        """
+        rule, (D, Dv) = method.layout.rule, self.cached_widths
+        closed, opened = (_sum_closed(rule, length, most) for most in (None, method.num_recall))
+        visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
+        visible += closed - opened if method.unchosen == "pool" else 0
+        asked = closed * method.index_settings.num_rows
+        pooled = int(num_entries(method, length)) * rule.chunk * 2 * self.entry_numbers
+        return self.num_q * 2 * (visible * (D + Dv) + asked * D) + pooled + length * self.entry_flops
+
+    def index_bytes(self, method: Recall, length: int, itemsize: int) -> int:
+        """The index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
+        D = self.cached_widths[0]
+        num_codes, num_grid = method.index_settings.widths(D)
+        code_bytes = num_codes * (itemsize if method.index_bits == 16 else 1)
+        return int(num_entries(method, length)) * self.scored // D * (code_bytes + num_grid * max(4, itemsize))
+
+    def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
+        """What a step after ``length`` tokens reads: the index, entries, tokens of open groups, and the window."""
+        groups = int(num_entries(method, length))
+        unopened = max(0, groups - method.num_recall)
+        keys = length - unopened * method.group_size + (unopened if method.unchosen == "pool" else 0)
+        return keys * self.entry_numbers * itemsize + self.index_bytes(method, length, itemsize)
+
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """The first number from ``low`` on that holds, with all after it; ``high`` if none below it does."""
@@ -243,11 +264,12 @@ def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
 
 
 def _kept(method: Method, length: int) -> tuple[int, int]:
-    """Entries (representatives and exact tokens) and summary queries that a cache holds after ``length`` tokens."""
+    """Entries (representatives and exact tokens, Recall's store included) and summary queries of a cache."""
     if isinstance(method, Dense):
         return length, 0
     if _selects(method):
         return int(prompt_entries(method, length)), 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
     tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
-    return int(num_entries(method, length)) + exact, tail
+    stored = method.group_size if isinstance(method, Recall) else 0
+    return int(num_entries(method, length)) * (1 + stored) + exact, tail

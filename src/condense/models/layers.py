@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer
 
-from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer
+from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer, StaticRecallLayer
 from condense.functional import extend
 from condense.methods import Context, Method, Recall
 from condense.models.forward import AttentionCall
@@ -77,9 +77,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
 def _condensed_layer(layer: CacheLayerMixin, method: Method) -> CondensedLayer | StaticCondensedLayer:
     if isinstance(layer, StaticLayer | StaticCondensedLayer):
         if isinstance(method, Recall):
-            raise ValueError(
-                f"static caches cannot hold the exact tokens of {method}: leave cache_implementation unset"
-            )
+            return StaticRecallLayer(method, layer.max_cache_len)
         return StaticCondensedLayer(method, layer.max_cache_len)
     return CondensedLayer(method)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
-# How transformers puts mask functions together: each is a function made by another, known by its name. These two
-# restrict a causal mask to what a layer does itself, by its sliding window and by the documents of a packed row.
+# Transformers composes mask functions from closures, which are recognised by name. These two restrict a causal mask to
+# a sliding window and to the documents of a packed row, which the layers apply themselves.
 _RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask")
-# made of other mask functions, held in this variable
+# closures over other mask functions, with the name of the variable that holds them
 _COMPOSED = {
     "and_masks.<locals>.and_mask": "mask_functions",
     "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
@@ -34,14 +34,14 @@ def condense_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Key padding of slots ``[kv_offset, kv_offset + kv_length)``, bool ``[B, 1, 1, kv_length]``; nothing L x L.
+    """The padding mask of slots ``[kv_offset, kv_offset + kv_length)``, bool ``[B, 1, 1, kv_length]``, True at tokens.
 
-    Transformers builds the mask once per forward and, for some caches, runs its own result through here a second
-    time: a constant shape survives that. Without a mask of the caller's None comes out, which stands for "all real":
-    only then do positions mark packed documents. A static cache has more slots than tokens so far: the others count as
-    padding. A mask that is too short comes out too short, for the attention function to
-    refuse; where one token comes to a static cache on a GPU, looking would mean waiting, and it counts as padding.
-    Raises ValueError for a mask function that shows queries other tokens than a causal, sliding or packed mask does.
+    Transformers builds it once per forward and, for some caches, passes the result through here again, which keeps this
+    shape. Returns None, "all real", if the caller gave no mask; only then do positions mark packed documents. Unused
+    slots of a static cache count as padding. A mask that is too short is returned too short, and the attention function
+    raises; but for one token and a static cache on a GPU, checking would wait for the device, so the missing columns
+    count as padding.
+    Raises ValueError for a mask function other than a causal, sliding or packed one.
     """
     # transformers sets use_vmap for an or_mask_function or and_mask_function and nothing else
     if use_vmap or not _is_causal(mask_function):

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) in transformers: the cache gets latents, attention the module's up-projections.
+"""Multi-head latent attention (MLA) in transformers: latents are cached, attention uses the module's up-projections.
 
 Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
 """
@@ -18,10 +18,10 @@ from condense.models.sharding import head_group, sum_gradients, sum_over
 
 
 def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
-    """Condensed attention ``[B, H, L, d_v]`` of new tokens, aligned, over the past in the cache.
+    """Condensed attention ``[B, H, L, d_v]`` of new right-aligned tokens, over these and what the cache holds.
 
     q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
-    entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys, which is all that is cached.
+    entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys, which are all that is cached.
     """
     call = target.call
     module = call.module
@@ -32,13 +32,13 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     over_ranks: Any = None
     if group is not None:
         over_ranks = partial(_over_ranks, group, num_heads)
-        # the stock projection sums the gradients of the rope keys itself
+        # rope keys need no `sum_gradients`: the stock projection sums their gradients over the ranks
         c, k_rope = entries.split([up.w_uk.shape[1], entries.shape[-1] - up.w_uk.shape[1]], dim=-1)
         entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
     latent_width = up.w_uk.shape[1]
     summary_q = summary_queries(method, q, up, over_ranks)
     context = read_tokens(target, method, summary_q, entries, entries[..., :0], latent_width=latent_width)
-    # with padding between old tokens and new ones, the new ones are not the last columns of every row
+    # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
     joined = target.padding is None or context.window.k.shape[2] == q.shape[2]
     expanded = (k, v) if joined else None
     return attend_to_latents(method, context, q, up, scale=call.scale, new=expanded, dropout_p=call.dropout)[0]
@@ -53,10 +53,11 @@ def step_on_latents(
     scale: float,
     real: Tensor | None,
 ) -> Tensor:
-    """One token per row over a layer's past, absorbed: ``[B, H, 1, d_v]`` from q ``[B, H, 1, d_n + d_r]`` and the
-    token's entry ``[B, 1, 1, d_c + d_r]``. real as in the layer's ``step``.
+    """One decode step on latents: attention ``[B, H, 1, d_v]`` of q ``[B, H, 1, d_n + d_r]``.
 
-    Raises ValueError where heads are spread over processes: the step averages queries over its own heads only.
+    entries ``[B, 1, 1, d_c + d_r]``: the token's latent and rope key. real as in the layer's ``step``.
+
+    Raises ValueError if heads are spread over processes: the step averages queries over this rank's heads only.
     """
     if head_group(module, q.shape[1]) is not None:
         raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
@@ -80,9 +81,8 @@ def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:
 def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Tensor:
     """The matrix ``[rows, columns]`` that a projection without bias multiplies by.
 
-    A plain layer's weight is that. Of any other (quantised, with an adapter, sharded, kept elsewhere until it runs)
-    it is what the layer makes of the unit vectors, which costs a part of what it makes of the tokens, and gives
-    adapters their gradients.
+    For a plain layer, its weight. Any other (quantised, with an adapter, sharded, offloaded until it runs) is applied
+    to the unit vectors, which costs less than applying it to the tokens and gives adapters their gradients.
     """
     weight: Any = getattr(projection, "weight", None)
     is_float = isinstance(weight, Tensor) and weight.is_floating_point()

@@ -1,7 +1,7 @@
-"""Which of the new slots hold real tokens: padding anywhere.
+"""Padding among the new slots, wherever it is.
 
-Attention wants every row right-aligned. Generation pads on the left, so mostly nothing moves; padding elsewhere
-(a ragged second turn, right padding) is moved to the left and the outputs are moved back.
+Attention needs every row right-aligned. Left padding, as in generation, is so already; padding elsewhere (a second turn
+of different lengths, right padding) is moved to the left, and the outputs are moved back.
 
 Shapes: B rows, H heads, L new slots, D width.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# keyword through a model's forward: its new tokens are all real and, unless cu_seq_lens_q says otherwise, one document
-# per row; nobody needs to look, which a forward that is compiled as one graph could not
+# Keyword argument of a model's forward: all new tokens are real and, without cu_seq_lens_q, each row is one document.
+# The layers then need not read the mask on the host, which a forward compiled as one graph could not do.
 ALL_REAL = "condense_all_real"
 
 
@@ -41,7 +41,7 @@ class Padding(NamedTuple):
 
 
 def look_at(real: Tensor) -> Padding | None:
-    """The padding among slots of which ``real`` (bool ``[B, L]``) says the tokens; None if all are. Waits for a GPU."""
+    """The padding of slots that are tokens where ``real`` (bool ``[B, L]``); None if all are. Waits for the device."""
     host = real.cpu()
     if bool(host.all()):
         return None
@@ -54,9 +54,9 @@ def look_at(real: Tensor) -> Padding | None:
 
 
 def is_real(mask: Tensor | None, slot: Tensor, num_slots: int, B: int) -> Tensor | None:
-    """Which rows' one new token is real, bool ``[B]``, or None for all; slot: where it stands, int64 ``[]``.
+    """Rows whose single new token is real, bool ``[B]``, or None for all; slot: the token's slot, int64 ``[]``.
 
-    For static caches: never looks at the mask from the host. Raises ValueError for a mask of another shape than
+    For static caches: does not read the mask on the host. Raises ValueError for a mask of another shape than
     ``[B, 1, 1, num_slots]``, which `condense.models.masks.condense_mask` makes of one that covers all tokens.
     """
     if mask is None:
@@ -66,7 +66,7 @@ def is_real(mask: Tensor | None, slot: Tensor, num_slots: int, B: int) -> Tensor
         raise ValueError(
             f"attention_mask must cover all tokens so far, the cached ones included, got {mask.shape[3]} columns"
         )
-    # a step beyond the last slot, which only compiled ones can take unseen, stays inside the mask
+    # a compiled step cannot raise when the cache is full: clamp, so that it reads inside the mask
     return mask[:, 0, 0].index_select(1, slot.to(mask.device).clamp(max=num_slots - 1)[None])[:, 0]
 
 

@@ -1,6 +1,6 @@
-"""Heads spread over processes (tensor parallelism): the two sums that latents need.
+"""Tensor parallelism of MLA: the two sums over processes that latents need.
 
-Latents are shared by all heads and so are there on every rank, while each rank has some of the heads.
+Every rank has all latents, which the heads share, but only some of the heads.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 
 def head_group(module: nn.Module, heads: int) -> dist.ProcessGroup | None:
-    """The processes that a module's heads are spread over, None if all of them are here.
+    """The processes that a module's heads are spread over, None if this one has all of them.
 
-    Raises ValueError if some are missing and the up-projection does not say where they are.
+    Raises ValueError if heads are on other ranks and kv_b_proj.weight is not sharded over a mesh of one dimension.
     """
     total: Any = module.num_heads
     if heads == total:
@@ -36,12 +36,12 @@ def sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
 
 
 def sum_gradients(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """x, which is the same on all ranks; the gradient is the sum over what each rank's heads make of it."""
+    """Return x, the same on all ranks; the gradient is summed over the ranks, as each has that of its own heads."""
     return _Sum.apply(x, group, False)
 
 
 class _Sum(torch.autograd.Function):
-    """Sums in the backward pass, and in the forward pass if asked."""
+    """All-reduce in the backward pass, and in the forward pass if ``forward``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool) -> Tensor:

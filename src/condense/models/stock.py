@@ -1,6 +1,6 @@
-"""Layers that stay as they are inside a condensed model.
+"""Attention of layers that stay stock inside a condensed model.
 
-Shapes: B rows, H query heads, K KV heads, L new tokens, S keys at hand, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, L new tokens, S keys in the cache, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from condense.ops import RuleSpans, Source, UniformRule, attend
 
 
 class StockAttention:
-    """For a layer that stays as it is inside a condensed model: full or sliding causal attention.
+    """Full or sliding causal attention of a layer that is not condensed, in a model where others are.
 
-    The model has one mask for all layers and it says nothing of causality, so this layer counts what it has seen.
+    The mask of a condensed model holds padding only, not causality, so this class counts the tokens seen.
     """
 
     def __init__(self, window: int | None, cache: Cache | None, layer_idx: int) -> None:
@@ -26,25 +26,25 @@ class StockAttention:
         self.cache = cache
         self.layer_idx = layer_idx
         self.is_static = isinstance(cache, StaticCache)
-        # counted before the stock forward adds the new tokens; a static layer's counter goes on by itself
+        # read before the stock forward adds the new tokens; a static layer changes its counter in place, so clone it
         seen = 0 if cache is None else cache.get_seq_length(layer_idx)
         self.seen: Tensor | int = seen.clone() if isinstance(seen, Tensor) else seen
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention ``[B, H, L, Dv]`` over keys that end with the new tokens, or with room for more if static."""
+        """Attention ``[B, H, L, Dv]`` over the layer's keys; those of a static layer end with unused slots."""
         if not self.is_static:
             return self._read(call)
         return self._step(call) if call.q.shape[2] == 1 else self._read_eagerly(call)
 
     @torch.compiler.disable
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
-        """The filled part of a static layer; a compiled forward breaks here, as in condensed layers."""
+        """`_read` of a static layer's used slots, outside of compiled graphs: the host must know their number."""
         self.seen = int(self.seen)
         S = self.seen + call.q.shape[2]
         return self._read(call, S)
 
     def _step(self, call: AttentionCall) -> Tensor:
-        """One new token over all slots of a static layer, without a look from the host."""
+        """One new token over all slots of a static layer, unused ones masked on the device."""
         q, k, mask = call.q, call.k, call.mask
         S = k.shape[2]
         slot = torch.as_tensor(self.seen, device=q.device)
@@ -60,12 +60,12 @@ class StockAttention:
         return out if pad is None else out.masked_fill(pad, 0)
 
     def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:
-        """filled: keys of a static layer that hold something, None: all of a growing one's."""
+        """Attention over the first ``filled`` keys; None: all."""
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
         forward = board.forward_of(call, self.cache, self.layer_idx)
         q, k, v, L = call.q, call.k[:, :, :filled], call.v[:, :, :filled], call.q.shape[2]
         S = k.shape[2]
-        # a sliding layer's mask covers the keys at hand only: both are counted from its end
+        # a sliding layer's mask covers only the keys in its cache, so columns are counted from the end of the mask
         num_columns = 0 if call.mask is None else call.mask[..., :filled].shape[-1]
         keys = forward.padding(num_columns - S, S)
         queries = keys if S == L else forward.padding(num_columns - L, L)

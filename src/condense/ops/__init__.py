@@ -1,4 +1,4 @@
-"""Numerics: prefix-band attention and group pooling, with a plain reference and faster backends."""
+"""Numerics: attention over a list of sources, pooling and decode steps; a plain definition and faster backends."""
 
 from condense.ops.api import (
     attend,

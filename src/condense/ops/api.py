@@ -1,7 +1,7 @@
-"""The numerics that all methods share, dispatched to a backend. Backends never import each other.
+"""The numerics that all methods share: each function checks its arguments, chooses a backend and calls it.
 
 Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D key width,
-Dv value width, G groups of c tokens or windows of queries, Q queries kept from before.
+Dv value width, G groups of c tokens or spans of queries, Q mean queries kept from earlier calls.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def attend(
     attention dropout.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
-    bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf,
-    whatever is in it; keys and values must be finite, seen or not.
+    bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if it
+    holds NaN; keys and values must be finite, also those that no query sees.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for heads that K does not divide
     and for a bias that wants a gradient.
     """
@@ -60,21 +60,21 @@ def attend(
     )
     is_kernel = chosen in ("triton", "hopper")
     if backend == "auto" and is_kernel and L == N and not return_lse and spans.is_causal(L, N):
-        chosen = "torch"  # nothing is condensed and nothing came before: PyTorch's own causal kernel is the fastest
+        chosen = "torch"  # ordinary causal attention of whole sequences: PyTorch's own kernel is the fastest
     return BACKENDS[chosen].load().attend(q, sources, spans, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
 
 
-def summarize(q: Tensor, tail: Tensor, windows: SummarySpans, *, backend: str = "auto") -> Tensor:
-    """Summary queries: per KV head the mean of each window's queries, float32 or wider ``[B, K, G, D]``.
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans, *, backend: str = "auto") -> Tensor:
+    """Summary queries: per KV head the mean of the queries in each span, float32 or wider ``[B, K, G, D]``.
 
-    q ``[B, H, L, D]``, right-aligned: the new queries of each row stand at its end, what stands before them is never
-    looked at. tail ``[B, K, Q, D]``, right-aligned: mean queries of what the row read before, in the dtype of q; no
-    gradient reaches them. A query is averaged over the H / K heads that share a KV head in float32 or wider and
-    rounded to the dtype of q, then over the window. Queries that are in neither, or not yet there, count as zero.
+    q ``[B, H, L, D]``, right-aligned: a row's new queries are its last columns, the columns before them are not read.
+    tail ``[B, K, Q, D]``, right-aligned: mean queries kept from earlier calls, in the dtype of q; they get no gradient.
+    A query is averaged over the H / K heads that share a KV head in float32 or wider and rounded to the dtype of q,
+    then over its span. Positions of a span that neither q nor tail holds count as zero.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     chosen = resolve_pooling(backend, q.device, q.dtype, (q.shape[3],))
-    return BACKENDS[chosen].load().summarize(q, tail, windows)
+    return BACKENDS[chosen].load().summarize(q, tail, spans)
 
 
 def pool_groups(
@@ -90,12 +90,12 @@ def pool_groups(
     value_pooling: Pooling,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Representative key and value ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of G groups of c tokens.
+    """One entry per group: keys ``[B, K, G, D]`` and values ``[B, K, G, Dv]`` of G groups of c tokens.
 
     k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j holds columns ``[start + c * j,
     start + c * (j + 1))``, start >= 0. summary ``[B, K, G, D]`` float32 or
     wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see
-    `pool`) asks for scores. What a group past the band's end gives is finite and means nothing.
+    `pool`) asks for scores. The entry of a group that reaches past column N is finite but undefined.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
@@ -124,7 +124,7 @@ def decode_step(
     k: Tensor,
     v: Tensor,
     state: StepState,
-    plan: StepSettings,
+    settings: StepSettings,
     *,
     scale: float,
     real: Tensor | None = None,
@@ -133,20 +133,20 @@ def decode_step(
     latent: int = 0,
     backend: str,
 ) -> Tensor:
-    """One token per row over a cache that changes in place; `condense.ops.types` says how.
+    """Read one token per row into ``state``, in place, and attend; `condense.ops.types` defines the step.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
     ``[B]``: rows whose token counts (None: all). ``represent``: `condense.Method.represent`. entry_bias
-    ``[B|1, 1, M]``: instead of what the plan says of the entries' bias. latent: values are
-    the first so many columns of the keys, Dv is 0 (absorbed MLA). ``backend``: what `step_backend` said.
+    ``[B|1, 1, M]``: used instead of the settings' bias. latent: if > 0, values are the first ``latent`` columns of the
+    keys and Dv is 0 (absorbed MLA). ``backend``: as `step_backend` returns it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":
         from condense.ops.triton import step as triton_step
 
-        return triton_step.step(q, k, v, state, plan, scale=scale, real=real, latent=latent)
+        return triton_step.step(q, k, v, state, settings, scale=scale, real=real, latent=latent)
     return torch_step.step(
-        q, k, v, state, plan, scale=scale, real=real, represent=represent, entry_bias=entry_bias, latent=latent
+        q, k, v, state, settings, scale=scale, real=real, represent=represent, entry_bias=entry_bias, latent=latent
     )
 
 

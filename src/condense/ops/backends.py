@@ -1,4 +1,4 @@
-"""The backends by name: the operations that each offers, what keeps it from running, and where "auto" takes it."""
+"""The backends by name: the operations that each offers, its limits, and when "auto" chooses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Operations(NamedTuple):
     """The functions of `condense.ops` of the same names, as one backend computes them.
 
     attend is ``attend(q, sources, spans, *, scale, dropout_p, return_lse) -> (out, lse)``, lse None unless asked for.
-    pool_groups: None where it is made of group_scores and pool.
+    pool_groups: None for a backend that calls group_scores and pool instead.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -35,11 +35,11 @@ def _nothing(problem: Problem) -> None:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute.
+    """A backend's operations and limits.
 
-    imports: its operations, with the modules that they are in. The obstacles: what keeps it from attending, pooling or
-    summing up attention per token, as the end of a sentence that begins with its name, None if nothing does. instead:
-    the backend that such an error names. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
+    imports: returns its operations, importing their modules. The obstacles: why it cannot attend, pool or compute
+    `importance` for a `Problem`, as the end of a sentence that begins with its name; None if it can. instead: the
+    backend that such an error recommends. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
     """
 
     name: str
@@ -174,7 +174,7 @@ def resolve_importance(backend: str, device: torch.device, dtype: torch.dtype, w
 
 
 def step_backend(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepSettings, *, latent: int = 0
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], settings: StepSettings, *, latent: int = 0
 ) -> str:
     """The backend of decode steps: "triton" on CUDA where it can run, else "torch".
 
@@ -182,7 +182,7 @@ def step_backend(
     """
     if device.type != "cuda":
         return "torch"
-    return "torch" if triton_limits.step_obstacle(device, dtype, widths, plan, latent=latent) else "triton"
+    return "torch" if triton_limits.step_obstacle(device, dtype, widths, settings, latent=latent) else "triton"
 
 
 def _explicit(backend: str, obstacle: str | None) -> str:

@@ -1,10 +1,10 @@
-"""Sources of keys, and which stretch of every source each query sees.
+"""Sources of keys and values, and the span of each source that a query sees.
 
 Attention reads a list of sources under one softmax: entries that stand for groups of tokens, and the window of exact
 tokens, which comes last. Of each source, query t sees entries ``[lo, hi)``. Positions count a row's real tokens from 0;
-padding sees nothing. Along the queries no lo and no hi ever decreases.
+padding sees nothing. From one query to the next, lo and hi of a source never decrease.
 
-Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. A dimension that does not matter is 1.
+Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. ``B|1`` is 1 if all rows are alike.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from condense.ops.tensors.per_row import (
 
 
 class Source(NamedTuple):
-    """Keys and values that queries see a stretch of.
+    """Keys and values of which each query sees one span.
 
-    k ``[B, K, N, D]``, v ``[B, K, N, Dv]``, in one dtype and on one device with all others. bias is added to the scaled
-    scores of its entries: a number for all of them, or float ``[B|1, K|1, N]``, which gets no gradient; None for none.
+    k ``[B, K, N, D]``, v ``[B, K, N, Dv]``; all sources have one dtype and device. bias is added to the scaled scores
+    of its entries: a number for all of them, or float ``[B|1, K|1, N]``, which gets no gradient; None for none.
     """
 
     k: Tensor
@@ -47,34 +47,34 @@ class Span(NamedTuple):
 
 
 class Hull(NamedTuple):
-    """Entries ``[lo, hi)`` of one source that contain what any query of a block sees, in any row and head."""
+    """The smallest ``[lo, hi)`` of one source that holds the spans of all queries of a block, in all rows and heads."""
 
     lo: int
     hi: int
 
 
 class Spans(Protocol):
-    """What a backend asks of the spans of a list of sources."""
+    """The spans of a list of sources, as backends read them."""
 
     def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
         """Spans of queries ``[start, stop)``, one per source."""
         ...
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """For each block ``(start, stop)`` of queries the hull of every source, known on the host."""
+        """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
         ...
 
     def is_hull(self, start: int, stop: int) -> bool:
-        """True if queries ``[start, stop)`` are known to see all of their hulls, in every row and head."""
+        """True if every query ``[start, stop)`` surely sees all of its block's hulls; False if that is not known."""
         ...
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
-        """True if query i is known to see nothing but the columns ``[0, num_tokens - L + i]`` of the window."""
+        """True if query i surely sees columns ``[0, num_tokens - L + i]`` of the window and nothing else."""
         ...
 
 
 class Rule(Protocol):
-    """Who sees what, as arithmetic on positions."""
+    """The span of each source that a query sees, computed from its position."""
 
     def spans(self, seen: IntT) -> list[tuple[IntT, IntT]]:
         """``(lo, hi)`` per source for a query that is the last of ``seen`` tokens (an int, or int64 of any shape).
@@ -101,7 +101,7 @@ class UniformRule:
         """Chunks no longer visible token by token once ``seen`` tokens (int, or int64 of any shape) have been read."""
         if self.window is None:
             return seen * 0
-        # in this order: what torch 2.13's inductor makes of a quotient of a clamped number does not compile on a CPU
+        # divide first, then clamp: in the other order, inductor of torch 2.13 generates code that fails on a CPU
         return at_least((seen - self.window) // self.chunk, 0)
 
     def pooled(self, seen: IntT, summary_delay: int) -> IntT:
@@ -132,12 +132,12 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class RuleSpans:
-    """A rule on rows that may start anywhere.
+    """Spans by a rule, for rows that start at different positions. All numbers are an int or int64 CPU ``[B]``.
 
-    query_start: position of each row's query 0, counted back from the real ones, an int or int64 CPU ``[B]``.
-    window_start: likewise, position of the token in column 0 of the window.
-    padding: likewise, queries before a row's first real one; None: those at negative positions.
-    prompt_entries: likewise, entries ahead of the rule's own in the first source, which every query sees.
+    query_start: query i is at position ``query_start + i``; counted back from the last query if the first are padding.
+    window_start: position of the token in column 0 of the window.
+    padding: queries before a row's first real one; None: those at negative positions.
+    prompt_entries: entries of a prompt, ahead of the rule's own in the first source; all queries see them.
     Tensors whose rows agree become ints.
     """
 
@@ -158,12 +158,12 @@ class RuleSpans:
         return self._at(torch.arange(start, stop, device=device)[None, None])
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """Hulls per block. Spans never move back, so a block's ends are all that is looked at."""
+        """Hulls per block, from its first and last query alone: lo and hi never decrease."""
         if (row := self.same_in_all_rows()) is not None:
-            # a decode step in every layer: plain integers cost far less than tensors of one element
+            # ints, because a decode step comes here in every layer and one-element tensors are slow
             return [self._hulls_of(row, start, stop - 1) for start, stop in blocks]
         starts, stops = (x[None, None] for x in torch.tensor(blocks, dtype=torch.int64).T)
-        # a left-padded row begins at its first real token
+        # the first query of a block that is real: padding sees nothing
         first, last = self._at(starts.clamp(min=broadcast_rows(self._padding, 3))), self._at(stops - 1)
         none = torch.iinfo(torch.int64).max
         sees = last[-1].hi > 0
@@ -175,7 +175,7 @@ class RuleSpans:
         return [[Hull(*ends) for ends in block] for block in zip(*hulls, strict=True)]
 
     def same_in_all_rows(self) -> Start | None:
-        """Where every row starts, None if they start apart."""
+        """The `Start` of all rows if it is the same, else None."""
         numbers = (self.query_start, self.window_start, self._padding, self.prompt_entries)
         return None if any(isinstance(x, Tensor) for x in numbers) else Start(*numbers)  # type: ignore[arg-type]
 
@@ -185,11 +185,11 @@ class RuleSpans:
         return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
 
     def is_hull(self, start: int, stop: int) -> bool:
-        """True for a single query that means the same in all rows: a decode step without padding."""
+        """True for a single query at the same position in all rows: a decode step without padding."""
         return stop - start == 1 and self.same_in_all_rows() is not None
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
-        """True if no row is padded, the window starts at its row's start and nothing else is seen yet."""
+        """True without padding, if the window holds each row from position 0 and no query sees another source."""
         if self.same_in_all_rows() != (num_tokens - num_queries, 0, 0, 0):
             return False
         *others, (lo, _) = self.rule.spans(num_tokens)
@@ -201,7 +201,7 @@ class RuleSpans:
         return self.padding
 
     def _hulls_of(self, row: Start, first: int, last: int) -> list[Hull]:
-        """The hulls of queries first to last of the one row that stands for all."""
+        """Hulls of queries first to last, where all rows have the same `Start`."""
         begin = self.rule.spans(row.query + max(first, row.padding) + 1)
         end = self.rule.spans(row.query + last + 1)
         if last < row.padding:
@@ -212,7 +212,7 @@ class RuleSpans:
         return [Hull(min(lo, hi), hi) for lo, hi in spans]
 
     def _at(self, steps: Tensor) -> list[Span]:
-        """Spans of queries ``[B|1, 1, L]``, on their device."""
+        """Spans of the queries in columns ``steps`` ``[B|1, 1, L]``, on their device."""
         query_start, window_start, padding, prompt_entries = (
             broadcast_rows(x, 3, steps.device)
             for x in (self.query_start, self.window_start, self._padding, self.prompt_entries)
@@ -247,9 +247,9 @@ class ArraySpans:
         return [ends[i : i + len(self.spans)] for i in range(0, len(ends), len(self.spans))]
 
     def is_hull(self, start: int, stop: int) -> bool:
-        """Never taken for granted, as `is_causal`."""
+        """False, as `is_causal`."""
         return False
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
-        """Never taken for granted: answering would need a transfer to the host."""
+        """False: to know it, the spans would have to be copied to the host."""
         return False

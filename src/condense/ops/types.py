@@ -1,21 +1,21 @@
 """The contract of one decode step: the state that it changes in place, and its fixed settings.
 
-A backend's ``step(q, k, v, state, plan, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also takes
-``represent`` and ``entry_bias``, for methods whose plan does not tell how entries are made):
+A backend's ``step(q, k, v, state, settings, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also
+takes ``represent`` and ``entry_bias``, for methods whose settings do not say how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
    rule.pooled(seen, d)``; its entries, made of its tokens and the mean of the newest ``num_summary`` queries, go to
-   ``[a + p * j, a + p * (j + 1))`` of the prefix, a being the entries that the row's prompt left;
-3. the query attends to prefix entries ``[0, a + rule.visible_entries(closed))`` and to the tokens from position
+   ``[a + p * j, a + p * (j + 1))`` of the entries, after the a entries that stand for the row's prompt;
+3. the query attends to entries ``[0, a + rule.visible_entries(closed))`` and to the tokens from position
    ``closed * c`` on, ``closed = rule.closed(n)``, as `condense.ops.attend` does;
 4. seen becomes n.
 
-A row that is not ``real`` changes nothing and gets 0; a query that sees nothing gets 0. What depends on data is a
-predicate on the device: no host synchronisation and no branch, so that a step can be traced and captured.
-A chunk whose entries do not all fit into the prefix is dropped and never seen.
+A row that is not ``real`` changes nothing and gets 0; a query that sees nothing gets 0. Every decision that depends on
+data is a mask on the device: no host synchronisation and no branch, so that a step can be traced and captured.
+A chunk whose entries do not all fit into the buffers is dropped and never seen.
 
-Shapes: B rows, H query heads, K KV heads, M prefix entries, W and Q slots of the rings of tokens and of queries,
+Shapes: B rows, H query heads, K KV heads, M entries of capacity, W and Q slots of the rings of tokens and of queries,
 c tokens per chunk, p entries per chunk, D and Dv widths.
 """
 
@@ -39,7 +39,7 @@ POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 
 
 class Chunks(NamedTuple):
-    """G chunks of ``size`` tokens that stand one after another in the window, from column ``start`` on.
+    """G chunks of ``size`` tokens each, consecutive in the window from column ``start`` on.
 
     window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``; start >= 0 and first, the number of each row's first chunk:
     an int, or int64 ``[B]`` where rows differ.
@@ -89,8 +89,8 @@ class SummarySpans(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a backend may have limits for. widths: of keys and values; rows, heads and kv_heads of q and k, rows 0 where
-    they are not known.
+    """The sizes of a call that a backend may have limits for. widths: of keys and values. rows, heads, kv_heads: of q
+    and k; rows is 0 if they are not known.
     """
 
     device: torch.device
@@ -110,18 +110,18 @@ class Problem(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """Buffers at fixed addresses. Whatever stands in them, seen or not, is finite.
+    """Buffers of decode steps, at fixed addresses. All their values are finite, also those that no query sees.
 
-    entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``: entries, left-aligned, made at once when they can be.
+    entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``: entries, left-aligned, made by the step that pools a chunk.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + chunk, or the most tokens that a row can have if that is less.
     ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
-    Larger rings let tokens be taken back: ``seen`` goes back, and what the slots and entries behind it hold is never
-    seen before it is overwritten, if at most ``W - window - chunk`` tokens and ``Q - num_summary + 1`` queries go.
-    seen int64 ``[B]`` on the device: real tokens per row since its prompt, from which positions count.
-    prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once before that, entries that stand for
-    them, and how many of these, the first, are tokens of their own; zeros where a method reads no prompt at once.
-    arrived int32 ``[B, K + 1]`` on the device: zeros between steps, what parts of a step that are done are counted in.
+    With larger rings, up to ``W - window - chunk`` tokens and ``Q - num_summary + 1`` queries can be taken back by
+    lowering ``seen``: slots and entries past it are overwritten before they are seen again.
+    seen int64 ``[B]`` on the device: real tokens per row, after a prompt that was read at once; positions count them.
+    prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once, entries that stand for it, and how
+    many of these, the first ones, are single tokens; zeros for methods that read no prompt at once.
+    arrived int32 ``[B, K + 1]`` on the device: counters of the parts of a step that are done; 0 between steps.
     """
 
     entries_k: Tensor
@@ -133,16 +133,21 @@ class StepState(NamedTuple):
     prompt: Tensor
     arrived: Tensor
 
+    @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """Keys and values of the entries."""
+        return self.entries_k, self.entries_v
+
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a method is, as far as a step must know it.
+    """The settings of a method that a decode step needs.
 
-    key_pooling, value_pooling: how a chunk's last entry is made, or None where only ``represent`` knows.
-    bias: natural log added to the scaled score of every pooled prefix entry, 0.0 for none.
-    num_focal: a chunk's tokens with the highest scores, ties to the earlier, that are entries of their own and come
-    first, in order of position; the others are pooled. weight_scale: scale of a chunk's scores, None: attention's.
-    reads_prompt: rows may have begun with a prompt that was read at once, so that ``StepState.prompt`` counts.
+    key_pooling, value_pooling: how a chunk's last entry is made; None if only ``represent`` can make it.
+    bias: natural log added to the scaled score of every pooled entry, 0.0 for none.
+    num_focal: how many tokens of a chunk become entries of their own: those with the highest scores, ties to the
+    earlier; they come first, in order of position. The others are pooled. weight_scale: scale of a chunk's scores,
+    None: attention's. reads_prompt: True if the method reads prompts at once, so that ``StepState.prompt`` is read.
     """
 
     rule: UniformRule
@@ -156,16 +161,16 @@ class StepSettings:
     reads_prompt: bool = False
 
     def __post_init__(self) -> None:
-        """Enter them into the table of all settings."""
+        """Enter the settings into the table that `numbered_settings` looks them up in."""
         assert _NUMBERED.setdefault(self.number, self) == self
 
     @functools.cached_property
     def number(self) -> int:
-        """Stands for these settings in an operation, which takes numbers and tensors; the same in every process."""
+        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
         return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
 
     def __reduce__(self) -> tuple[type[StepSettings], tuple[Any, ...]]:
-        """Made anew where they are unpickled, so that the table there has them."""
+        """Unpickle by calling the class, so that the settings enter the table of that process."""
         return StepSettings, tuple(getattr(self, field.name) for field in fields(self))
 
     @property

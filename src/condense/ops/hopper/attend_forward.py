@@ -1,21 +1,21 @@
 """Forward kernel of attention over a list of sources for Hopper: one warp loads, two warp groups multiply.
 
-A program walks tiles of ``2 * 64`` rows (see `condense.ops.triton.device.rule`), one after the other. Each of the two
-warp groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read
-the same keys and values, which one more warp keeps fetching into a ring in shared memory, across tiles of rows too. The
-groups take turns to start their products, so one multiplies while the other is at its softmax; within a group, the
-scores of the next keys are multiplied while the values of the last ones still are.
+A persistent program loops over tiles of ``2 * 64`` rows (see `condense.ops.triton.device.rule`). Each of the two warp
+groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read the
+same keys and values, which one more warp loads into a ring in shared memory without a stop between tiles. The groups
+take turns to start their products, so that one multiplies while the other computes its softmax; within a group, the
+scores of the next keys are multiplied while the product with the values of the last ones still runs.
 
 On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) 19.9 ms, where
 `condense.ops.triton.attend_forward` takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers,
 and 64 are taken, as for fewer than 32K queries (8K tokens: 0.36 ms for 0.41).
 
-Keys come as one stream of blocks that all three derive from the same integers: first the blocks that some row sees only
-in part (where a source's spans begin and end), which need a mask, source by source; then those that every row sees
-whole.
+The loading warp and both groups compute the same order of key blocks from the same integers: first, source by source,
+the blocks that some row sees only in part (where spans begin and end), which need a mask; then those that every row
+sees whole.
 
-Queries and keys may be wider than values: the first D0 columns, as many as a value has, and the D1 that follow, both a
-power of two, lie apart in shared memory, and the scores are the sum of two products.
+Queries and keys may be wider than values: their first D0 columns, as many as a value has, and the other D1, both powers
+of two, are separate buffers in shared memory, and the scores are the sum of two products.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source,
 D0 width of values, D0 + D1 of queries and keys. BN keys per block.
@@ -44,7 +44,7 @@ from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 
 ROWS = gl.constexpr(64)
-# queries from which blocks of 128 keys are faster than of 64
+# number of queries from which blocks of 128 keys are faster than blocks of 64
 _LONG = 1 << 15
 
 
@@ -62,8 +62,8 @@ class Stream(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a program needs to know of any tile: heads, ratio, queries, tiles of queries, tiles of queries in all rows
-    and heads; who sees what but for the start of a row.
+    """The numbers that are the same for all tiles: heads, ratio, queries, tiles of queries, tiles of queries in all
+    rows and heads; and the spans, without the start of a row.
     """
 
     K: Any
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What is added to scores: their scale, the sources' levels, biases with their strides, and the sources' sizes."""
+    """What scores are computed with: the scale, the sources' levels, biases with their strides, the sources' sizes."""
 
     scale: Any
     levels: Any
@@ -85,8 +85,8 @@ class Scores(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory: rings of keys (in parts) and values, barriers that say that a place in them is full or empty, and
-    those by which the two groups take turns.
+    """Shared memory: rings of keys (in parts) and values, barriers that mark a slot of the rings as full or empty, and
+    barriers by which the two groups take turns.
     """
 
     k: Any
@@ -99,8 +99,8 @@ class Memory(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a tile of queries q reads: its stream, the span of each row in each source, offsets of the biases; piece:
-    how many tiles came before.
+    """A tile of queries q with the `Stream` that it reads, the span of each row in each source, and offsets of the
+    biases; piece: how many tiles the program has done before.
     """
 
     stream: Any
@@ -133,7 +133,7 @@ def _rows(first, j, L, R):
 def _stretch(n: gl.constexpr, first, row, problem, spans, BN: gl.constexpr, KIND: gl.constexpr):
     """The blocks of source n for a tile whose first query is ``first``, four numbers as in `Stream`.
 
-    Spans never move back, so a tile's first and last query hold the ends of all.
+    lo and hi never decrease, so the spans of a tile's first and last query bound those of all.
     """
     last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
     lo, lo_end = visible(n, first, row, spans, KIND)
@@ -148,7 +148,7 @@ def _stretch(n: gl.constexpr, first, row, problem, spans, BN: gl.constexpr, KIND
 
 @gluon.jit
 def _stream(first, row, problem, spans, N: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr):
-    """What a tile whose first query is ``first`` reads of N sources."""
+    """The `Stream` of a tile whose first query is ``first``, over N sources."""
     lo, left, inner, size = _stretch(0, first, row, problem, spans, BN, KIND)
     edges, blocks = size - inner, size
     los, lefts, inners, sizes = (lo,), (left,), (inner,), (size,)
@@ -183,7 +183,7 @@ def _block(t, stream, BN: gl.constexpr):
 
 @gluon.jit
 def _of_source(source, values):
-    """The number or vector of a source that is known at run time only."""
+    """``values[source]`` for a source that is known at run time only."""
     found = values[len(values) - 1]
     for n in gl.static_range(len(values) - 1):
         found = gl.where(source == n, values[n], found)
@@ -192,21 +192,21 @@ def _of_source(source, values):
 
 @gluon.jit
 def _tile(work, problem):
-    """First query, and batch row and KV head of a piece of work; the last queries see most: they come first."""
+    """First query, batch row and KV head of tile number ``work``; the last queries see the most keys and come first."""
     first = (problem.tiles - 1 - work % problem.tiles) * (2 * ROWS // problem.R)
     return first, Row(work // problem.tiles // problem.K, work // problem.tiles % problem.K)
 
 
 @gluon.jit
 def _spans_of_row(spans, row, KIND: gl.constexpr):
-    """spans with the start of a batch row."""
+    """``spans`` with the start of the given batch row filled in."""
     start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
     return Spans(spans.rule, start, spans.arrays, spans.strides)
 
 
 @gluon.jit
 def _load(parts, row, start, rings, full, empty, count, STAGES: gl.constexpr):
-    """Fetches one block into its place in the rings, as soon as both groups are done with what lies there."""
+    """Loads one block into its slot of the rings, once both groups have finished with the block that it holds."""
     stage, phase = count % STAGES, count // STAGES & 1
     mbarrier.wait(empty.index(stage), phase ^ 1)
     if len(parts) == 1:
@@ -259,10 +259,10 @@ def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr):
-    """One step of the online softmax, scores base 2: weights, new maximum and sum, what earlier sums shrink by."""
+    """One step of the online softmax, scores base 2: weights, new maximum and sum, and the factor for earlier sums."""
     source, at = _block(t, view.stream, BN)
     n = at + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
-    # scale is positive: scaling the maximum leaves one fused multiply-add per score
+    # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
     scale, level = scores.scale, _of_source(source, scores.levels)
     if BIASED > 0:
         s = s * scale + level
@@ -285,7 +285,10 @@ def _step(
     online, lo, hi, now, view, scores, memory,
     BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Blocks ``[lo, hi)`` of a stream; the weights of the block before are still to be used. now: count of block lo."""
+    """Reads blocks ``[lo, hi)`` of a stream. On entry and exit, the values of the block before are not added yet.
+
+    now: number of block lo among all blocks that the program has loaded.
+    """
     acc, p, m, total = online.acc, online.p, online.m, online.total
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     for t in range(lo, hi):
@@ -297,8 +300,8 @@ def _step(
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(memory.k_empty.index(count % STAGES))
         p, m, total, alpha = _softmax(s, m, total, t, view, scores, BN, MASKED, BIASED)
-        # the softmax comes first: p goes through the wait, and the loop in which a barrier waits ends a run of
-        # instructions within which the assembler would still move it
+        # The softmax must stand before this wait. The assembler moves instructions only within a basic block, and the
+        # wait's loop ends one, so p is computed before it.
         mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
         acc, p = hopper.warpgroup_mma_wait(0, deps=[acc_next, p])
         mbarrier.arrive(memory.v_empty.index((count - 1) % STAGES))
@@ -308,7 +311,7 @@ def _step(
 
 @triton.constexpr_function
 def _packed(width):
-    """How rows go to and from memory: 16 bytes per thread."""
+    """Layout of rows that are loaded or stored: 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
@@ -324,7 +327,7 @@ def _fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WI
 
 @gluon.jit
 def _view(i, row, stream, q, piece, problem, spans, scores, KIND: gl.constexpr):
-    """What the rows of a tile see: the spans of queries i, and the offsets of their biases."""
+    """The `View` of a tile of queries i: their spans, and the offsets of their biases."""
     b, kvh = row.b.to(gl.int64), row.head.to(gl.int64)
     firsts, lasts, bias_at = (), (), ()
     for n in gl.static_range(len(stream.lo)):
@@ -387,7 +390,7 @@ def _consume(
         safe = gl.where(online.total > 0, online.total, 1.0)
         lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
         gl.store(lse_ptr + (head + r) * L + i, lse, mask=real)
-        # through the queries' place in shared memory, to be written in whole rows
+        # via the shared memory of the queries, so that whole rows are stored
         q[0].store((acc / gl.convert_layout(safe, gl.SliceLayout(1, wide))[:, None]).to(dtype))
         i, r, real = _rows(first, packed_j, L, R)
         at = (head + r) * L + i
@@ -457,7 +460,7 @@ _FORWARD = Launcher(attend_fwd_hopper_kernel)
 
 @functools.cache
 def _layout(width: int) -> gl.NVMMASharedLayout:
-    """How 16-bit rows lie in shared memory."""
+    """Layout of 16-bit rows in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
 
 
@@ -483,7 +486,7 @@ def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
     (B, _, L, D), D0, K, R = q.shape, out.shape[3], shared.K, shared.R
     tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
-    # which sources have a bias, as bits; the others point anywhere
+    # which sources have a bias, as bits; the pointers of the others are not read
     biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
     biases = tuple([lse if x is None else x for x in shared.biases])
     BN, stages = (64, 3) if biased or L < _LONG else (128, 2)
@@ -497,6 +500,6 @@ def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     constants = (len(k), D0, D - D0, shared.kind, biased, BN, stages)
     with on_device_of(q):
-        # 12 warps: 168 registers each to begin with, of which the loading warps give most to the others
+        # 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
         _FORWARD((min(works, programs), 1, 1), tensors, numbers, constants, {"num_warps": 4, "maxnreg": 168})
     return out, lse

@@ -1,4 +1,4 @@
-"""What the kernel for Hopper takes, and where it is the fastest. Nothing here imports Triton."""
+"""The limits of the kernel for Hopper, and when it is the fastest. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TILE_ROWS = 128
 
 
 def attend_obstacle(problem: Problem) -> str | None:
-    """What keeps the kernel from attending, None if nothing does."""
+    """Why the kernel cannot take a problem, None if it can."""
     if (obstacle := triton_obstacle(problem)) is not None:
         return obstacle
     on_gpu = problem.device.type == "cuda" and torch.cuda.is_available()
@@ -32,9 +32,9 @@ def attend_obstacle(problem: Problem) -> str | None:
 
 
 def fills_gpu(problem: Problem) -> bool:
-    """True if its tiles give every multiprocessor something to do: with fewer, Triton's smaller tiles are faster.
+    """True if there is a tile for every multiprocessor; with fewer, Triton's smaller tiles are faster.
 
-    False where the problem does not say how many rows and heads there are.
+    False if the problem does not say how many rows and heads there are.
     """
     tiles = -(-problem.num_queries // (TILE_ROWS // problem.ratio))
     return tiles * problem.rows * problem.kv_heads >= gpu_of(problem.device).multiprocessors

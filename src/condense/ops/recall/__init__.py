@@ -1,4 +1,4 @@
-"""Recall: exact tokens of closed groups, kept in a store, of which each query opens the few that an index names."""
+"""Recall: exact tokens of closed groups stay in a store; each query opens the few groups that an index ranks first."""
 
 from condense.ops.recall.api import Unchosen, attend_recall, recall_step
 from condense.ops.recall.choice import ArrayChoice, Choice, IndexChoice, choose_groups, chosen_groups, index_scores

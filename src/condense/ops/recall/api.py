@@ -77,11 +77,11 @@ def recall_step(
     latent: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """One token per row over a state that changes in place; `condense.ops.recall.state` says how.
+    """Read one token per row into ``state``, in place, and attend; `condense.ops.recall.state` defines the step.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``:
-    rows whose token counts (None: all). latent: values are the first so many columns of the keys, Dv is 0 (absorbed
-    MLA). backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows it.
+    rows whose token counts (None: all). latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0
+    (absorbed MLA). backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
     Raises ValueError for another backend and for an explicit "triton" that cannot run.
     """

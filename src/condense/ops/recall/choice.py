@@ -15,7 +15,7 @@ from condense.ops.recall.index import GroupIndex, IndexSettings
 
 
 class Choice(Protocol):
-    """What attention asks of a choice of groups. ``num_recall``: the most groups that any query opens."""
+    """The groups that each query opens, as attention reads them. ``num_recall``: the most that any query opens."""
 
     @property
     def num_recall(self) -> int: ...  # noqa: D102
@@ -31,7 +31,7 @@ class Choice(Protocol):
 
 @dataclass(frozen=True)
 class ArrayChoice:
-    """A choice made before: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed for a query do not count."""
+    """A given choice: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed for a query are ignored."""
 
     mask: Tensor
 
@@ -48,10 +48,10 @@ class ArrayChoice:
 
 @dataclass(frozen=True)
 class IndexChoice:
-    """The ``num_recall`` groups that the index says matter most to a query.
+    """The ``num_recall`` groups with the highest index scores for each query.
 
-    q ``[B, H, L, D]``: the queries that the index is asked with, of the width of its keys (for latents the absorbed
-    ones). scale: that of attention, positive.
+    q ``[B, H, L, D]``: the queries to score the index with, as wide as its keys (absorbed queries for latents). scale:
+    attention's, > 0.
     """
 
     q: Tensor
@@ -69,11 +69,12 @@ class IndexChoice:
 
 @torch.no_grad()
 def index_scores(q: Tensor, index: GroupIndex, settings: IndexSettings, scale: float) -> Tensor:
-    """How much each query might find in each group, ``[B, H, L, G]`` float32 or wider, without gradient.
+    """Score of each group for each query, estimated from the index, ``[B, H, L, G]`` float32 or wider, no gradient.
 
-    q ``[B, H, L, D]``, scale > 0. "bounds": ``scale * sum_d max(q_d lo_d, q_d hi_d)`` of the group's best block, at
-    least the scaled score of each of its tokens; as two products, of the positive part of q with the highest keys and
-    of its negative part with the lowest. "sub_means": ``ln sum_blocks exp(scale * q . mean)``.
+    q ``[B, H, L, D]``, scale > 0. "bounds": ``scale * sum_d max(q_d lo_d, q_d hi_d)``, the largest over the group's
+    blocks: an upper bound of the scaled score of each of its tokens, computed as two products, of the positive part of
+    q with the largest keys and of its negative part with the smallest. "sub_means": ``ln sum_blocks exp(scale * q .
+    mean)``.
     """
     B, H, L, D = q.shape
     rows = index.rows(settings, D)

@@ -1,8 +1,8 @@
-"""The index of Recall: a few small rows per closed group that say how much a query might find in it.
+"""The index of Recall: a few rows per closed group, from which a query's score of the group is estimated.
 
 A group of g tokens is cut into m blocks of u tokens. "bounds" (after Quest, arXiv:2406.10774) keeps, channel by
 channel, the smallest and the largest key of each block; "sub_means" keeps each block's mean key. A group's rows depend
-on its own keys alone, also when quantised, so that an index can grow group by group.
+on its own keys alone, also when quantised, so that the index of new groups can be appended.
 
 Shapes: B rows, K KV heads, G groups of g tokens, m = g / u blocks per group, F index rows per group (2 m for bounds,
 first the lowest, then the highest; m for means), D key width.
@@ -20,15 +20,15 @@ IndexKind = Literal["bounds", "sub_means"]
 INDEX_KINDS: tuple[IndexKind, ...] = ("bounds", "sub_means")
 INDEX_BITS = (16, 8, 4)
 
-# Positions on the grid, at most 255, are computed with an error below 2 ** -14 in float32. Bounds are moved outwards by
-# more than that before they are rounded, and the grid reaches a little beyond the largest key.
+# Grid positions (at most 255) are computed in float32 with an error below 2 ** -14. Bounds are moved outwards by this
+# larger margin before they are rounded, so that they stay bounds; the grid reaches as far beyond the largest key.
 MARGIN = 2.0**-13
 REACH = 1.0 + 2.0**-20
 
 
 @dataclass(frozen=True)
 class IndexSettings:
-    """Which index a group gets.
+    """The settings of an index.
 
     kind: "bounds" or "sub_means". group_size: tokens per group, g. size: tokens per block, u, which divides g.
     bits: 16 keeps the dtype of the keys; 8 and 4 store unsigned integers on a grid of one step and one zero per group
@@ -97,7 +97,7 @@ class GroupIndex(NamedTuple):
         return GroupIndex(*(torch.cat(pair, dim=2) for pair in zip(self, newer, strict=True)))
 
     def rows(self, settings: IndexSettings, D: int) -> Tensor:
-        """The numbers that stand for the groups, ``[B, K, G, F, D]`` in float32 or wider."""
+        """The index rows of all groups, decoded: ``[B, K, G, F, D]`` in float32 or wider."""
         codes = self.codes.unflatten(3, (settings.num_rows, -1))
         if settings.bits == 16:
             return codes.to(torch.promote_types(codes.dtype, torch.float32))
@@ -111,8 +111,8 @@ class GroupIndex(NamedTuple):
 def build_index(k_groups: Tensor, settings: IndexSettings) -> GroupIndex:
     """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype.
 
-    Bounds hold whatever the number of bits: the lowest are rounded down, the highest up. Means are rounded to the
-    nearest. There is no gradient.
+    Bounds stay bounds at any number of bits: the smallest are rounded down, the largest up. Means are rounded to the
+    nearest. No gradient.
     """
     m, D = settings.num_blocks, k_groups.shape[4]
     blocks = k_groups.unflatten(3, (m, settings.size))

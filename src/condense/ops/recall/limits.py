@@ -1,4 +1,4 @@
-"""What keeps Triton from making Recall's decode steps.
+"""The limits of Recall's decode step in Triton.
 
 Shapes as in `condense.ops.recall.state`.
 """
@@ -10,16 +10,16 @@ from torch import Tensor
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, absence
 
-# one program ranks all groups of a KV head, and two counts of groups share 32 bits
+# one program ranks all groups of a KV head and packs two counts of groups into 32 bits
 MAX_GROUPS = 2**15
-# query heads of a KV head are one tile, a group's blocks are unrolled
+# the query heads of a KV head are one tile; the loop over a group's blocks is unrolled
 MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 
 
 def step_obstacle(
     q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, *, latent: int = 0
 ) -> str | None:
-    """What in a step's arguments its kernels cannot take, None if nothing; arguments as of `recall_step`."""
+    """Why the kernels cannot run this step, None if they can; arguments as of `recall_step`."""
     if (missing := absence(q.device)) is not None:
         return missing
     D, Dv, R, index = k.shape[3], v.shape[3], q.shape[1] // k.shape[1], settings.index

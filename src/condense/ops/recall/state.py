@@ -12,9 +12,9 @@ A backend's ``recall_step(q, k, v, state, settings, *, scale, real) -> out`` rea
    ``rule.closed(n) * g`` on, as `condense.ops.recall.attend_recall` does;
 5. seen becomes n.
 
-A row that is not ``real`` changes nothing and gets 0. What depends on data is a predicate on the device: no host
-synchronisation and no branch, so that a step can be traced and captured. A group that closes beyond the capacity is
-dropped and never seen.
+A row that is not ``real`` changes nothing and gets 0. Every decision that depends on data is a mask on the device: no
+host synchronisation and no branch, so that a step can be traced and captured. A group that closes beyond the capacity
+is dropped and never seen.
 
 Shapes: B rows, H query heads, K KV heads, G groups of capacity, g tokens per group, W slots of the rings, D and Dv
 widths.
@@ -32,7 +32,7 @@ from condense.ops.spans import UniformRule
 
 
 class RecallState(NamedTuple):
-    """Buffers at fixed addresses. Whatever stands in them, seen or not, is finite.
+    """Buffers of decode steps, at fixed addresses. All their values are finite, also those that no query sees.
 
     entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
@@ -53,6 +53,16 @@ class RecallState(NamedTuple):
     seen: Tensor
 
     @property
+    def entries(self) -> tuple[Tensor, ...]:
+        """All that is kept of groups, in the order in which `condense.Recall.represent` makes it."""
+        return self[:6]
+
+    @property
+    def ring_q(self) -> Tensor:
+        """Summary queries, of which Recall needs none: ``[B, K, 0, D]``."""
+        return self.ring_k[:, :, :0]
+
+    @property
     def group_index(self) -> GroupIndex:
         """The index of all groups."""
         return GroupIndex(self.codes, self.grid)
@@ -60,7 +70,7 @@ class RecallState(NamedTuple):
 
 @dataclass(frozen=True)
 class RecallSettings:
-    """What a step must know of the method.
+    """The settings of the method that a decode step needs.
 
     rule: one entry per group, none left out. bias: natural log added to the scaled score of every entry, 0.0 for none.
     pool: entries of groups that are not open are seen.

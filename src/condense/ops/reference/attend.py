@@ -35,8 +35,7 @@ def attend(
     v = torch.cat([source.v for source in sources], dim=2).to(wide)
     mask = visible(spans, 0, L, sizes, q.device)[:, :, None]
     empty = ~mask.any(-1, keepdim=True)
-    # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below: no NaN in values
-    # or gradients
+    # a query that sees nothing, which may hold NaN, is set to 0 and sees all keys here; its output is zeroed below
     q_BKRLD = q.to(wide).unflatten(1, (K, H // K)).masked_fill(empty, 0.0)
     scores = torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k) * scale
     bias = joined_bias([source.bias for source in sources], sizes, q.device)

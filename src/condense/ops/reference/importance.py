@@ -18,7 +18,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     total, column = q.new_zeros(B, H, L, dtype=wide), torch.arange(L, device=q.device)
     keys = k.to(wide).repeat_interleave(H // k.shape[1], dim=1)
     for at in sample.columns.mT:
-        # -1 stands for no query, which sees nothing
+        # -1: this row has fewer sampled queries; its scores are masked
         query = torch.stack([q[b, :, int(at[b])].to(wide) for b in range(B)])
         visible = ((column <= at[:, None]) & (column >= sample.start))[:, None]
         scores = torch.einsum("bhd,bhld->bhl", query, keys) * scale

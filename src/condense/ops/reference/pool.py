@@ -1,6 +1,6 @@
-"""The definition of summaries and pooling: one row, window and group at a time.
+"""The definition of summaries and pooling: one row, span and group at a time.
 
-Shapes: B rows, H query heads, K KV heads, L new queries, Q queries kept from before, D width, G groups of c tokens.
+Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept, D width, G groups of c tokens.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from torch import Tensor
 from condense.ops.types import SummarySpans
 
 
-def summarize(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
-    """See `condense.ops.summarize`. One row and window at a time."""
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
+    """See `condense.ops.summarize`. One row and span at a time."""
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     means = q.to(wide).unflatten(1, (K, -1)).mean(2).to(q.dtype)
     rows = []
-    for b, (start, before, after) in enumerate(zip(*(x.tolist() for x in windows.rows(q.shape[0])), strict=True)):
-        # column 0 is position `origin`, the last column position `after - 1`
+    for b, (start, before, after) in enumerate(zip(*(x.tolist() for x in spans.rows(q.shape[0])), strict=True)):
+        # the columns of `known` are positions `oldest` to `after - 1`
         known = torch.cat([tail[b], means[b, :, L - (after - before) :]], dim=1).to(wide)
-        origin = before - Q
-        for j in range(windows.num):
-            begin = start + windows.stride * j
-            positions = [p for p in range(max(0, begin, origin), begin + windows.size) if p < after]
-            total = sum((known[:, p - origin] for p in positions), torch.zeros_like(known[:, :1].sum(1)))
-            rows.append(total / max(1, min(windows.size, begin + windows.size)))
+        oldest = before - Q
+        for j in range(spans.num):
+            begin = start + spans.stride * j
+            positions = [p for p in range(max(0, begin, oldest), begin + spans.size) if p < after]
+            total = sum((known[:, p - oldest] for p in positions), torch.zeros_like(known[:, :1].sum(1)))
+            rows.append(total / max(1, min(spans.size, begin + spans.size)))
     return torch.stack(rows).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 

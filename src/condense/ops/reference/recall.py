@@ -1,4 +1,4 @@
-"""Recall's attention as it is defined: the whole mask at once, made for float64 on a CPU.
+"""The definition of Recall's attention: plain PyTorch, the whole mask at once, made for float64 on the CPU.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
 """
@@ -31,7 +31,7 @@ def attend_recall(
     empty = ~mask.any(-1, keepdim=True)
     k = torch.cat([entries.k, store.k, window.k], dim=2).to(wide)
     v = torch.cat([entries.v, store.v, window.v], dim=2).to(wide)
-    # a query that sees nothing, whatever is in it, gets a harmless row here and is zeroed below
+    # a query that sees nothing, which may hold NaN, is set to 0 and sees all keys here; its output is zeroed below
     rows = q.to(wide).unflatten(1, (K, -1)).masked_fill(empty, 0.0)
     scores = torch.einsum("bkrld,bksd->bkrls", rows, k) * scale
     bias = per_entry(entries.bias, G, q.device)

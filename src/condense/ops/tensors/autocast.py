@@ -1,4 +1,4 @@
-"""What autocast means for attention: it chooses the dtype that goes in, and has no say in what happens inside."""
+"""Attention under autocast: inputs are cast to autocast's dtype, then autocast is off, so softmax stays in float32."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @contextmanager
 def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors in autocast's dtype, if it is on, and autocast off: it would round scores and pooling weights.
+    """Cast the tensors to autocast's dtype if it is on, and switch it off in the block.
 
-    As in PyTorch's own operations, float64 stays what it is.
+    Left on, it would round scores and pooling weights. float64 is not cast, as in PyTorch's own operations.
     """
     device_type = tensors[0].device.type
-    # torch.compile cannot look into the question, and is not asked for devices without autocast
+    # torch.compile cannot trace is_autocast_available; what it compiles runs on devices that have autocast
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     if not (known and torch.is_autocast_enabled(device_type)):
         yield tensors

@@ -1,7 +1,7 @@
 """A number for each row of a batch: one Python int where the rows agree, a tensor where they differ.
 
-Mostly all rows agree, and then no tensor is made, moved or looked at: a decode step is planned in integers, and
-``torch.compile`` sees constants. Plain ``+ - * // %`` and comparisons work on both kinds.
+Without padding all rows agree, and then no tensor is made, moved or read: a decode step computes with ints, which are
+constants to ``torch.compile``. Plain ``+ - * // %`` and comparisons work on ints and tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def int_if_equal(x: PerRow) -> PerRow:
 
 
 def at_least(x: IntT, bound: int) -> IntT:
-    """The larger of both, row by row."""
+    """``max(x, bound)`` for every row."""
     return x.clamp(min=bound) if isinstance(x, Tensor) else max(x, bound)
 
 
 def at_most(x: IntT, bound: int) -> IntT:
-    """The smaller of both, row by row."""
+    """``min(x, bound)`` for every row."""
     return x.clamp(max=bound) if isinstance(x, Tensor) else min(x, bound)
 
 
@@ -46,7 +46,7 @@ def max_row(x: PerRow) -> int:
 
 
 def map_rows(function: Callable[[int], int], x: PerRow) -> PerRow:
-    """The function of every row's number."""
+    """``function`` applied to every row's number."""
     return torch.tensor([function(n) for n in x.tolist()]) if isinstance(x, Tensor) else function(x)
 
 
@@ -54,10 +54,10 @@ def broadcast_rows(x: PerRow, ndim: int, device: torch.device | None = None) -> 
     """An int, or ``[B, 1, ...]`` of ``ndim`` dimensions on the device, to go with tensors whose rows come first."""
     if not isinstance(x, Tensor):
         return x
-    # from pageable memory: staged before the call returns, and no wait for the GPU
+    # pageable memory is staged before `to` returns, so the source may change and the host does not wait for the GPU
     return x.reshape(-1, *(1,) * (ndim - 1)).to(device, non_blocking=True)
 
 
 def as_rows(x: PerRow, num_rows: int) -> Tensor:
-    """int64 CPU ``[B]``."""
+    """The number of every row, int64 CPU ``[B]``."""
     return x if isinstance(x, Tensor) else torch.full((num_rows,), x, dtype=torch.int64)

@@ -32,7 +32,7 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
-    """A bias number by number, ``[B|1, K|1, N]``, if it is one for all."""
+    """A bias as a tensor ``[B|1, K|1, N]``, also if one number is given for all entries; None stays None."""
     if bias is None or isinstance(bias, Tensor):
         return bias
     return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
@@ -60,14 +60,14 @@ def append_window(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
     joined = torch.cat([old, new], dim=2)
     if not isinstance(pads, Tensor) and pads == 0:
         return joined
-    # the new columns' padding stands in the middle now: move the old columns over it
+    # `joined` has the padding of the new columns in its middle: shift the old columns right, over it
     column, pads = torch.arange(joined.shape[2])[None], broadcast_rows(pads, 2)
     source = torch.where(column >= old.shape[2] + pads, column, (column - pads).clamp(min=0))
     return joined.gather(2, source.to(new.device, non_blocking=True)[:, None, :, None].expand_as(joined))
 
 
 def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Tensor:
-    """New entries ``[B, K, n, D]`` at ``[start, stop)``. What a shorter row gets past its end stays unseen."""
+    """Write new entries ``[B, K, n, D]`` to ``[start, stop)`` of each row; columns past a row's stop are never seen."""
     start = int_if_equal(start)
     if not isinstance(start, Tensor):
         return new if start == 0 else torch.cat([old[:, :, :start], new], dim=2)
@@ -76,14 +76,14 @@ def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Ten
     return wide.scatter(2, index.expand_as(new), new)[:, :, : max_row(stop)]
 
 
-def chunks(band: Tensor, start: PerRow, G: int, c: int) -> Tensor:
-    """``[B, K, G, c, D]``: G chunks of c band columns from column ``start`` on."""
+def chunks(window: Tensor, start: PerRow, G: int, c: int) -> Tensor:
+    """``[B, K, G, c, D]``: G chunks of c window columns from column ``start`` on."""
     start = int_if_equal(start)
     if not isinstance(start, Tensor):
-        return band[:, :, start : start + G * c].unflatten(2, (G, c))
-    column = (start[:, None] + torch.arange(G * c)).clamp(0, band.shape[2] - 1).to(band.device, non_blocking=True)
-    index = column[:, None, :, None].expand(-1, band.shape[1], -1, band.shape[3])
-    return band.gather(2, index).unflatten(2, (G, c))
+        return window[:, :, start : start + G * c].unflatten(2, (G, c))
+    column = (start[:, None] + torch.arange(G * c)).clamp(0, window.shape[2] - 1).to(window.device, non_blocking=True)
+    index = column[:, None, :, None].expand(-1, window.shape[1], -1, window.shape[3])
+    return window.gather(2, index).unflatten(2, (G, c))
 
 
 def newest(x: Tensor, count: int) -> Tensor:
@@ -92,11 +92,11 @@ def newest(x: Tensor, count: int) -> Tensor:
 
 
 def detach_compact(x: Tensor) -> Tensor:
-    """Detached and alone in its storage: a view would keep all of a longer sequence alive."""
+    """Detach, and copy a view of a larger storage: the view would keep the whole storage alive."""
     x = x.detach()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 
 
 def detach_copy(x: Tensor) -> Tensor:
-    """Detached and copied, whatever it was."""
+    """Detach and always copy."""
     return x.detach().clone()

@@ -1,4 +1,4 @@
-"""Random choices that are a function of seed and place alone: alike in every call, row, head and device.
+"""Random choices computed from a seed and a position alone: the same in every call, row, head and device.
 
 Shapes: B rows, L columns, S sampled queries.
 """
@@ -16,7 +16,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def scramble(places: Tensor, seed: int) -> Tensor:
-    """An int64 >= 0 per place (int64, any shape): the mixing function of splitmix64, computed on their device."""
+    """A random-looking int64 >= 0 for each of ``places`` (int64, any shape): splitmix64's mixing function."""
     x = (places + 1) * _signed(_STEP) + _signed(_STEP * seed * seed + _MIX[0][1] * seed)
     for shift, factor in _MIX:
         x = (x ^ _shifted(x, shift)) * _signed(factor)
@@ -24,10 +24,10 @@ def scramble(places: Tensor, seed: int) -> Tensor:
 
 
 class Sample(NamedTuple):
-    """Which queries of right-aligned rows are asked.
+    """The sampled queries of right-aligned rows.
 
     start int64 ``[B, 1]``: the column of each row's first token. columns int64 ``[B, S]``: the queries' columns,
-    ascending, -1 where a row has no more of them. num_later float32 ``[B, L]``: those at a column or after it.
+    ascending, -1 where a row has fewer. num_later float32 ``[B, L]``: sampled queries at a column or after it.
     """
 
     start: Tensor
@@ -39,15 +39,15 @@ class Sample(NamedTuple):
 def sampled_queries(
     tokens: Tensor, L: int, num_recent: int, num_random: int, seed: int, device: torch.device
 ) -> Sample:
-    """The newest ``num_recent`` queries, and ``num_random`` of the others, whose places in the row alone decide.
+    """The newest ``num_recent`` queries and ``num_random`` of the others, chosen by seed and position in the row.
 
     tokens int64 CPU ``[B]``: real tokens per row of L.
     """
     start = (L - tokens).to(device)[:, None]
     recent = torch.arange(max(0, L - num_recent), L, device=device).expand(len(tokens), -1)
     column = torch.arange(L - recent.shape[1], device=device)
-    lots = scramble(column - start, seed).masked_fill(column < start, -1)
-    drawn, others = lots.topk(min(num_random, len(column)))
+    scores = scramble(column - start, seed).masked_fill(column < start, -1)
+    drawn, others = scores.topk(min(num_random, len(column)))
     known = torch.cat([drawn >= 0, recent >= start], 1)
     columns = torch.cat([others, recent], 1)
     num_later = torch.zeros(len(tokens), L, device=device).scatter_add_(1, columns, known.float())

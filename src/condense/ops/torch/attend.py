@@ -1,7 +1,6 @@
 """The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
 
-Nothing of size L x L is made: a block of queries reads only the stretch of every source that it can see, so memory is
-linear in L, with gradients too.
+A block of queries reads only the hull of what it sees of every source, so memory is linear in L, with gradients too.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N tokens of the window, S keys that a block sees.
 """
@@ -19,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.right_aligned import joined_bias
 
-# keys and masks that blocks keep for the backward pass, in keys per query: representatives make it grow with L, so
-# beyond this each block is computed again instead
+# Limit of the keys and masks that blocks keep for the backward pass, in keys per query. Entries make it grow with L;
+# beyond the limit each block is computed again in the backward pass.
 _MAX_KEPT = 4
 
 
@@ -31,7 +30,7 @@ def attend(
     H, L = q.shape[1], q.shape[2]
     window = sources[-1]
     K, N = window.k.shape[1], window.k.shape[2]
-    # PyTorch's causal kernel gives NaN on a CPU for a scale that is not positive
+    # scale > 0, because PyTorch's causal kernel gives NaN on a CPU for scale <= 0
     if not return_lse and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
         out = F.scaled_dot_product_attention(
             q, window.k, window.v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
@@ -86,17 +85,17 @@ def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) ->
 def _block_size(device: torch.device, ratio: int) -> int:
     """Queries in one fused call, for ``ratio`` query heads per KV head.
 
-    On a CPU small, so that the masked part of the band (a block's own length) stays a small share of what is read;
-    elsewhere large, because a call costs more than its work (6 to 9 times at 8K to 32K tokens on an H200).
+    Small on a CPU, as a block also reads about its own length of window tokens only to mask them. Large elsewhere, as
+    launching a small block takes longer than its work (6 to 9 times at 8K to 32K tokens on an H200).
     """
     rows, most = (1024, 512) if device.type == "cpu" else (8192, 2048)
     return max(1, min(most, rows // ratio))
 
 
 def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mask bool ``[B|1, K|1, L, S]`` over the block's own stretch of every source, and who sees nothing.
+    """Mask bool ``[B|1, K|1, L, S]`` over the block's hulls, and the queries that see nothing, ``[B|1, K|1, L, 1]``.
 
-    A query that sees nothing, ``[B|1, K|1, L, 1]``, gets a harmless row with everything in it.
+    A query that sees nothing sees all keys in the mask, so that its softmax has no NaN; its output is zeroed later.
     """
     block = [(lo[..., None], hi[..., None]) for lo, hi in spans.at(start, stop, device)]
     empty = torch.stack(torch.broadcast_tensors(*(lo >= hi for lo, hi in block))).all(0)
@@ -119,11 +118,11 @@ def attend_block(
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, L, Dv]`` of one block, and log-sum-exp ``[B, H, L]`` if asked for, else nothing of use.
+    """Output ``[B, H, L, Dv]`` of one block, and log-sum-exp ``[B, H, L]`` if asked for, else an empty tensor.
 
     q ``[B, H, L, D]``, k ``[B, K, S, D]``, v ``[B, K, S, Dv]``, bias ``[B|1, K|1, M]`` of the first M keys. mask bool
-    ``[B|1, K|1, L, S]``: who sees whom; empty bool ``[B|1, K|1, L, 1]``: queries that see nothing, whose row of the
-    mask is harmless. None: every query sees every key.
+    ``[B|1, K|1, L, S]``: True where a query sees a key; empty bool ``[B|1, K|1, L, 1]``: queries that see nothing,
+    whose rows of the mask are all True. Both None: every query sees every key.
     """
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]
@@ -137,7 +136,7 @@ def attend_block(
     attn_mask = None if bias is None or bias.shape[-1] == 0 else _key_offsets(bias.to(wide), S, q.dtype)[:, :, None]
     if mask is not None and empty is not None:
         mask, empty = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3) for x in (mask, empty))
-        # whatever is in a query that sees nothing, it is zeroed here and below: no NaN in values or gradients
+        # a query that sees nothing may hold NaN: zeroed here, and its output below, so that no gradient is NaN
         rows = rows.masked_fill(empty, 0.0)
         attn_mask = mask if attn_mask is None else attn_mask.masked_fill(~mask, float("-inf"))
     out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
@@ -149,12 +148,12 @@ def attend_block(
 
 
 def _heads(rows: Tensor, L: int) -> Tensor:
-    """``[B, K, R * L, ...]`` to ``[B, H, L, ...]``."""
+    """Reshape ``[B, K, R * L, ...]`` to ``[B, H, L, ...]``."""
     return rows.unflatten(2, (-1, L)).flatten(1, 2)
 
 
 def _log_sum_exp(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float) -> Tensor:
-    """``[B, K, R * L]`` float32 or wider: what the fused call computes and does not give away."""
+    """Log-sum-exp ``[B, K, R * L]`` float32 or wider, computed again, as the fused call does not return it."""
     wide = torch.promote_types(k.dtype, torch.float32)
     scores = (rows.to(wide) @ k.to(wide).mT) * scale
     if bias is not None:
@@ -163,11 +162,11 @@ def _log_sum_exp(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | No
 
 
 def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
-    """Prefix bias ``[B|1, K|1, M]`` as additive mask ``[B|1, K|1, S]`` in ``dtype``.
+    """Bias of the entries ``[B|1, K|1, M]`` as additive mask ``[B|1, K|1, S]`` of all keys in ``dtype``.
 
     Fused attention takes the mask in the dtype of q, and log 16 in bfloat16 is off by 0.7 percent of the
-    weight. Softmax does not notice a constant: subtracting the rounding residual of the largest bias from
-    every key makes that bias exact and leaves the small residual, which has its own fine rounding, on the rest.
+    weight. A constant added to all scores does not change a softmax, so the rounding error of the largest bias is
+    subtracted from every key: that bias is then exact, and the small number left on the others rounds finely.
     """
     largest = bias.amax(-1, keepdim=True)
     residual = largest - largest.to(dtype).to(bias.dtype)

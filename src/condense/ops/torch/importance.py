@@ -1,4 +1,4 @@
-"""The `torch` backend of importance: blocks of sampled queries against all keys, never L x L.
+"""The `torch` backend of importance: blocks of sampled queries against all keys, so memory is linear in L.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, S sampled queries, D width.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from condense.ops.tensors.sampling import Sample
 
-# scores made at a time, of a block of queries with all heads and keys
+# scores per block of queries, over all heads and keys
 _BLOCK = 1 << 24
 
 
@@ -27,6 +27,6 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
         scores = queries.flatten(2, 3) @ keys * scale
         visible = (column <= at[..., None]) & (column >= sample.start[..., None])
         hidden = ~visible[:, None, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3)
-        # a place that stands for no query sees nothing: its row of NaN goes
+        # rows without a query (-1) see no key: their softmax is NaN and is set to 0
         total += scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
     return total

@@ -1,7 +1,7 @@
 """The `torch` backend of summaries and pooling; any device, differentiable.
 
-Shapes: B rows, H query heads, K KV heads, L new queries, Q queries kept from before, D width,
-G windows of S queries or groups of c tokens.
+Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept from earlier calls, D width,
+G spans of S queries or groups of c tokens.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.types import SummarySpans
 
 
-def summarize(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
     """See `condense.ops.summarize`."""
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
-    G, S, stride = windows.num, windows.size, windows.stride
-    agreed = windows.int_if_equal()
-    if agreed is None:
-        return _ragged(q, tail, windows)
-    start, before, after = agreed
+    G, S, stride = spans.num, spans.size, spans.stride
+    numbers = spans.int_if_equal()
+    if numbers is None:
+        return _ragged(q, tail, spans)
+    start, before, after = numbers
     if start < max(0, before - Q) or start + stride * (G - 1) + S > after:
-        return _ragged(q, tail, windows)
-    # from the first query of the first window to the last of the last, counted from the first new one
+        return _ragged(q, tail, spans)
+    # columns [lo, hi) of the queries that any span holds, counted from the first new query
     lo, hi = start - before, start - before + stride * (G - 1) + S
     first = L - (after - before)
     new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
     if lo >= 0 and stride > S:
-        # queries between the windows are never read
+        # reads only the queries inside spans
         return _mean([head_mean(new[:, :, s::stride][:, :, :G], K) for s in range(S)], wide)
     means = head_mean(new, K)
     if lo < 0:
@@ -42,38 +42,38 @@ def summarize(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
 
 
 def _mean(queries: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Mean of S tensors, one after the other, as `condense.ops.torch.step` does: the same entries to the bit."""
+    """Mean of S tensors, added in the order of `condense.ops.torch.step`, so that entries are bit-equal."""
     total = queries[0].to(wide)
     for other in queries[1:]:
         total = total + other
     return total / len(queries)
 
 
-def _ragged(q: Tensor, tail: Tensor, windows: SummarySpans) -> Tensor:
-    """Windows that stand apart in each row, or reach beyond what is there."""
+def _ragged(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
+    """`summarize` for rows whose spans begin at different columns, or reach beyond the queries that there are."""
     (B, K, Q, D), L = tail.shape, q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
-    start, before, after = (x[:, None] for x in windows.rows(B))
+    start, before, after = (x[:, None] for x in spans.rows(B))
     first = L - (after - before)
     lo = min(L, max(0, int((first + start - before).min())))
     known = torch.cat([tail, head_mean(q[:, :, lo:], K)], dim=2)
-    total = known.new_zeros(B, K, windows.num, D, dtype=wide)
-    begin = start + windows.stride * torch.arange(windows.num)
-    for s in range(windows.size):
+    total = known.new_zeros(B, K, spans.num, D, dtype=wide)
+    begin = start + spans.stride * torch.arange(spans.num)
+    for s in range(spans.size):
         position = begin + s
         inside = (position >= 0) & (position >= before - Q) & (position < after)
         column = Q + position - before + torch.where(position < before, 0, first - lo)
         index = torch.where(inside, column, 0).to(q.device, non_blocking=True)[:, None, :, None]
         counts = inside.to(q.device, non_blocking=True)[:, None, :, None]
         total = total + known.gather(2, index.expand(B, K, -1, D)).to(wide).masked_fill(~counts, 0.0)
-    count = (begin + windows.size).clamp(1, windows.size)
+    count = (begin + spans.size).clamp(1, spans.size)
     return total / count.to(q.device, non_blocking=True)[:, None, :, None]
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float) -> Tensor:
     """See `condense.ops.group_scores`."""
     wide = torch.promote_types(k.dtype, torch.float32)
-    # no matrix product: its order of summation may depend on a key's place in the group, and equal keys must tie
+    # not a matrix product: it may sum keys of one group in different orders, and equal keys must get equal scores
     return (k.to(wide) * summary.to(wide)[..., None, :]).sum(-1) * scale
 
 

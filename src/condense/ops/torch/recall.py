@@ -1,7 +1,7 @@
 """Recall's attention in blocks of queries over PyTorch's fused attention; any device, differentiable.
 
-A block of queries reads every closed group under a mask, so its time is that of dense attention; memory is linear in L.
-A single query reads the tokens of its open groups alone.
+A block of queries reads the tokens of all closed groups under a mask, so it takes as long as dense attention; memory is
+linear in L. A single query reads only the tokens of the groups that it opens.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, S keys of a block, D and Dv widths.
 """
@@ -68,7 +68,7 @@ def attend_recall(
 
     tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)
     if len(blocks) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        # masks and copies of keys would make memory grow with L * L: each block is computed again instead
+        # compute each block again in the backward pass: its masks and copied keys would take memory of order L * L
         block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
     work = zip(q.split(_BLOCK, dim=2), blocks, spans.hulls(blocks), strict=True)
     parts = [block(q_block, start, hulls) for q_block, (start, _), hulls in work]

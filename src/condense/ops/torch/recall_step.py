@@ -1,7 +1,7 @@
 """One decode step of Recall, in the `torch` backend: any device, traceable as one graph.
 
-It makes a group's entry and index in every step and keeps them if the group closes, and scores all groups that there is
-room for: the price of doing the same work whatever is in the buffers.
+Every step does the same work, whatever the buffers hold, as tracing needs: it makes a group's entry and index but
+stores them only if the group closes, and it scores all groups that there is room for.
 
 Shapes as in `condense.ops.recall.state`.
 """
@@ -32,7 +32,7 @@ def recall_step(
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.recall.state`.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``,
-    None: all rows are. latent: values are the first so many columns of the keys and Dv is 0 (absorbed MLA).
+    None: all rows are. latent: if > 0, values are the first ``latent`` columns of the keys, Dv is 0 (absorbed MLA).
     """
     t = state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
@@ -82,7 +82,7 @@ def _attend(
     token = (groups.clamp(max=max(G - 1, 0))[..., None] * g + torch.arange(g, device=q.device)).flatten(2)[..., None]
     opened = [x.gather(2, token.expand(-1, -1, -1, x.shape[3])) for x in (state.store_k, state.store_v)]
     last = (seen - 1)[:, None]
-    # the newest position that stands in each slot; negative: none does
+    # the newest position stored in each slot; negative: the slot is empty
     position = last - (last - torch.arange(W, device=q.device)) % W
     near = (position >= all_closed[:, None] * g) & (position >= 0)
     pooled = (torch.arange(G, device=q.device) < closed[:, None])[:, None] & ~chosen[:, :, 0] & settings.pool

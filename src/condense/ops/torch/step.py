@@ -1,7 +1,7 @@
 """One decode step, in the `torch` backend: any method, any device, traceable as one graph.
 
-It computes a chunk in every step and keeps it if one is due, and reads all of the buffers under a mask: the price
-of doing the same work whatever is in them.
+Every step does the same work, whatever the buffers hold, as tracing needs: it makes a chunk's entries and stores them
+only if a chunk is due, and it reads all slots of the buffers under a mask.
 
 Shapes as in `condense.ops.types`.
 """
@@ -21,7 +21,7 @@ def step(
     k: Tensor,
     v: Tensor,
     state: StepState,
-    plan: StepSettings,
+    settings: StepSettings,
     *,
     scale: float,
     real: Tensor | None = None,
@@ -32,25 +32,25 @@ def step(
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.types`.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
-    entry_bias float ``[B|1, 1, M]``: instead of what the plan says of the entries' bias.
-    latent: values are the first so many columns of the keys, 0: they are values of their own.
+    entry_bias float ``[B|1, 1, M]``: used instead of the settings' bias.
+    latent: if > 0, values are the first ``latent`` columns of the keys.
     """
     t = state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
     _write(state.ring_k, t, k, alive)
     _write(state.ring_v, t, v, alive)
-    if plan.num_summary > 0:
+    if settings.num_summary > 0:
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
-        _append_entry(state, plan, t, seen, scale, represent)
-    out = _attend(q, state, plan, seen, alive, scale, entry_bias, latent)
+        _append_entry(state, settings, t, seen, scale, represent)
+    out = _attend(q, state, settings, seen, alive, scale, entry_bias, latent)
     state.seen.copy_(seen)
     return out
 
 
 def _write(buffer: Tensor, position: Tensor, new: Tensor, chosen: Tensor) -> None:
-    """Columns ``new`` ``[B, K, n, D]`` into a ring from ``position`` ``[B]`` on, in the ``chosen`` rows."""
+    """Write columns ``new`` ``[B, K, n, D]`` into a ring from ``position`` ``[B]`` on, in the ``chosen`` rows only."""
     slot = (position[:, None] + torch.arange(new.shape[2], device=new.device)) % buffer.shape[2]
     index = slot[:, None, :, None].expand_as(new)
     buffer.scatter_(2, index, torch.where(chosen[:, None, None, None], new, buffer.gather(2, index)))
@@ -63,13 +63,13 @@ def _read(ring: Tensor, start: Tensor, count: int) -> Tensor:
 
 
 def _append_entry(
-    state: StepState, plan: StepSettings, t: Tensor, seen: Tensor, scale: float, represent: Represent
+    state: StepState, settings: StepSettings, t: Tensor, seen: Tensor, scale: float, represent: Represent
 ) -> None:
-    rule, summary_delay = plan.rule, plan.summary_delay
+    rule, summary_delay = settings.rule, settings.summary_delay
     chunk = rule.pooled(t, summary_delay)
     first = state.prompt[:, 1] + chunk * rule.entries
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
-    summary = None if plan.num_summary == 0 else _summary(state.ring_q, seen, plan.num_summary, rule.chunk)
+    summary = None if settings.num_summary == 0 else _summary(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
     new_k, new_v = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
     _write(state.entries_k, first, new_k, due)
@@ -77,9 +77,9 @@ def _append_entry(
 
 
 def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
-    """Mean of the newest S queries ``[B, K, 1, D]`` float32 or wider, none of them from before a row's start.
+    """Mean of a row's newest S queries, or of all if it has fewer, ``[B, K, 1, D]`` float32 or wider.
 
-    Summed in the order of `condense.ops.torch.pool.summarize`, so that the entries are the same to the bit.
+    Summed in the order of `condense.ops.torch.pool.summarize`, so that entries are bit-equal.
     """
     wide = torch.promote_types(ring_q.dtype, torch.float32)
     queries = _read(ring_q, seen - S, S)
@@ -92,28 +92,29 @@ def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     return total / inside.sum(2, keepdim=True).clamp(min=1)
 
 
-def _seen_entries(state: StepState, plan: StepSettings, closed: Tensor) -> Tensor:
-    """Prefix entries that stand for a prompt and ``closed`` chunks, without those that had no room."""
-    ahead, p = state.prompt[:, 1], plan.rule.entries
-    room = (state.entries_k.shape[2] - ahead) // p * p
-    return ahead + torch.minimum(plan.rule.visible_entries(closed), room)
+def _seen_entries(state: StepState, settings: StepSettings, closed: Tensor) -> Tensor:
+    """Number of entries of a prompt and of ``closed`` chunks, without chunks that did not fit into the buffer."""
+    prompt_entries, p = state.prompt[:, 1], settings.rule.entries
+    room = (state.entries_k.shape[2] - prompt_entries) // p * p
+    return prompt_entries + torch.minimum(settings.rule.visible_entries(closed), room)
 
 
-def _bias(state: StepState, plan: StepSettings) -> Tensor:
-    """``plan.bias`` where an entry is pooled, float64 ``[B|1, 1, M]``."""
-    M, p = state.entries_k.shape[2], plan.rule.entries
-    if not plan.bias_differs:
-        return torch.full((1, 1, M), plan.bias, dtype=torch.float64, device=state.seen.device)
+def _bias(state: StepState, settings: StepSettings) -> Tensor:
+    """``settings.bias`` for pooled entries, 0 for single tokens, float64 ``[B|1, 1, M]``."""
+    M, p = state.entries_k.shape[2], settings.rule.entries
+    if not settings.bias_differs:
+        return torch.full((1, 1, M), settings.bias, dtype=torch.float64, device=state.seen.device)
     entry = torch.arange(M, device=state.seen.device)
-    ahead, exact = state.prompt[:, 1:2], state.prompt[:, 2:]
-    pooled = torch.where(entry < ahead, entry >= exact, (entry - ahead) % p == p - 1)
-    return (pooled.double() * plan.bias)[:, None]
+    prompt_entries, prompt_focal = state.prompt[:, 1:2], state.prompt[:, 2:]
+    of_prompt = entry < prompt_entries
+    pooled = torch.where(of_prompt, entry >= prompt_focal, (entry - prompt_entries) % p == p - 1)
+    return (pooled.double() * settings.bias)[:, None]
 
 
 def _attend(
     q: Tensor,
     state: StepState,
-    plan: StepSettings,
+    settings: StepSettings,
     seen: Tensor,
     alive: Tensor,
     scale: float,
@@ -121,17 +122,16 @@ def _attend(
     latent: int,
 ) -> Tensor:
     M, W = state.entries_k.shape[2], state.ring_k.shape[2]
-    closed = plan.rule.closed(seen)
-    rep_end, raw_start = _seen_entries(state, plan, closed), closed * plan.rule.chunk
+    closed = settings.rule.closed(seen)
+    num_entries, first_token = _seen_entries(state, settings, closed)[:, None], (closed * settings.rule.chunk)[:, None]
     last = (seen - 1)[:, None]
-    # the newest position that stands in each slot; negative: none does
+    # the newest position stored in each slot; negative: the slot is empty
     position = last - (last - torch.arange(W, device=q.device)) % W
-    sees = torch.cat(
-        [torch.arange(M, device=q.device) < rep_end[:, None], (position >= raw_start[:, None]) & (position >= 0)], dim=1
-    )
+    sees_token = (position >= first_token) & (position >= 0)
+    sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
-    if entry_bias is None and plan.bias != 0.0:
-        entry_bias = _bias(state, plan)
+    if entry_bias is None and settings.bias != 0.0:
+        entry_bias = _bias(state, settings)
     keys = torch.cat([state.entries_k, state.ring_k], dim=2)
     return attend_block(
         q,

@@ -22,7 +22,7 @@ from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, 
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 
-# tokens that no row has: positions fit into 32 bits, and so must sums of a chunk, a window and padding
+# stands for "no limit" in kernels: more tokens than any row has, and a sum of three such numbers still fits in 32 bits
 _UNLIMITED = 1 << 29
 _FORWARD, _DQ, _DKV = (Launcher(kernel) for kernel in (attend_fwd_kernel, attend_dq_kernel, attend_dkv_kernel))
 
@@ -37,16 +37,16 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
-    """Tiles per kernel and width; the length is no part of the choice.
+    """Tiles by kernel, dtype, width and heads per KV head; the length does not matter.
 
-    Tried on an H200 at width 128. Forward: of 64, 128 rows and 32, 64, 128 keys the smallest square was the fastest by
-    5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other is at its softmax. dk and
-    dv hold two accumulators in registers, which leaves room for 32 queries at a time.
+    Measured on an H200 at width 128. Forward: of 64 and 128 rows and 32, 64 and 128 keys, 64 x 64 was the fastest by
+    5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other computes its softmax. The
+    kernel of dk and dv holds two accumulators in registers, which leaves room for 32 queries at a time.
     """
     rows = power_of_2(R)
     if not is_cuda:  # the interpreter
         return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
-    if dtype == torch.float32:  # three products per product: small, to stay in registers
+    if dtype == torch.float32:  # small, because each product is computed as three (tf32x3), in registers
         return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
     if kernel == "dkv":
         return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
@@ -55,7 +55,7 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
 
 
 class Call(NamedTuple):
-    """One call, as operations take it: sources field by field, spans as `describe` says.
+    """The arguments of the operations: the fields of all sources as lists, and spans as `describe` makes them.
 
     biases: float ``[B|1, K|1, N]`` or None per source; levels: numbers added to all scores of a source.
     """
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What the kernels of a call share. Strides of bias and spans are 0 where one stands for all."""
+    """Numbers and tensors that the kernels of a call share. A stride is 0 in a dimension where all rows are alike."""
 
     K: int
     R: int
@@ -87,7 +87,7 @@ class Shared(NamedTuple):
         """Raises ValueError for more rows and heads than a grid holds."""
         K = call.k[0].shape[1]
         check_programs(call.q.shape[0] * K)
-        # the row that an empty source borrows has no bias
+        # a source without entries gets no bias either
         biases = tuple(
             [None if x is None or x.shape[2] == 0 else (x.float() * LOG2E).contiguous() for x in call.biases]
         )
@@ -101,12 +101,12 @@ class Shared(NamedTuple):
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of batch and KV head in ``[..., B|1, K|1, n]``, 0 where one stands for all."""
+    """Strides of batch and KV head of ``[..., B|1, K|1, n]``, 0 for a dimension of size 1."""
     return (0 if x.shape[-3] == 1 else x.stride(-3), 0 if x.shape[-2] == 1 else x.stride(-2))
 
 
 def not_empty(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Keys or values of the sources, in rows as kernels read them; an empty source borrows a row that nobody sees."""
+    """Keys or values of the sources in rows as kernels read them; an empty source gets one row that no query sees."""
     other = next((x for x in tensors if x.shape[2] > 0), None)
     if other is None:
         return [x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in tensors]
@@ -114,13 +114,13 @@ def not_empty(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Room for output and log-sum-exp."""
+    """Empty tensors for output ``[B, H, L, Dv]`` and log-sum-exp ``[B, H, L]``."""
     return q.new_empty(*q.shape[:3], v[0].shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _constants(call: Call, kind: str, *more: int) -> tuple[int | str, ...]:
-    """What the kernels are compiled for: number of sources, widths, kind of spans, precision, tiles."""
-    # three products of the matrix units in place of one exact: within the error of PyTorch's float32 attention
+    """Constants that the kernels are compiled for: number of sources, widths, kind of spans, precision, tiles."""
+    # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
     precision = "tf32x3" if call.q.dtype == torch.float32 else "tf32"
     return len(call.k), *split_width(call.q.shape[3]), *split_width(call.v[0].shape[3]), kind, precision, *more
 
@@ -173,7 +173,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
             _constants(call, shared.kind, tiles.rows, tiles.keys), tiles.options,
         )  # fmt: skip
         tiles = _tiles("dkv", q.dtype, q.is_cuda, max(D, Dv), R)
-        # as many heads in a tile as are a power of two and leave none over
+        # heads in a tile: the largest power of two that divides R
         heads = min(R & -R, tiles.rows)
         sizes = [x.shape[2] for x in k]
         seen = _seen(call.spans, sizes) if shared.kind == "arrays" and call.spans is not None else None
@@ -208,7 +208,7 @@ def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
 
 
 def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``forward`` of a `Call` as one operation for torch.compile, with `_backward` for its gradients."""
+    """``forward`` of a `Call` as a torch operation, so that torch.compile keeps it whole; gradients by `_backward`."""
 
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
@@ -256,10 +256,10 @@ _attend = operation("attend", _forward)
 
 
 def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
-    """Spans as kernels take them: a tensor on the device, and the numbers of the uniform rule and of the only row.
+    """Spans as kernels take them: a tensor on the device or None, and eight numbers: a `UniformRule` and a `Start`.
 
-    None: the rule, alike in all rows. int32 ``[B, 4]``: the rule, rows starting apart. int32
-    ``[sources, 2, B|1, K|1, L]``: lo and hi of each source.
+    None: the rule, with the same start in all rows. int32 ``[B, 4]``: the rule, and the start of each row. int32
+    ``[sources, 2, B|1, K|1, L]``: lo and hi of each source; the numbers are not used.
     """
     if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
         ends = torch.broadcast_tensors(*(x for span in spans.at(0, L, device) for x in span))
@@ -279,15 +279,15 @@ def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float) ->
     k, v = [source.k for source in sources], [source.v for source in sources]
     biases = [source.bias if isinstance(source.bias, Tensor) else None for source in sources]
     levels = [0.0 if source.bias is None or isinstance(source.bias, Tensor) else source.bias for source in sources]
-    if scale <= 0:  # the kernels count on a positive scale
+    if scale <= 0:  # the kernels need scale > 0, so the sign (or the zero) goes into q
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
     return Call(q, k, v, biases, levels, *describe(spans, len(sources), q.shape[2], q.device), scale)
 
 
 def needs_operation(call: Call) -> bool:
-    """True if autograd, torch.compile or a kind of tensor other than PyTorch's own must see an operation.
+    """True if autograd, torch.compile or a subclass of Tensor is involved, which need a torch operation.
 
-    Its dispatch takes longer than everything else that the host does for attention.
+    Otherwise the kernel is called directly: dispatching the operation takes longer than all other host work.
     """
     if torch.compiler.is_compiling() or type(call.q) is not Tensor:
         return True

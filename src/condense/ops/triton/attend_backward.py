@@ -1,8 +1,8 @@
 """Backward kernels of attention over a list of sources; see `condense.ops.triton.attend_forward` for the layout.
 
-One program per tile of rows (dq) and one per block of keys (dk, dv): no atomics, the same result every time.
+One program per tile of rows (dq) and one per block of keys (dk, dv): no atomics, so results are deterministic.
 
-Two numbers per query pass from the dq kernel to the other, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
+The dq kernel hands two numbers per query to the other, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
 where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, so that the
 log-sum-exp has a gradient too.
 """
@@ -51,7 +51,7 @@ def attend_dq_kernel(
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per row.
+    """Writes dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per query.
 
     out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out.
     """
@@ -130,7 +130,7 @@ def _dkv_queries(
 def _block_of(
     n: tl.constexpr, number, sources, biases, row, K, L, spans, seen, s_seen, KIND: tl.constexpr, BN: tl.constexpr
 ):
-    """Block ``number`` of source n: where its keys and values and their gradients lie, and who sees them."""
+    """Block ``number`` of source n: addresses of its keys, values and gradients, and which queries see each key."""
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     key, size = number * BN + tl.arange(0, BN), sources.sizes[n]
     inside = key < size
@@ -155,13 +155,13 @@ def attend_dkv_kernel(
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous.
+    """Writes dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous.
 
     q and d_out: descriptors ``[B, H / HEADS, HEADS, L, D]``. k, v, dk, dv, seen (for arrays): a pointer per source.
-    size0 to size3: entries of the sources, whatever where there are fewer.
+    size0 to size3: entries of the sources; the sizes of sources that are not there are not read.
 
-    One launch for all: the blocks of the first source start first, whose entries nearly all queries see in a condensed
-    prompt, and the window's many short programs fill the rest of the device.
+    One launch for all sources. The blocks of the first one start first: in a condensed prompt nearly all queries see
+    its entries, so they take longest, and the window's many short programs fill the rest of the device.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     row = Row(tl.program_id(0) // K, tl.program_id(0) % K)

@@ -1,12 +1,12 @@
 """Forward kernel of attention over a list of sources: one online softmax, one source after the other.
 
-A program owns a tile of rows, see `condense.ops.triton.device.rule`. Blocks of keys that every row sees whole
-run without a mask. Keys and values come through tensor descriptors ``[B, K, N, D]``, which read zeros past the end.
+A program owns a tile of rows, see `condense.ops.triton.device.rule`. Blocks of keys that all its rows see whole are
+not masked. Keys and values are read through tensor descriptors ``[B, K, N, D]``, which give zeros past the end.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source,
 D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. Descriptors k0 to
-k3 and v0 to v3 are of the sources' first parts, None where there are fewer; those whose names end in _rest of the
-second parts, None if there is none. BM rows and BN keys per tile.
+k3 and v0 to v3 read the first parts of up to four sources, k0_rest and so on the second parts; None if not there.
+BM rows and BN keys per tile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from condense.ops.triton.device.parts import add_weighted, load_block, load_rows
 from condense.ops.triton.device.records import Row, Rule, Softmax, Source, Spans, Start
 from condense.ops.triton.device.rule import begins_at_0, cut, start_of_row, tile_rows, visible
 
-# numbers that change from call to call must not each make a new kernel
+# not specialised: these numbers change from call to call, and a new value must not compile a new kernel
 VARYING = ("L", "query_start", "window_start", "padding", "prompt_entries", "chunk", "window", "max_chunks")
 
 
@@ -37,7 +37,7 @@ def _forward_keys(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over keys ``[lo, hi)`` of one source; a query sees ``[first, last)``. Scores are base 2.
+    """Online softmax over keys ``[lo, hi)`` of one source; each row sees ``[first, last)``. Scores are base 2.
 
     bias: pointer to the biases of all rows, None for none.
     """
@@ -51,7 +51,7 @@ def _forward_keys(
             s = s * scale + tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
         if MASKED:
             s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), s, float("-inf"))
-        # scale is positive: scaling the maximum leaves one fused multiply-add per score
+        # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
         m_new = tl.maximum(m, tl.max(s, 1) if BIASED else tl.max(s, 1) * scale + source.level)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
         p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - source.level)[:, None])
@@ -79,7 +79,7 @@ def attend_fwd_kernel(
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
-    # the last rows see most: start them first
+    # the last queries see the most keys and take longest: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
     head = kvh * R + r

@@ -14,9 +14,9 @@ from condense.ops.triton.host import power_of_2
 
 
 def described(tensors: Sequence[Tensor], rows: int, count: int = 1) -> list[TensorDescriptor | None]:
-    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` and all heads.
+    """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` rows and all heads.
 
-    First ``count`` for the first part of each tensor's width, then as many for the second, None where there is none.
+    ``count`` descriptors of the first parts of the tensors' width, then ``count`` of the second parts; None fills up.
     """
     *heads, _, width = tensors[0].shape[2:]
     first, rest = split_width(width)
@@ -35,8 +35,8 @@ def _block(rows: int, width: int, *heads: int) -> list[int]:
 
 
 def descriptor(kind: Any, x: Tensor, block: list[int], **fields: Any) -> Any:
-    """``kind(x, shape, strides, block, **fields)`` without its checks, which take longer than all else that a call does
-    with a tensor: `condense.ops.triton.host.whole_rows` has seen to what they ask for.
+    """``kind(x, shape, strides, block, **fields)`` without its checks, which take longer than the rest of the work per
+    tensor; `condense.ops.triton.host.whole_rows` makes tensors that pass them.
     """
     made = kind.__new__(kind)
     made.__dict__.update(base=x, shape=x.shape, strides=x.stride(), block_shape=block, **fields)

@@ -1,7 +1,7 @@
-"""What the host does for all kernels: sizes of tiles and grids, layouts, what the device has.
+"""Host functions for all kernels: sizes of tiles and grids, memory layouts, properties of the device.
 
-Sizes in plain Python: Triton's own functions for them wrap their arguments for use in kernels, which takes microseconds
-a call, and a layer makes dozens of them.
+Sizes are computed in plain Python: Triton's own functions wrap their arguments for use in kernels, which takes
+microseconds per call, and a layer makes dozens of calls.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _MOST_PROGRAMS = 65_535
 
 
 def cdiv(whole: int, part: int) -> int:
-    """Parts of that size that cover the whole."""
+    """``ceil(whole / part)``."""
     return -(-whole // part)
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of two that is not less, for numbers >= 1."""
+    """The smallest power of two >= ``number``, which is >= 1."""
     return 1 << (number - 1).bit_length()
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """The last dimension contiguous, as the kernels read whole rows."""
+    """x with its last dimension contiguous, copied if it is not: the kernels read whole rows."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def whole_rows(x: Tensor) -> Tensor:
-    """The last dimension contiguous, and what tensor descriptors ask for: rows and start at multiples of 16 bytes."""
+    """As `dense_rows`, with rows and start at multiples of 16 bytes, as tensor descriptors need; copied if not."""
     step = 16 // x.element_size()
     *strides, width = x.stride()
     if width == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides):
@@ -44,7 +44,7 @@ def whole_rows(x: Tensor) -> Tensor:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Kernels start on the current device, which need not be the tensors' in a model spread over several."""
+    """Make the device of x the current one, where kernels start: in a model spread over devices it may be another."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device_of(x)
@@ -68,6 +68,6 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Asked for in every call, looked up once."""
+    """The properties of a CUDA device, cached, as every call needs them."""
     properties = torch.cuda.get_device_properties(device)
     return Gpu((properties.major, properties.minor), properties.multi_processor_count)

@@ -1,7 +1,7 @@
-"""The `triton` backend of importance: two passes over the keys, nothing but sums per column written.
+"""The `triton` backend of importance: two passes over the keys that write sums only, never the scores.
 
-The first pass gives each sampled query its log-sum-exp, keys split over programs; in the second a program owns a block
-of columns and adds up the weights that they get. No atomics: a repeat is bit-equal.
+The first pass computes the log-sum-exp of each sampled query, keys split over programs; in the second, a program owns a
+block of columns and adds up their attention weights. No atomics, so results are deterministic.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L tokens, S sampled queries, X = S * R rows in
 order of their columns, P splits of the keys, D width. BM rows and BN keys per tile, BD the width rounded up to a power
@@ -24,7 +24,7 @@ _SPLIT = 2048
 
 @triton.jit
 def _row_tile(q_ptr, at_ptr, row, X, D: tl.constexpr, BD: tl.constexpr):
-    """A tile of sampled queries and their columns, -1 for rows that stand for none."""
+    """A tile of sampled queries and their columns, -1 for rows without a query."""
     d = tl.arange(0, BD)
     q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=(row[:, None] < X) & (d[None, :] < D), other=0.0)
     return q, tl.load(at_ptr + row, mask=row < X, other=-1)
@@ -75,7 +75,7 @@ def columns_kernel(
     q_ptr, k_ptr, at_ptr, start_ptr, lse_ptr, total_ptr, s_kb, s_kh, s_kn, K, X, L, scale,
     D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total ``[B, K, L]``: the weights that each column gets, from lse ``[B, K, X]`` (inf: a row gives nothing)."""
+    """total ``[B, K, L]``: the sum of each column's attention weights; lse ``[B, K, X]``, inf for rows to leave out."""
     pair = tl.program_id(1).to(tl.int64)
     b, kvh = pair // K, pair % K
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -101,7 +101,7 @@ def _tiles(q: Tensor, rows: int, width: int) -> dict[str, int]:
 
 def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     """See `condense.ops.importance`."""
-    # in order of columns, so that a tile's queries see about the same keys
+    # sorted by column, so that the queries of a tile see about the same keys
     at = sample.columns
     (B, H, L, D), K, S = q.shape, k.shape[1], at.shape[1]
     R, X, P = H // K, S * (H // K), cdiv(L, _SPLIT)
@@ -109,7 +109,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     rows = at.clamp(min=0)[:, None, :, None].expand(B, H, S, D)
     queries = q.gather(2, rows).unflatten(1, (K, R)).transpose(2, 3).contiguous()
     at = at.to(torch.int32).repeat_interleave(R, dim=1)
-    # a missing row of padding may hold anything
+    # rows without a query read padding, which may hold NaN
     queries = queries.flatten(2, 3).masked_fill(at[:, None, :, None] < 0, 0.0)
     start = sample.start.to(torch.int32)
     part = queries.new_empty(B, K, P, X, dtype=torch.float32)
@@ -118,7 +118,7 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
     sizes = {"K": K, "X": X, "L": L, "scale": scale * LOG2E, "PRECISION": precision, **widths}
     per_row, per_column = (_tiles(q, rows, widths["BD"]) for rows in (128, 64))
-    # kernels start on the current device, which need not be the tensors'
+    # kernels start on the current device, which may not be that of the tensors
     with torch.cuda.device_of(q):
         lse_kernel[cdiv(X, per_row["BM"]) * P, B * K](
             queries, k, at, start, part, *k.stride()[:3], P=P, SPLIT=_SPLIT, **sizes, **per_row

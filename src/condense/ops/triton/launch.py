@@ -1,7 +1,7 @@
-"""Launching a kernel again without asking Triton which compiled one it is.
+"""Launching a compiled kernel without Triton's own launcher.
 
-Triton's launch looks at every argument in Python to find that out, which in a decode step takes longer than the rest
-of the host's work. Here one tuple is the key of what it found the first time.
+Triton's launcher inspects every argument in Python to find the compiled kernel, which in a decode step takes longer
+than the rest of the host's work. Here the compiled kernel is remembered under one tuple, see `Launcher`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# so many sizes and layouts of a kernel are remembered; then all are forgotten, which costs a look at each
+# compiled kernels remembered per `Launcher`; when full, all are forgotten and looked up by Triton once more
 _MOST_KNOWN = 4096
 
 
@@ -55,7 +55,7 @@ class Launcher:
 
 
 def _kind(x: Any) -> Any:
-    """What Triton compiles for in one argument without numbers."""
+    """The properties of an argument that Triton compiles a kernel for: dtype and alignment of tensors."""
     if x is None:
         return None
     if type(x) is tuple:

@@ -1,4 +1,4 @@
-"""What the Triton kernels take. Nothing here imports Triton, so that it can be asked for anywhere."""
+"""The limits of the Triton kernels. Does not import Triton, so that it can be read where Triton is missing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from condense.ops.types import Problem, StepSettings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# what the kernels were held to float64 with on a GPU
+# head widths at which the kernels were tested against float64 on a GPU
 WIDTHS = (64, 80, 96, 128, 192, 256)
-# attention's kernels have parameters for so many sources
+# attention's kernels have parameters for up to this many sources
 MAX_SOURCES = 4
-# the pooling kernels loop over a group's tokens: any group size, any width up to a row that fits in registers
+# the pooling kernels hold rows of this width in registers; they loop over tokens, so group sizes have no limit
 MAX_POOLING_WIDTH = 1024
 MAX_STEP_WIDTH, MAX_STEP_LATENT = 256, 512
 # a decode step ranks the tokens of a chunk against each other in registers
 MAX_FOCAL_CHUNK = 128
-# looked up once: it is asked for in every step
+# looked up once, because every step asks
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def absence(device: torch.device) -> str | None:
-    """What keeps Triton from running on a device at all, None if nothing does."""
+    """Why no Triton kernel can run on a device, None if they can."""
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, got {device.type}"
     if not _HAS_TRITON:
@@ -33,7 +33,7 @@ def absence(device: torch.device) -> str | None:
 
 
 def attend_obstacle(problem: Problem) -> str | None:
-    """What keeps Triton from attending, None if nothing does."""
+    """Why the attention kernels cannot take a problem, None if they can."""
     device, dtype = problem.device, problem.dtype
     if (missing := absence(device)) is not None:
         return missing
@@ -49,7 +49,7 @@ def attend_obstacle(problem: Problem) -> str | None:
 
 
 def pool_obstacle(problem: Problem) -> str | None:
-    """What keeps Triton from making summaries and entries, None if nothing does."""
+    """Why the kernels of summaries and pooling cannot take a problem, None if they can."""
     if (missing := absence(problem.device)) is not None:
         return missing
     if problem.dtype not in DTYPES:
@@ -60,13 +60,13 @@ def pool_obstacle(problem: Problem) -> str | None:
 
 
 def step_obstacle(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], plan: StepSettings, *, latent: int = 0
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], settings: StepSettings, *, latent: int = 0
 ) -> str | None:
-    """What keeps Triton from making a method's decode steps here, None if nothing does.
+    """Why the decode step kernel cannot run a method's steps with this device, dtype and widths, None if it can.
 
     widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0.
     """
-    obstacle = absence(device) or settings_obstacle(plan)
+    obstacle = absence(device) or settings_obstacle(settings)
     if obstacle is not None:
         return obstacle
     if dtype not in DTYPES:
@@ -82,15 +82,15 @@ def step_obstacle(
     return None
 
 
-def settings_obstacle(plan: StepSettings) -> str | None:
-    """What in a method keeps Triton from making its decode steps on any device, None if nothing does."""
-    focal, chunk = plan.num_focal, plan.rule.chunk
-    if plan.key_pooling is None or plan.value_pooling is None:
+def settings_obstacle(settings: StepSettings) -> str | None:
+    """Why the decode step kernel cannot run a method's steps on any device, None if it can."""
+    focal, chunk, num_summary = settings.num_focal, settings.rule.chunk, settings.num_summary
+    if settings.key_pooling is None or settings.value_pooling is None:
         return "supports built-in pooling only in a decode step, and this method makes its entries itself"
-    if plan.rule.entries != focal + 1:
-        return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {plan.rule.entries}"
+    if settings.rule.entries != focal + 1:
+        return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}"
     if focal > 0 and chunk > MAX_FOCAL_CHUNK:
         return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"
-    if focal > 0 and not (focal < chunk and plan.num_summary > 0):
-        return f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {plan.num_summary} queries"
+    if focal > 0 and not (focal < chunk and num_summary > 0):
+        return f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {num_summary} queries"
     return None

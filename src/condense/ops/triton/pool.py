@@ -1,7 +1,7 @@
 """The `triton` backend of summaries and pooling, forward and backward, deterministic.
 
-Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L new queries, Q queries kept from before, N band
-tokens, D and Dv widths, G windows of S queries or groups of c tokens.
+Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L new queries, Q mean queries kept, N tokens of the
+window, D and Dv widths, G spans of S queries or groups of c tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SUMMARIZE, _SUMMARIZE_BACKWARD, _POOL, _POOL_BACKWARD = (
 
 
 class _Tile(NamedTuple):
-    """Groups and warps per program, the width of its vectors, and how many a thread may have on their way."""
+    """Groups and warps per program, the width of its vectors, and how many loads a thread may have in flight."""
 
     groups: int
     warps: dict[str, int]
@@ -40,9 +40,9 @@ class _Tile(NamedTuple):
 
 @functools.cache
 def _tile(dtype: torch.dtype, *widths: int) -> _Tile:
-    """A thread reads 16 bytes at a time, a warp holds whole vectors, and eight reads are on their way.
+    """A thread reads 16 bytes at a time, a warp holds whole vectors, and eight loads are in flight.
 
-    One warp: on an H200 two or four took 3 to 15 times as long, what they share goes through shared memory.
+    One warp per program: on an H200 two or four took 3 to 15 times as long, as they exchange data in shared memory.
     """
     width = power_of_2(max(16, *widths))
     threads = max(1, width * dtype.itemsize // 16)
@@ -115,7 +115,7 @@ class _Summarize(torch.autograd.Function):
 
 
 class _Groups(NamedTuple):
-    """What a call asks for. start: first column of group 0 where the rows agree; earliest and latest: over the rows."""
+    """Where and how to pool. start: first column of group 0 if the rows agree; earliest and latest: over the rows."""
 
     start: int
     num: int
@@ -127,7 +127,7 @@ class _Groups(NamedTuple):
     value_pooling: str
 
     def constants(self, D: int, Dv: int, tile: _Tile, *, scored: bool, per_row: bool) -> tuple[int | str | bool, ...]:
-        """What a kernel is compiled for."""
+        """Constants that a kernel is compiled for."""
         return (
             D, Dv, tile.vectors, tile.groups, tile.width, self.key_pooling, self.value_pooling, scored, per_row,
         )  # fmt: skip
@@ -172,7 +172,7 @@ class _Pool(torch.autograd.Function):
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         d_summary = None if summary is None else summary.new_empty(B, K, G, D)
         tile = _tile(k.dtype, D, Dv)
-        # the groups in front of the first and behind the last: every token of the window is in one of them
+        # groups before the first and after the last, so that every token of the window is in a group
         lead = cdiv(groups.latest, c)
         num_all = lead + max(G, cdiv(N - groups.earliest, c))
         with on_device_of(k):
@@ -194,7 +194,7 @@ def _strides(k: Tensor, v: Tensor, summary: Tensor | None) -> tuple[int, ...]:
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
-    """True if autograd must see the call; without it, an autograd function costs more than the launch inside."""
+    """True if autograd is needed. Otherwise the kernel is called directly: a `Function` costs more than the launch."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 

@@ -1,14 +1,14 @@
-"""Kernels of summaries and pooling, forward and backward: no atomics, the same result every time.
+"""Kernels of summaries and pooling, forward and backward: no atomics, so results are deterministic.
 
-A program owns a few windows or groups of one KV head and walks through their tokens BT at a time, so any group size
-works. Tiles are ``[BT, BG, BD]`` in this order: threads and warps then spread over groups and width, and each thread
-holds all BT tokens of its own channels. So BT vectors are on their way at once, sums over tokens stay in a thread and
-sums over the width in a warp; equal keys get equal scores bit by bit.
+A program owns a few spans or groups of one KV head and loops over their tokens BT at a time, so any group size works.
+Tiles are ``[BT, BG, BD]`` in this order: threads and warps then spread over groups and width, and each thread holds all
+BT tokens of its own channels. So BT loads are in flight at once, sums over tokens stay in a thread and sums over the
+width in a warp, and equal keys get bit-equal scores.
 
-Shapes: B rows of the batch, K KV heads, R query heads per KV head, L new queries, Q queries kept from before, N band
-tokens, G windows or groups, D and DV widths. BG windows, groups or columns per tile, BR heads and BT tokens read at
-once, BD the larger width rounded up to a power of two: keys and values have one layout and need no exchange. Strides
-are in elements, those of the width are 1.
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L new queries, Q mean queries kept, N tokens of the
+window, G spans of queries or groups, D and DV widths. BG spans, groups or columns per tile, BR heads and BT tokens read
+at once, BD the larger width rounded up to a power of two, so that keys and values have one layout. Strides are in
+elements, those of the width are 1.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# what changes from call to call must not compile anew
+# not specialised: these numbers change from call to call, and a new value must not compile a new kernel
 VARYING = ["start", "before", "after", "L", "Q", "N", "G", "S", "c", "stride", "lead"]
 
 
 @triton.jit
 def _row(rows_ptr, b, num_rows, start, before, after, PER_ROW: tl.constexpr):
-    """A row's first window, and its real tokens before and after the new queries."""
+    """Where a row's first span of queries begins, and its real tokens before and after the new queries."""
     if PER_ROW:
         start = tl.load(rows_ptr + b)
         before = tl.load(rows_ptr + num_rows + b)
@@ -55,7 +55,7 @@ def summarize_fwd_kernel(
         for r0 in range(0, R, BR):
             r = r0 + tl.arange(0, BR)[None, :, None, None]
             mean += tl.sum(tl.load(at + r * s_qh, mask=new & (r < R), other=0.0).to(tl.float32), 1)
-        # rounded like the mean queries that a cache keeps, which take the place of new ones before they are added up
+        # rounded to the dtype of q, as the mean queries in a cache are, so that summaries are equal with and without it
         mean = (mean * (1.0 / R)).to(q_ptr.dtype.element_ty).to(tl.float32)
         if TAIL:
             old = (wanted & (p < before) & (p >= 0) & (p >= before - Q))[:, :, None] & width[None, None, :]
@@ -72,7 +72,7 @@ def summarize_bwd_kernel(
     d_out_ptr, rows_ptr, dq_ptr, s_db, s_dk, s_dg, start, before, after, num_rows, K, L, G, S, stride,
     R: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """dq ``[B, H, L, D]``, contiguous: every query adds up the windows that hold it."""
+    """dq ``[B, H, L, D]``, contiguous: for every query the sum over the spans that hold it."""
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     start, before, after = _row(rows_ptr, b, num_rows, start, before, after, PER_ROW)
     column, d = tl.program_id(0) * BG + tl.arange(0, BG), tl.arange(0, BD)
@@ -104,7 +104,7 @@ def _load(row, n, s_n, mask):
 
 @triton.jit
 def _pool(pooled, x, valid, alpha, p, chosen, better, HOW: tl.constexpr):
-    """BT more tokens x in each group's key or value."""
+    """Adds BT more tokens x to each group's pooled key or value."""
     if HOW == "weighted":
         pooled = pooled * alpha[:, None] + tl.sum(x * p[:, :, None], 0)
     elif HOW == "mean":
@@ -118,7 +118,7 @@ def _pool(pooled, x, valid, alpha, p, chosen, better, HOW: tl.constexpr):
 
 @triton.jit
 def _pooled(pooled, total, c, HOW: tl.constexpr):
-    """What a group's tokens add up to."""
+    """The pooled key or value once all tokens were added."""
     if HOW == "weighted":
         pooled = pooled / total[:, None]
     elif HOW == "mean":
@@ -133,9 +133,9 @@ def pool_fwd_kernel(
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """out_k ``[B, K, G, D]`` and out_v ``[B, K, G, Dv]``, contiguous. ``scale`` is for powers of two.
+    """out_k ``[B, K, G, D]`` and out_v ``[B, K, G, Dv]``, contiguous. ``scale``: times log2(e).
 
-    start is for all rows, or, with PER_ROW, starts has one for each.
+    start: first column of group 0 in all rows; with PER_ROW, ``starts`` has each row's.
     """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     if PER_ROW:
@@ -158,7 +158,7 @@ def pool_fwd_kernel(
     for i in range(0, c, BT):
         step = tl.arange(0, BT)
         valid = i + step < c
-        # groups past the end, which nobody sees, stay finite
+        # groups past the end read the last token: no query sees them, but they must be finite
         n = tl.minimum((start + j * c)[None, :] + (i + step)[:, None], N - 1)
         k = _load(k_row, n, s_kn, valid[:, None, None] & k_width[None, :, :])
         if DV > 0:
@@ -166,7 +166,7 @@ def pool_fwd_kernel(
         if SCORED:
             score = tl.where(valid[:, None], tl.sum(k * summary[None, :, :], 2), float("-inf"))
             highest = tl.max(score, 0)
-            # ties stay with the earliest token
+            # ties go to the earliest token
             chosen = step[:, None] == tl.argmax(score, 0)[None, :]
             better = highest > best
             new_best = tl.maximum(best, highest)
@@ -186,7 +186,7 @@ def pool_fwd_kernel(
 
 @triton.jit
 def _add(total, lost, x):
-    """total + x, and what the rounding of this and earlier sums has lost (Kahan): groups may be long."""
+    """Kahan summation, as groups may be long: total + x, and the rounding error of this and earlier sums."""
     x -= lost
     new = total + x
     return new, (new - total) - x
@@ -222,9 +222,9 @@ def pool_bwd_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, N, D]``, dv ``[B, K, N, Dv]`` and d_summary float32 ``[B, K, G, D]`` of the gradients of
-    `pool_fwd_kernel`'s results; all of these contiguous. ``base2`` is the scale for powers of two.
+    `pool_fwd_kernel`'s results; all of these contiguous. ``base2``: the scale times log2(e).
 
-    Programs also own ``lead`` groups in front of the first and what comes after the last, whose tokens get zero.
+    Programs also own ``lead`` groups before the first and those after the last, whose tokens get gradient zero.
     """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     if PER_ROW:
@@ -245,7 +245,7 @@ def pool_bwd_kernel(
         at = summary_ptr + b * s_sb + kvh * s_sh + j[:, None].to(tl.int64) * s_sg + d[None, :]
         summary += tl.load(at, mask=own_k, other=0.0)
 
-    # first walk: softmax and mean gradient of the weights, anchor, largest numbers
+    # first pass: softmax and mean gradient of the weights, anchor, largest numbers
     best = tl.full([BG], float("-inf"), tl.float32)
     total, total_lost = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     slope, slope_lost = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
@@ -279,7 +279,7 @@ def pool_bwd_kernel(
                 slope, slope_lost = _add(slope * alpha, slope_lost * alpha, tl.sum(p * gain, 0))
                 best = new_best
 
-    # second walk: the tokens are still in a cache near by
+    # second pass, over tokens that are still in cache: their gradients
     d_summary = tl.zeros([BG, BD], tl.float32)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     slope = slope * inverse

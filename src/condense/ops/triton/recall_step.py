@@ -97,7 +97,9 @@ class _Tiles(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend, warps of the one that chooses; ``early``: kernels start up early."""
+    """Tiles of the kernels that score and attend, warps of the one that chooses; ``early``: kernels are launched before
+    the one ahead of them has ended (programmatic dependent launch).
+    """
 
     score: _Tiles
     attend: _Tiles
@@ -153,7 +155,7 @@ def _scratch(q: Tensor, K: int, G: int, r: int, splits: tuple[int, int], Dv: int
 
 
 class _Plan(NamedTuple):
-    """What the kernels of a step are started with, but for tensors and strides: grid, numbers, constants, options."""
+    """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each."""
 
     splits: tuple[int, int]
     close: tuple[Any, ...]
@@ -163,7 +165,7 @@ class _Plan(NamedTuple):
     join: tuple[Any, ...]
 
 
-@functools.lru_cache(maxsize=4096)  # every layer asks for the same, in every step
+@functools.lru_cache(maxsize=4096)  # the same for all layers, in every step
 def _plan(
     device: torch.device,
     dtype: torch.dtype,
@@ -181,7 +183,8 @@ def _plan(
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
     of_score, of_attend, choose_warps, early = _table(device, dtype, max(D, Dv))
     BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
-    # columns of a row of the index as it is written, in bytes if quantised, and as it is read, in words of 16 bits
+    # tile columns for a row of the index: PB where it is written (bytes if quantised), PC where it is read (16-bit
+    # words)
     PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
     r, GROUPS = min(settings.num_recall, G), power_of_2(max(G, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
@@ -240,7 +243,7 @@ def _step(
     scale: float,
 ) -> Tensor:
     mutated = (entries_k, entries_v, codes, grid, store_k, store_v, ring_k, ring_v, seen)
-    if not torch.is_inference_mode_enabled():  # as any operation in place: a backward pass may have saved them
+    if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         torch.autograd.graph.increment_version(mutated)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), (_, K, G, Dv), device = q.shape, entries_v.shape, q.device
@@ -251,7 +254,7 @@ def _step(
     score, top, total, groups, offset, part, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real.contiguous()
-    # kernels start on the current device, which need not be the tensors' in a model spread over several
+    # kernels start on the current device, which may not be that of the tensors in a model spread over several
     with torch.cuda.device_of(q):
         _launch(_close, plan.close, (k, v, *mutated, counts), (*k.stride()[:2], *v.stride()[:2]))
         if G > 0:
@@ -274,7 +277,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
 
 
 def _register() -> torch.library.Library:
-    """As the step of `condense.ops.triton.step`, and for the same reason not by `torch.library.custom_op`."""
+    """Define the torch operation; not by `torch.library.custom_op`, see `condense.ops.triton.step`."""
     library = torch.library.Library("condense", "FRAGMENT")
     schema = torch.library.infer_schema(_step, mutates_args=RecallState._fields, op_name="recall_step")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -1,7 +1,7 @@
 """Kernels of one decode step of Recall: close a group, score the index, choose groups, attend over the open ones.
 
-`step_join_kernel` joins the splits at the end. Each kernel waits for the one before it, so that what one writes the
-next may read. No atomics.
+`step_join_kernel` joins the splits at the end. Each kernel waits for the one before it and reads its results. No
+atomics.
 
 Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, m blocks of u tokens, W
 slots of the rings, S splits, D and Dv widths; P and PV the same as powers of two for tiles. BR rows (query heads).
@@ -26,7 +26,7 @@ _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _after_the_last(EARLY: tl.constexpr):
-    """Wait for the kernel before this one; let the next one start up meanwhile."""
+    """Let the next kernel be launched now, then wait until the one before this one has ended."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -34,7 +34,7 @@ def _after_the_last(EARLY: tl.constexpr):
 
 @triton.jit
 def _row(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr):
-    """Position of the new token of row b, whether there is one, closed groups, and those of them with a column."""
+    """Position of row b's new token, whether there is one, closed groups, and those of them that fit the buffers."""
     t = tl.load(seen_ptr + b).to(tl.int32)
     live = t >= 0
     if HAS_REAL:
@@ -132,7 +132,9 @@ def _take_token(
     new_ptr, entries_ptr, store_ptr, ring_ptr, t, W, closes, group,
     g: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The new token goes into the ring; of the group that it closes, the mean and the tokens to where they belong."""
+    """Write the new token to the ring and, if it closes a group, the group's mean to the entries and its tokens to the
+    store.
+    """
     d, i = tl.arange(0, P), tl.arange(0, UP)
     if closes:
         total = tl.zeros([P], tl.float32)
@@ -156,7 +158,7 @@ def recall_close_kernel(
     PV: tl.constexpr, PC: tl.constexpr, BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rings, entries, index and store take the new token; grid (B * K, 3): keys, values, index."""
+    """Write the new token to rings, entries, index and store; grid (B * K, 3): keys, values, index."""
     if EARLY:
         gdc_launch_dependents()
     head = tl.program_id(0).to(tl.int64)
@@ -188,7 +190,7 @@ def recall_close_kernel(
 
 @triton.constexpr_function
 def _first_column(part, D, BITS):
-    """The first column that the codes of a part stand for."""
+    """The first key column that the codes of a part hold."""
     return part if BITS >= 8 else part // 2 + part % 2 * (D // 2)
 
 
@@ -197,7 +199,7 @@ def _queries(
     q_ptr, s_qh, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
     part: tl.constexpr = 0, BITS: tl.constexpr = 16,
 ):  # fmt: skip
-    """The columns of the queries of one KV head that a part of the words of the index stands for, ``[BR, P]``."""
+    """Query columns ``[BR, P]`` of one KV head that go with one part of the index's words."""
     STRIDE: tl.constexpr = 1 if BITS == 16 else 2
     r, d = tl.arange(0, BR), _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
     there = (r < R)[:, None] & (tl.arange(0, P) < C)[None, :]
@@ -206,7 +208,7 @@ def _queries(
 
 @triton.constexpr_function
 def _half_asm(part, BITS):
-    """Codes of a part of two words, as float16: below the exponent of 1024 they are its last digits."""
+    """Assembly that turns a part's codes of two words into float16: put into the lowest bits of 1024.0, then - 1024."""
     digits = 0x00FF00FF if BITS == 8 else 0x000F000F
     return f"""{{
         .reg .b32 kilo;
@@ -292,7 +294,8 @@ def recall_score_kernel(
             sum_q += tl.sum(x, 1)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
         if q_ptr.dtype.element_ty == tl.bfloat16:
-            # it takes half the work to make float16 of codes; a power of two keeps the digits of the queries
+            # codes become float16 with half the work of bfloat16; queries are scaled into the range of float16 by a
+            # power of two, which keeps their digits
             unit = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 2.0**-100))))
             queries = [(x.to(tl.float32) / unit[:, None]).to(tl.float16) for x in queries]
     up, down = _positive(queries), _negative(queries)
@@ -334,14 +337,14 @@ def recall_score_kernel(
 
 @triton.jit
 def _threshold(key, valid, wanted):
-    """A number that at least ``wanted`` valid keys reach and fewer exceed, by bisection."""
+    """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>), by bisection."""
     lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
     hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
     while lo + 1 < hi:
         middle = lo + (hi - lo) // 2
         reach = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
         lo = tl.where(reach >= wanted, middle, lo)
-        # as many as wanted: no need to look further
+        # exactly ``wanted`` keys reach it: the search ends
         hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
     return lo.to(tl.int32)
 
@@ -375,13 +378,13 @@ def recall_choose_kernel(
         total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
         lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
         share = tl.maximum(share, tl.max(tl.where(valid[None, :], score, float("-inf")) - lse[:, None], 0))
-    # integers in the order of the floats
+    # floats as integers in the same order: of negative ones, all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
     wanted = tl.minimum(num_recall, closed)
     threshold = _threshold(key, valid, wanted)
     better, equal = valid & (key > threshold), valid & (key == threshold)
-    # both counts in one scan; there are at most 2 ** 15 groups
+    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
     flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
     before = tl.cumsum(flags, 0) - flags
     room = wanted - tl.sum(better.to(tl.int32), 0)
@@ -474,6 +477,6 @@ def recall_attend_kernel(
     total = tl.where(some, total, 1.0)
     at = (head * R + r) * S + split
     tl.store(lse_ptr + at, tl.where(some, m + tl.log2(total), float("-inf")), mask=r < R)
-    # rows without a key are written too, as zeros: the join reads every part
+    # splits without a key write zeros, because the join reads every part
     there = (r < R)[:, None] & (e < DV)[None, :]
     tl.store(part_ptr + at[:, None] * DV + e[None, :], acc / total[:, None], mask=there)

@@ -24,12 +24,12 @@ from condense.ops.types import numbered_settings
 if TYPE_CHECKING:
     from condense.ops.types import StepSettings, StepState
 
-# positions are 32 bits wide
+# stands for "no limit": positions are int32
 _NEVER = 2**31 - 1
 _step_kernel, _join_kernel = Launcher(step_kernel), Launcher(step_join_kernel)
-# of a KV head's parts, so many numbers are joined by the program that is done last, more by a kernel of their own
+# up to this many numbers, the parts of a KV head are joined by the last program to finish; beyond, by a second kernel
 _MOST_JOINED = 2**16
-# numbers in the registers of a program that joins
+# numbers that a joining program holds in registers
 _JOINED_AT_ONCE = 2**13
 
 
@@ -51,10 +51,10 @@ def step(
     or integer ``[B]``: rows without a token are not touched and give 0 (None: all have one).
     latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
     the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
-    Entries beyond the capacity are dropped and never seen: ``seen`` is on the device, where nobody can raise.
-    Raises ValueError for a device without kernels, another dtype, entries that two poolings and
-    ``settings.num_focal`` do not say, chunks of more than 128 tokens with focal ones, a width above 256 (512 of a
-    latent) and a state that does not fit.
+    Entries beyond the capacity are dropped and never seen, without an error: ``seen`` is on the device.
+    Raises ValueError for a device without kernels, another dtype, methods whose settings do not say how entries are
+    made, chunks of more than 128 tokens with focal ones, a width above 256 (512 of a latent) and a state that does not
+    fit.
     """
     _check(q, k, v, state, settings, real, latent)
     out: Tensor = torch.ops.condense.step.default(q, k, v, *state, real, settings.number, scale, latent)
@@ -109,13 +109,13 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, few: bool) -> _Tiles:
-    """The shipped table, by the wider of keys and values; neither length nor capacity is part of the choice.
+    """Tiles by dtype and the wider of keys and values; neither length nor capacity matters.
 
-    few: so few KV heads in all rows that each has 16 multiprocessors.
+    few: so few KV heads in all rows that there are 16 multiprocessors for each.
     """
     if device.type != "cuda":  # the interpreter
         return _Tiles(64, 16, 4, 1, 1)
-    if dtype == torch.float32:  # multiplied without tensor cores, whole rows in registers: more warps, small tiles
+    if dtype == torch.float32:  # no tensor cores, and whole rows in registers: more warps, smaller tiles
         return _Tiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2)
     if latent:  # a program's output is up to 512 columns wide, so few splits
         return _Tiles(32 if latent > 256 else 64, 32, 4, 3, 1)
@@ -125,7 +125,7 @@ def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, fe
 
 
 def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Tiles) -> int:
-    """Splits that share the keys, by capacity, and the one with the new token, in whole waves over the device."""
+    """Number of splits of the keys, by capacity, and one for the new token, rounded to whole waves over the device."""
     wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
     return max(2, min(wanted, 1 + cdiv(capacity, tiles.keys)))
 
@@ -138,7 +138,7 @@ def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
 
 
 class _Launch(NamedTuple):
-    """What the kernels of a step are started with, but for tensors and strides; no second kernel: no join_grid."""
+    """Launch arguments of a step's kernels, without tensors and strides. join_grid: None without a second kernel."""
 
     num_splits: int
     grid: tuple[int, int, int]
@@ -151,7 +151,7 @@ class _Launch(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Of a step's tensors; Dv of the output."""
+    """Sizes of a step's tensors; Dv is that of the output."""
 
     B: int
     H: int
@@ -167,7 +167,7 @@ class _Sizes(NamedTuple):
 def _launch(
     number: int, scale: float, latent: int, sizes: _Sizes, dtype: torch.dtype, device: torch.device, has_real: bool
 ) -> _Launch:
-    """number: of the settings."""
+    """number: `StepSettings.number`."""
     check_programs(sizes.B * sizes.K)
     settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
     gpu = gpu_of(device) if device.type == "cuda" else None
@@ -177,7 +177,7 @@ def _launch(
     row_tiles = cdiv(R, rows)
     S = _num_splits(device, row_tiles * B * K, M + W, tiles)
     joins = row_tiles == 1 and R * S * Dv <= _MOST_JOINED
-    # a step that joins by itself starts up early only where it leaves most of the device free
+    # with one kernel, the next kernel may be launched early only if this one leaves most of the device free
     early = gpu is not None and gpu.capability >= (9, 0) and (few or not joins)
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
     (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
@@ -230,7 +230,7 @@ def _step(
     scale: float,
     latent: int,
 ) -> Tensor:
-    if not torch.is_inference_mode_enabled():  # as any operation in place: a backward pass may have saved them
+    if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         torch.autograd.graph.increment_version((entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
@@ -244,7 +244,7 @@ def _step(
         *ring_k.stride()[:3], *ring_v.stride()[:3], *ring_q.stride()[:3], seen.stride(0), *prompt.stride(),
         *arrived.stride(), has_token.stride(0),
     )  # fmt: skip
-    # kernels start on the current device, which need not be the tensors' in a model spread over several
+    # kernels start on the current device, which may not be that of the tensors in a model spread over several
     with torch.cuda.device_of(q):
         _step_kernel(
             launch.grid,
@@ -270,8 +270,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
 
 
 def _register() -> torch.library.Library:
-    """Not by `torch.library.custom_op`: whenever an operation in place is called, its Python reads the whole schema
-    anew for every argument, which takes several times as long as all else that the host does in a step.
+    """Define the torch operation without `torch.library.custom_op`, whose calls of in-place operations parse the whole
+    schema for every argument: several times as long as the rest of the host's work in a step.
     """
     library = torch.library.Library("condense", "FRAGMENT")
     mutated = ("entries_k", "entries_v", "ring_k", "ring_v", "ring_q", "seen", "arrived")

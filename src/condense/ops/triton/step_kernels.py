@@ -1,9 +1,9 @@
-"""Kernels of one decode step: attention split over the keys, with the due chunk's entries made on the way.
+"""Kernels of one decode step: attention split over the keys; split 0 also makes the entries of a chunk that is due.
 
-Programs run in no order, so what the step writes is read by none of them: split 0 takes the new token from the inputs,
+Programs run in any order, so none reads what another writes in this step: split 0 takes the new token from the inputs,
 the new entry from its registers and focal tokens from the ring, attends to these and stores them; the other splits
-share what was there before. The program of a KV head that is done last joins the parts of
-all, in the order of the splits, and the last of a row counts the token; where the parts are many, a second kernel does.
+share the entries and tokens that the buffers held before. The last program of a KV head to finish joins the outputs of
+all splits, in their order, and the last one of a row adds 1 to ``seen``; with many splits, a second kernel does both.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, M entries, W and Q slots of the rings of tokens and of queries,
 S splits, V columns of values. A summary is the mean of the newest ``num_summary`` queries. Scores are base 2.
@@ -45,9 +45,11 @@ class _Scores(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """A row before its token is counted: position t of the new token, the first position that is seen as a token;
-    whether a chunk is due, the position at which it begins, the slot of its first entry, whether they are seen at once;
-    what is seen of the buffers; entries of a prompt ahead, and how many of them are exact.
+    """What the step does and sees in one row. t: position of the new token. first: first position seen as a token.
+
+    due: whether a chunk is due; then the position of its first token, the slot of its first entry, and whether this
+    step's query sees its entries. Then the numbers of entries and tokens seen that the buffers held before. ahead:
+    entries of a prompt, the first ``exact`` of which are single tokens.
     """
 
     t: Any
@@ -63,7 +65,7 @@ class _Moment(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where a KV head's splits put their outputs ``[R, S, V]`` and log-sum-exps ``[R, S]``; row: of its first head."""
+    """Where a KV head's splits store outputs ``[R, S, V]`` and log-sum-exps ``[R, S]``; row: its first query head."""
 
     part: Any
     lse: Any
@@ -75,10 +77,10 @@ class _Places(NamedTuple):
 def _attend_keys(
     softmax, q, source, lo, hi, count, first, scale, bias, moment, PERIOD: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Takes in tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; each holds a key.
+    """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
 
-    PERIOD > 0: only pooled entries get the bias, of the first ``moment.ahead`` those from ``moment.exact`` on, then
-    the last of each period.
+    PERIOD > 0: only pooled entries get the bias: of the first ``moment.ahead`` entries those from ``moment.exact`` on,
+    then the last of each ``PERIOD`` entries.
     """
     PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
@@ -101,7 +103,7 @@ def _attend_keys(
 
 @triton.jit
 def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.constexpr):
-    """Takes in the focal tokens of a chunk of ``count``; the rows have seen a key before."""
+    """Adds the focal tokens of a chunk of ``count`` tokens; the rows have seen a key before."""
     PRECISION: tl.constexpr = KIND.precision
     for start in range(0, count, 16):
         i = start + tl.arange(0, 16)
@@ -134,7 +136,7 @@ def _new_token(
     v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
     chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
     mean = mean_query(heads, KIND.D0, KIND.D1) if KIND.scored else k
-    # an entry that is not due stays zero and unseen
+    # without a due chunk, the new entry is zero and not seen
     entry_k, entry_v = [tl.zeros_like(x) for x in k], [tl.zeros_like(x) for x in v]
     ranked = tl.full([KIND.tile], float("-inf"), tl.float32)
     summary = [x.to(tl.float32) for x in mean]
@@ -202,7 +204,7 @@ def _share(
 
 @triton.jit
 def _join(places, out_ptr, R, KIND: tl.constexpr):
-    """The outputs ``[R, V]`` of a KV head from the parts of all splits; zeros for no splits."""
+    """Join all splits of a KV head and store its outputs ``[R, V]``; zeros if there are no splits."""
     V: tl.constexpr = KIND.V0 + KIND.V1
     r, column = tl.arange(0, KIND.joined_rows), tl.arange(0, KIND.joined_columns)
     row = (places.row + r).to(tl.int64)
@@ -213,7 +215,7 @@ def _join(places, out_ptr, R, KIND: tl.constexpr):
 
 @triton.jit
 def _moment(t, chunk, window, max_chunks, summary_delay, M, ahead, exact, KIND: tl.constexpr):
-    """What the step that reads token t does and sees."""
+    """The `_Moment` of the step that reads token t."""
     entries_each: tl.constexpr = KIND.focal + 1
     max_chunks = tl.minimum(max_chunks, (M - ahead) // entries_each)
     closed = tl.maximum(t + 1 - window, 0) // chunk
@@ -243,7 +245,7 @@ def step_kernel(
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
 
-    arrived int32 ``[B, K + 1]``: programs of each KV head that are done, and KV heads; 0 before and after.
+    arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
     """
     if KIND.early:
         if KIND.joins:
@@ -251,7 +253,7 @@ def step_kernel(
         else:
             gdc_launch_dependents()
     split, S, row_tile, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
-    # a position fits into 32 bits, an address need not
+    # addresses need 64 bits
     b, kvh = (head // K).to(tl.int64), (head % K).to(tl.int64)
     seen = tl.load(seen_ptr + b * s_seen)
     t = seen.to(tl.int32)
@@ -278,9 +280,9 @@ def step_kernel(
 
     if KIND.joins:
         if KIND.early:
-            # not before: programs of the next step would take the places of this one's
+            # only now: launched earlier, programs of the next step would take multiprocessors from this one
             gdc_launch_dependents()
-        # the stores of all threads come before the count
+        # all threads of the program must have stored their part before it is counted as done
         tl.debug_barrier()
         arrived = arrived_ptr + b * s_arrived
         if tl.atomic_add(arrived + kvh * s_arrived_n, 1, sem="acq_rel") == S - 1:

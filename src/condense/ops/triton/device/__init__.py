@@ -1,1 +1,1 @@
-"""What runs inside Triton kernels: who sees what, and rows of any width."""
+"""Functions and records that Triton kernels share: spans, rows of any width, online softmax, entries of a chunk."""

@@ -1,7 +1,7 @@
-"""The entries of a chunk that is due in a decode step: its focal tokens as they are, the others pooled into one.
+"""Making the entries of a chunk that is due in a decode step: its focal tokens as they are, the others pooled into one.
 
-A chunk's tokens come from the ring, but for the new one, which comes from the step's inputs: the ring may not hold it
-yet. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
+A chunk's tokens are read from the ring, but for the new token, which the ring may not hold yet: it is read from the
+step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from condense.ops.types import Pooling
 
 
 class Kind(NamedTuple):
-    """What a step is compiled for. No field may have the name of an attribute of ``tl.constexpr``, such as ``value``.
+    """The constants that a step is compiled for. No field may be named like an attribute of ``tl.constexpr`` (value).
 
     D0 + D1 columns of keys, V0 + V1 of values; latent: values are the first D0 columns of the keys.
     scored: a summary query weighs a chunk's tokens. key_pooling, value_pooling: how they are pooled.
     focal: how many are entries of their own, chosen by all scores at once, in a tile of ``tile``.
     period: entries of a chunk where only pooled ones have the bias, else 0.
-    has_prompt: rows may have entries of a prompt ahead; has_real: or no token.
+    has_prompt: entries may begin with those of a prompt. has_real: rows may have no new token.
     rows (query heads) and keys per tile; precision of products.
-    early: kernels start up while the one before still runs.
-    joins: the program that is done last joins the parts of its KV head, whose rows are one tile: ``joined_rows`` rows
-    and ``joined_columns`` columns, ``joined_parts`` parts at a time; else a second kernel does.
+    early: a kernel is launched while the one before still runs (programmatic dependent launch).
+    joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
+    heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
     """
 
     D0: int
@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Keys and values of one KV head: where they begin, the elements from one to the next, and their number."""
+    """Keys and values of one KV head: pointers to the first, strides from one to the next, and how many."""
 
     k: Any
     v: Any
@@ -63,7 +63,7 @@ class Buffer(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The same of queries."""
+    """Queries: pointer to the first, stride from one to the next, and how many."""
 
     q: Any
     s_q: Any
@@ -81,9 +81,9 @@ class Chunk(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Of one tile of tokens, relative to the highest score so far; alpha: what earlier tiles' weights are worth now.
+    """Softmax weights of one tile of tokens, relative to the highest score so far; alpha: factor for earlier weights.
 
-    chosen: the first token with the tile's highest score, which is better than all before or not.
+    chosen: the first token with the tile's highest score; better: whether that exceeds the scores of all earlier tiles.
     """
 
     inside: Any
@@ -101,13 +101,13 @@ def load_row(ptr, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def store_row(ptr, x, D0: tl.constexpr, D1: tl.constexpr):
-    """The counterpart of `load_row`."""
+    """Store the row x ``[1, P]`` at ``ptr``, as `load_row` reads it."""
     store_rows(ptr, tl.zeros([1], tl.int32), x, tl.full([1], True, tl.int1), D0, D1)
 
 
 @triton.jit
 def _add_rows(total, x):
-    """``[1, P]`` and the sum of the rows of x, in float32."""
+    """total ``[1, P]`` plus the sum of the rows of x, in float32."""
     first = total[0] + tl.sum(x[0].to(tl.float32), 0, keep_dims=True)
     if len(total) == 1:
         return (first,)
@@ -127,7 +127,7 @@ def mean_query(heads, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
-    """Mean in float32 of the newest ``count`` mean queries, that of position t given; none before position 0."""
+    """Mean in float32 of the newest ``count`` mean queries, up to position t, whose own is ``mean``; fewer near 0."""
     total = [x.to(tl.float32) for x in mean]
     for start in range(1, count, 16):
         back = start + tl.arange(0, 16)
@@ -215,7 +215,7 @@ def _pool_part(acc, x, w, HOW: tl.constexpr):
 
 @triton.jit
 def _pool(acc, x, w, HOW0: tl.constexpr, HOW1: tl.constexpr):
-    """Takes one more tile of tokens into a pooled row, whose parts may be pooled differently."""
+    """Adds one more tile of tokens to a pooled row, whose parts may be pooled in different ways."""
     first = _pool_part(acc[0], x[0], w, HOW0)
     if len(acc) == 1:
         return (first,)
@@ -282,10 +282,10 @@ def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIN
             s = _scores(x, summary, inside, scale, KIND.scored)
         best = tl.max(s, 0)
         m_new = tl.maximum(m, best)
-        # a tile may be all focal
+        # if all tokens of the tile are focal, none is pooled and m_new may still be -inf
         finite = tl.where(m_new == float("-inf"), 0.0, m_new) if KIND.focal > 0 else m_new
         weight, alpha = tl.exp(s - finite), tl.exp(m - finite)
-        # a tie goes to the lowest position: between tiles, then in one
+        # ties go to the lowest position, across tiles and within one
         w = _Weights(inside, weight, alpha, i == tl.min(tl.where(s == best, i, start + 16), 0), best > m)
         m, total = m_new, total * alpha + tl.sum(weight, 0)
         key = _pool(key, x, w, HEAD, KEY)

@@ -1,8 +1,8 @@
 """Rows of any width in tiles whose width is a power of two: 192 columns are 128 + 64, 80 are 64 + 16.
 
-A tile of rows is a tuple of one or two tensors ``[n, P]``, its parts; so no column is loaded or multiplied for nothing
-where one tile of 256 or 128 would be. D0 and D1 are the widths of the parts, D1 0 if there is one; P either of them
-rounded up to a power of two, at least 16, as matrix units ask for.
+A tile of rows is a tuple of one or two tensors ``[n, P]``, its parts. One tile of 256 or 128 columns would load and
+multiply columns that do not exist. D0 and D1 are the widths of the parts, D1 = 0 if there is one; P is either of them
+rounded up to a power of two, at least 16, as matrix units need.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tile_width(width):
 
 @triton.jit
 def parts(first, rest):
-    """Both as a tuple, without ``rest`` if that is None."""
+    """``(first, rest)``, or ``(first,)`` if ``rest`` is None."""
     if rest is None:
         return (first,)
     else:
@@ -61,7 +61,7 @@ def _store_columns(ptr, at, x, inside, LO: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, at, x, inside, D0: tl.constexpr, D1: tl.constexpr):
-    """The counterpart of `load_rows`, in the dtype of ``ptr``."""
+    """Store rows x at ``ptr + at`` in the dtype of ``ptr``; rows that are not inside are left out."""
     _store_columns(ptr, at, x[0], inside, 0, D0)
     if D1 > 0:
         _store_columns(ptr, at, x[1], inside, D0, D1)

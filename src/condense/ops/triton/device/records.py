@@ -1,7 +1,7 @@
-"""Records that kernels build on their first lines, so that what belongs together travels together.
+"""Records that kernels build on their first lines, so that functions take a few records and not many arguments.
 
-Numbers cross the launch flat: Triton compiles a kernel anew for other numbers in a tuple, whatever it is told. No field
-is ever None, which Triton 3.6 does not know in a record.
+Numbers are launch arguments of their own, not in tuples: ``do_not_specialize`` does not reach into tuples, so each new
+value would compile a new kernel. No field is None, which Triton 3.6 does not allow in a record.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Start(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Who sees what: the rule and where the program's row starts, or arrays int32 ``[sources, 2, B|1, K|1, L]``, lo and
-    hi of each source, with their strides but for the first (twice the second) and the last (1).
+    """The spans of all queries: the rule and the start of the program's row, or an array int32 ``[sources, 2, B|1, K|1,
+    L]``, lo and hi of each source, with its strides; the first is twice the second and the last is 1, so not given.
     """
 
     rule: Rule

@@ -1,10 +1,10 @@
-"""Who sees what, inside a kernel: the uniform rule from a few integers in registers, or spans from arrays.
+"""The spans of queries inside a kernel: computed by the uniform rule from a few integers, or loaded from arrays.
 
 A tile has BM rows: ``BM // R`` queries of the R query heads that share a KV head, so that any ratio works and each
-key is read once for all of them. Rows left over stand for the tile's last query again.
+key is read once for all of them. Rows that are left over repeat the tile's last query.
 
-KIND says how: "row", the rule, with the same start in all rows; "rows", the rule, each row with its own start;
-"arrays", lo and hi of each query. The rule has two sources, the entries and the window; arrays may have any number.
+KIND: "row", the rule with the same start in all rows; "rows", the rule with a start per row; "arrays", lo and hi of
+each query. The rule has two sources, the entries and the window; arrays may have any number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def visible(n: tl.constexpr, i, row, spans, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def begins_at_0(n, KIND):
-    """True if every span of source n is known to."""
+    """True if every span of source n is known to begin at 0: entries under the rule."""
     return KIND != "arrays" and n == 0
 
 
@@ -65,8 +65,8 @@ def begins_at_0(n, KIND):
 def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.constexpr):
     """Queries ``[lo, hi)`` that see each of the keys of source n, of ``size``; none for keys past its end.
 
-    Spans never move back, so these queries have no gap. seen: for arrays, lo and hi of each source int32
-    ``[2, B|1, K|1, size]``, strides of all but the last.
+    lo and hi never decrease along the queries, so these have no gap. seen: for arrays, lo and hi of each source int32
+    ``[2, B|1, K|1, size]``; s_seen: strides of all but the last dimension.
     """
     if KIND == "arrays":
         edge, s_b, s_h = s_seen[n]
@@ -76,7 +76,7 @@ def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.c
         rule, start = spans.rule, spans.start
         if n == 0:
             number = tl.maximum(keys - start.prompt_entries, 0) // rule.entries
-            # the first query that sees the chunk closed; entries ahead of the rule's own are there from the start
+            # the first query for which the chunk is closed; all queries see the entries of a prompt
             closing = (number + 1) * rule.chunk + rule.window - 1 - start.query
             lo = tl.maximum(tl.where(keys < start.prompt_entries, 0, closing), start.padding)
             hi = tl.full(keys.shape, 0, tl.int32) + L
@@ -91,8 +91,8 @@ def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.c
 
 @triton.jit
 def split(lo, inner_lo, inner_hi, hi, step):
-    """Cuts ``[lo, hi)`` into steps: ``[lo, left)`` touches the left edge, ``[left, right)`` lies within the inner
-    range, ``[right, hi)`` touches the right edge.
+    """Cuts ``[lo, hi)`` at multiples of ``step`` from lo: blocks in ``[left, right)`` lie inside ``[inner_lo,
+    inner_hi)`` and need no mask; those in ``[lo, left)`` and ``[right, hi)`` do.
     """
     left = tl.minimum(lo + tl.cdiv(tl.maximum(inner_lo - lo, 0), step) * step, tl.maximum(hi, lo))
     right = left + tl.maximum(tl.minimum(inner_hi, hi) - left, 0) // step * step
@@ -101,7 +101,7 @@ def split(lo, inner_lo, inner_hi, hi, step):
 
 @triton.jit
 def cut(lo, hi, FROM_0: tl.constexpr, STEP: tl.constexpr):
-    """`split` of what a tile's rows see: where it begins, both cuts, where it ends. FROM_0: every lo is 0."""
+    """`split` of the keys that a tile's rows see: its beginning, both cuts, its end. FROM_0: every lo is 0."""
     if FROM_0:
         first, inner = 0, 0
     else:

@@ -1,4 +1,4 @@
-"""An online softmax over keys that come tile by tile, and its parts joined in a fixed order.
+"""Online softmax over tiles of keys, and joining the results of splits of the keys in a fixed order.
 
 Scores are base 2. Shapes: n rows of a tile, S splits that share a row's keys, V value columns.
 """
@@ -23,7 +23,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty_softmax(N: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
-    """No key yet."""
+    """The state of n rows before the first key."""
     return Softmax(zeros(N, V0, V1), tl.full([N], float("-inf"), tl.float32), tl.zeros([N], tl.float32))
 
 
@@ -53,7 +53,7 @@ def key_products(q, k, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_keys(softmax, s, v, PRECISION: tl.constexpr):
-    """Takes in keys with scores s ``[n, keys]`` and values v; every row has seen a key then, now or before."""
+    """Adds keys with scores s ``[n, keys]`` and values v; every row must have seen a key by then."""
     m = tl.maximum(softmax.m, tl.max(s, 1))
     p = tl.exp2(s - m[:, None])
     alpha = tl.exp2(softmax.m - m)
@@ -63,7 +63,7 @@ def add_keys(softmax, s, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_part(part_ptr, lse_ptr, softmax, at, inside, V0: tl.constexpr, V1: tl.constexpr):
-    """Output and log-sum-exp to places ``at`` ``[n]``: 0 and -inf for rows that saw no key."""
+    """Store output and log-sum-exp at ``at`` ``[n]``; 0 and -inf for rows that saw no key."""
     some = softmax.total > 0
     total = tl.where(some, softmax.total, 1.0)
     tl.store(lse_ptr + at, tl.where(some, softmax.m + tl.log2(total), float("-inf")), mask=inside)
@@ -72,9 +72,9 @@ def store_part(part_ptr, lse_ptr, softmax, at, inside, V0: tl.constexpr, V1: tl.
 
 @triton.jit
 def join_parts(part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: tl.constexpr):
-    """Outputs ``[rows, columns]`` of rows whose S parts lie side by side, SB of them at a time; 0 without any key.
+    """Outputs ``[rows, columns]`` of rows from their S adjacent parts, SB at a time; 0 for rows that saw no key.
 
-    Parts are read past the first-level cache: other multiprocessors wrote them in the same kernel.
+    Parts are read past the L1 cache, because other multiprocessors wrote them in the same kernel.
     """
     s = tl.arange(0, SB)[None, :]
     m = tl.full(row.shape, float("-inf"), tl.float32)
