@@ -1,12 +1,12 @@
 """A condensed cache layer of fixed size at fixed addresses, for compiled decode and CUDA graphs.
 
-What it can hold is known from the start: entries for ``max_cache_len`` tokens and a ring for the exact ones. One new
-token is a `condense.ops.decode_step`; several are read as by the growing cache and written back in place.
+Its buffers have room for the entries of ``max_cache_len`` tokens and for the window, a ring. A single new token is one
+`condense.ops.decode_step`. Several tokens are read by `condense.functional.extend`, and the new state is written back.
 
-Of a prompt that is read all at once (`condense.Method.prompt`) other entries remain than of as many tokens in chunks.
-If it is the first that comes, there is room for its entries and the chunks that can follow; if a step comes first, as
-before a CUDA graph is captured, for the most entries of any prompt and what follows: for DGA some
-``min_focal * (1 - p / c)`` more than all tokens take in chunks, as short prompts stay exact.
+A method that reads prompts at once (`condense.Method.prompt`) leaves other numbers of entries than chunks do. If the
+prompt comes first, the buffers are sized for it and for the chunks that can follow. If a step comes first, as before a
+CUDA graph is captured, they are sized for whatever prompt needs most: for DGA about ``min_focal * (1 - p / c)`` entries
+more than chunks take, because short prompts stay exact.
 Shapes as in `condense.state` and `condense.ops.types`.
 """
 
@@ -28,14 +28,14 @@ from condense.state import LayerState, most_entries, num_entries
 
 
 class StaticCondensedLayer(CacheLayerMixin):
-    """One attention layer's condensed past for up to ``max_cache_len`` slots, padding included.
+    """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on. It stays
     where it is, unless after `reset` a prompt is read at once that leaves more entries than there is room for.
     A batch of another size, or more tokens than fit, raise ValueError and change nothing.
-    ``num_slots`` int64 ``[]`` on that device counts the slots seen: replays of a CUDA graph count themselves. The host
-    keeps count too (`count_slots`), so that it need not wait for a prompt's every layer, until a step is captured or
-    compiled; then `know_slots` says that it may go on.
+    ``num_slots`` int64 ``[]`` on that device counts the slots seen, so that a replayed CUDA graph counts too. The host
+    keeps its own count (`count_slots`), to avoid a wait per layer of a prompt, until a step is captured or compiled;
+    `know_slots` sets it again.
     ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single one.
     """
 

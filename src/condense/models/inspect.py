@@ -1,4 +1,4 @@
-"""What condensing a model would change, layer by layer, by arithmetic alone: no weights, no forward."""
+"""Entries, bytes and FLOPs of each layer, dense and condensed, by arithmetic alone: no weights, no forward."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LayerReport:
 
 
 def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int = 2) -> list[LayerReport]:
-    """What `condense.apply` with this method, or this choice of methods, would mean for ``length`` tokens.
+    """Entries, bytes and FLOPs per layer for ``length`` tokens under this method, or this choice of methods.
 
     itemsize: bytes per cached number (2 for bfloat16). Works on a model on the meta device.
     Raises ValueError as `condense.apply` does, and for a length below 1.
@@ -118,7 +118,7 @@ class _Heads:
     """entry_numbers: in one cache entry of all KV heads. scored: those of them that a summary query scores.
     cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its keys.
 
-    FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per prefix entry, to make
+    FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to make
     keys and values of it.
     """
 
@@ -178,9 +178,9 @@ class _Heads:
         def pays(length: int) -> bool:
             return self.flops(method, length) < self.dense_flops(length)
 
-        # What is saved falls when a chunk is pooled and falls ever less, then rises ever more, from one token to the
-        # next and from one pooled chunk to the next: among lengths just after pooling, and then among those of one
-        # chunk, all that pay come after all that do not.
+        # Pooling a chunk costs FLOPs at once and saves some with every later token. So the saving, over lengths just
+        # after a pooling and over the lengths within one chunk, first falls and then rises: a bisection finds where it
+        # becomes positive, first among the chunks, then within one.
         chunk, delay = method.layout.rule.chunk, method.layout.summary_delay
         last = (limit - delay) // chunk
         first = _first(1, last + 1, lambda number: pays(delay + number * chunk))
@@ -238,7 +238,7 @@ class _Heads:
         return int(num_entries(method, length)) * self.scored // D * (code_bytes + num_grid * max(4, itemsize))
 
     def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """What a step after ``length`` tokens reads: the index, entries, tokens of open groups, and the window."""
+        """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window."""
         groups = int(num_entries(method, length))
         unopened = max(0, groups - method.num_recall)
         keys = length - unopened * method.group_size + (unopened if method.unchosen == "pool" else 0)
@@ -264,7 +264,7 @@ def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
 
 
 def _kept(method: Method, length: int) -> tuple[int, int]:
-    """Entries (representatives and exact tokens, Recall's store included) and summary queries of a cache."""
+    """Condensed entries and exact tokens (Recall's store included), and summary queries, in a cache."""
     if isinstance(method, Dense):
         return length, 0
     if _selects(method):

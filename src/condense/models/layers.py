@@ -29,7 +29,7 @@ class Target(NamedTuple):
 def read_tokens(
     target: Target, method: Method, q: Tensor, k: Tensor, v: Tensor, *, latent_width: int | None = None
 ) -> Context:
-    """`condense.functional.extend` on the past in a layer of the cache, or on none and nothing kept without a cache.
+    """Read new tokens into a layer of the cache; without a cache, read them alone and keep nothing.
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, aligned. latent_width: as in
     `condense.Method.for_latents`, None for ordinary keys.
@@ -61,7 +61,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
     if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
-        return  # as in every step but the first
+        return  # every step but the first ends here
     if isinstance(cache, StaticCache):
         _check_static(cache)
     if cache.layer_class_to_replicate is not None:
@@ -95,7 +95,7 @@ def _check_static(cache: StaticCache) -> None:
 
 
 def _holds(layer: CacheLayerMixin, method: Method) -> bool:
-    # most often it is the very same, and a dataclass takes its time to compare
+    # most often it is the same object; comparing the fields of a dataclass takes longer
     return isinstance(layer, CondensedLayer | StaticCondensedLayer) and (
         layer.method is method or layer.method == method
     )
