@@ -186,11 +186,12 @@ def test_extend_leaves_the_old_past_as_it_was():
     method = cases.PLANS["lca"]
     data = rows([31, 31])
     _, _, past = read_in_steps(method, data, [(30, 17)], "torch")
-    before = [torch.as_tensor(x).clone() for x in past]
+    before = [torch.as_tensor(x).clone() for x in (*past.tensors, past.seen)]
     q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))
     for _ in range(2):
         extend(method, past, k, v, q, scale=SCALE)
-        assert all(torch.equal(x, torch.as_tensor(y)) for x, y in zip(before, past, strict=True))
+        after = (*past.tensors, past.seen)
+        assert all(torch.equal(x, torch.as_tensor(y)) for x, y in zip(before, after, strict=True))
 
 
 def test_extend_trains_through_the_new_tokens_and_not_the_past():
