@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -203,15 +204,23 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"{type(base).__name__} has cross-attention: only decoder-only models can be condensed")
     found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
+    reason = obstacle(base)
+    if reason is not None:
+        raise ValueError(f"{type(base).__name__} cannot be condensed: {reason}")
     if not found:
-        reason = obstacle(base)
-        raise ValueError(
-            f"{type(base).__name__} has no attention that can be condensed{f': {reason}' if reason else ''}; supported "
-            f"are {', '.join(sorted(FAMILIES.values()))}"
-        )
+        raise ValueError(f"{type(base).__name__} has no attention that condense knows{_closest(base)}")
     if any(getattr(module, "is_causal", True) is False for module in found):
         raise ValueError(f"{type(base).__name__} has bidirectional attention: only causal models can be condensed")
     return base, _by_layer(found)
+
+
+def _closest(base: PreTrainedModel) -> str:
+    """What to say of a model of unknown classes: the attention classes that it has, and known ones of similar names."""
+    classes = sorted({type(m).__name__ for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")})
+    known = [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
+    has = f", but {', '.join(classes)}" if classes else ""
+    like = f"; it knows {', '.join(dict.fromkeys(known))}" if known else ""
+    return f"{has}{like}"
 
 
 def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
