@@ -31,9 +31,14 @@ def _generate(model, ids, mask, **settings):
     return model.generate(ids, attention_mask=mask, **settings)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-@pytest.mark.parametrize("method", CHOICES.values(), ids=CHOICES)
-def test_tokens_are_those_of_the_growing_cache(graphs, method, name):
+# latents cannot be read as one prompt with a selection of its tokens
+CELLS = {f"llama-{name}": ("llama", method) for name, method in CHOICES.items()} | {
+    f"deepseek_v3-{name}": ("deepseek_v3", method) for name, method in CHOICES.items() if method is not SELECT
+}
+
+
+@pytest.mark.parametrize(("name", "method"), CELLS.values(), ids=CELLS)
+def test_tokens_are_those_of_the_growing_cache(graphs, name, method):
     model = condense.apply(tiny.model(name, torch.float32, max_position_embeddings=1024).to("cuda"), method)
     ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
     want = _generate(model, ids, mask, cache_implementation="dynamic")
