@@ -17,8 +17,9 @@ TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB = 64
 _MOST_PARAMETERS = 10_000_000
 
-# layers that the stock models compute in float32, one token after another or many at once: small weights let them agree
-_RECURRENT = ("linear_attn", "mamba", "mixer", "conv")
+# in names of classes that the stock models compute in float32, one token after another or many at once, which agrees
+# the better the smaller their weights are
+_RECURRENT = ("Conv", "Delta", "Lightning", "Mamba", "Mixer")
 
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
 _INNER = ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner")
@@ -116,9 +117,11 @@ def model(name: str, **changes: Any) -> Any:
         raise ValueError(f"{name} has {parameters} parameters: name what makes it small in CHANGES")
     stock = AutoModelForCausalLM.from_config(settings, experts_implementation="eager")  # the default needs float32
     generator = torch.Generator().manual_seed(0)
+    recurrent = [m for m in stock.modules() if any(part in type(m).__name__ for part in _RECURRENT)]
+    small = {id(parameter) for module in recurrent for parameter in module.parameters()}
     with torch.no_grad():
-        for key, parameter in stock.named_parameters():
-            if parameter.ndim > 1 and not any(part in key for part in _RECURRENT):
+        for parameter in stock.parameters():
+            if parameter.ndim > 1 and id(parameter) not in small:
                 parameter.normal_(0, min(parameter.shape) ** -0.5, generator=generator)
     return stock.double().eval()
 

@@ -92,7 +92,7 @@ CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
     "static-sliding": (
         lambda m: StaticCache(tiny.config("mistral-sliding"), max_cache_len=128),
-        "static caches with sliding-window layers cannot be condensed: leave cache_implementation unset",
+        "a StaticSlidingWindowLayer cannot be condensed: use a plain DynamicCache",
     ),
     "dense-static": (_dense_static, "already holds dense entries .* start CCA.* from an empty cache"),
     "quantized": (_quantized, "a QuantizedLayer cannot be condensed: use a plain DynamicCache"),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method
+from condense.methods import Method, StreamingLLM
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 from condense.models.forward import ForwardBoard
@@ -98,6 +98,12 @@ def condensed_layers(model: nn.Module) -> dict[int, Method]:
     return _methods(_by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)))
 
 
+def static_methods(model: nn.Module) -> dict[int, Method]:
+    """Layer index to method in a static cache: `condensed_layers`, and the sliding windows of the other layers."""
+    attentions: dict[int, Any] = _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
+    return {i: method for i, m in attentions.items() if (method := m.condense_method or m.condense_window) is not None}
+
+
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules that condense knows, by layer index. Raises ValueError if the model has none."""
     return _attentions(model)[1]
@@ -149,7 +155,7 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
         for module in condensed:
             previous = module.condense_previous
             module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
-            del module.condense_method, module.condense_previous, module.condense_board
+            del module.condense_method, module.condense_window, module.condense_previous, module.condense_board
             _rebind_hooks(module)
         delattr(config, _CONFIG_KEY)
         if config._attn_implementation == IMPLEMENTATION:
@@ -174,7 +180,9 @@ def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]
         if not isinstance(module, CondensedAttention):
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)
+        window = sliding_window(module)
         module.condense_method = assignment.get(index)  # type: ignore[assignment]
+        module.condense_window = None if window is None else StreamingLLM(sink=0, window=window)  # type: ignore[assignment]
         module.condense_board = board  # type: ignore[assignment]
 
 

@@ -57,7 +57,8 @@ def condense_attention(
     for name, what in _EXTRAS.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"condensed attention has no {what} ({name}): call condense.restore(model)")
-    if kwargs.get("sliding_window") is not None and isinstance(condense_state, CacheProxy):
+    sliding = kwargs.get("sliding_window") is not None
+    if sliding and isinstance(condense_state, CacheProxy) and module.condense_method is not None:
         raise ValueError(
             f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
             "name the other layers"
@@ -109,9 +110,10 @@ class CacheProxy:
         if self.cache is None:
             return None
         module, q, k, v = call.module, call.q, call.k, call.v
-        method: Method = module.condense_method  # type: ignore[assignment]
-        ensure_layers(self.cache, {self.layer_idx: method})
+        ensure_layers(self.cache, {self.layer_idx: method_of(module)})
         layer: CondensedLayer | StaticCondensedLayer = self.cache.layers[self.layer_idx]
+        if layer.is_sliding and not layer.is_initialized:
+            return None  # transformers' layer, whose place it has just taken, made the mask, of its window only
         latent_width: int | None = None
         if self.latents is not None:
             latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
@@ -168,19 +170,28 @@ class CacheProxy:
 def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention ``[B, H, L, Dv]`` of new right-aligned tokens, over these and what the cache holds."""
     call = target.call
-    method: Method = call.module.condense_method  # type: ignore[assignment]
+    method = method_of(call.module)
     context = read_tokens(target, method, q, k, v)
     return method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+
+
+def method_of(module: nn.Module) -> Method:
+    """What a layer computes if it does not stay stock: its method, or in static caches its sliding window."""
+    method: Any = module.condense_method or module.condense_window
+    return method
 
 
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_previous: the attention implementation that
-    `condense.restore` returns to. condense_board: shared by the layers, see `condense.models.forward`.
+    condense_method: None for a layer that stays stock. condense_window: the sliding window of a layer, if it has one, as
+    a method that does the same in static caches, whose stock layers count tokens on the host: a replayed graph does not.
+    condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by the
+    layers, see `condense.models.forward`.
     """
 
     condense_method: Method | None
+    condense_window: Method | None
     condense_previous: str
     condense_board: ForwardBoard
 
@@ -198,7 +209,8 @@ class CondensedAttention(nn.Module):
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
         cache: Cache | None = kwargs.pop(name, None)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
-        if self.condense_method is None:
+        is_window = self.condense_window is not None and isinstance(cache, StaticCache)
+        if self.condense_method is None and not is_window:
             state: CacheProxy | StockAttention = StockAttention(sliding_window(self), cache, layer_idx)
             return super().forward(*args, **{name: cache}, condense_state=state, **kwargs)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
