@@ -1,7 +1,6 @@
 """On a CUDA device (collected only there): graphs of models with sliding windows, linear attention and convolutions."""
 
 import pytest
-import torch
 from gpu.test_graph import agree
 from models import small, tiny
 

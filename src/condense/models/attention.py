@@ -184,10 +184,10 @@ def method_of(module: nn.Module) -> Method:
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_window: the sliding window of a layer, if it has one, as
-    a method that does the same in static caches, whose stock layers count tokens on the host: a replayed graph does not.
-    condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by the
-    layers, see `condense.models.forward`.
+    condense_method: None for a layer that stays stock. condense_window: a layer's sliding window, if it has one, as a
+    method that does the same in static caches, where stock layers count tokens on the host and a replayed graph does
+    not. condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by
+    the layers, see `condense.models.forward`.
     """
 
     condense_method: Method | None
