@@ -111,7 +111,9 @@ def recall_score_kernel(
             total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(best - safe[:, None]), 1)
             top = larger
     if R > 1:
-        tl.store(lse_ptr + at, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=real)
+        # 0 where no group is closed
+        lse = tl.where(total > 0, top, 0.0) + tl.log2(tl.where(total > 0, total, 1.0))
+        tl.store(lse_ptr + at, lse, mask=real)
 
 
 @triton.jit
