@@ -27,6 +27,8 @@ from condense.testing.budget import judge
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 WIDTHS = [(D, D) for D in (64, 80, 96, 192, 256)] + [(192, 128)] if CUDA else [(40, 24)]
+BOUNDS_8, BOUNDS_16 = IndexSettings("bounds", 4, 2, 8), IndexSettings("bounds", 4, 4, 16)
+MEANS_8, MEANS_4 = IndexSettings("sub_means", 4, 1, 8), IndexSettings("sub_means", 3, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Case:
     """Queries from position ``start`` on over what a row has read; pads: left padding of each row, then start is 0."""
 
     heads: tuple[int, int]
-    index: IndexSettings = IndexSettings("bounds", 4, 2, 8)
+    index: IndexSettings = BOUNDS_8
     L: int = 37
     start: int = 0
     window: int = 5
@@ -46,8 +48,6 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-BOUNDS_16 = IndexSettings("bounds", 4, 4, 16)
-MEANS_8, MEANS_4 = IndexSettings("sub_means", 4, 1, 8), IndexSettings("sub_means", 3, 3, 4)
 CASES = {
     "ratio-1": Case((1, 1), L=45),
     "ratio-3-padded": Case((3, 1), BOUNDS_16, L=29, pads=(0, 11)),

@@ -38,7 +38,7 @@ def attend_obstacle(q: Tensor, entries: Source, window: Source, spans: Spans, ch
     if on_gpu and (D not in WIDTHS or Dv not in WIDTHS):
         return f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {D} and {Dv}"
     most = MAX_HEADS_FLOAT32 if q.dtype == torch.float32 else MAX_HEADS
-    if R > most:
+    if most < R:
         return f"takes up to {most} query heads per KV head in {q.dtype}, got {R}"
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got {G:,}"

@@ -263,13 +263,13 @@ def attend_recall(
 
     Where no group is open, or every one, this is attention over two sources, entries or store, and the window.
     """
-    (B, H, L, _), K, G = q.shape, window.k.shape[1], entries.k.shape[2]
+    B, L, K, G = q.shape[0], q.shape[2], window.k.shape[1], entries.k.shape[2]
     assert isinstance(spans, RuleSpans), "the backend's limits"
     rule = spans.rule
     assert isinstance(rule, UniformRule), "the backend's limits"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
     r = min(choice.num_recall, closed)
-    if r == 0 or r == closed and isinstance(choice, IndexChoice):
+    if r == 0 or (r == closed and isinstance(choice, IndexChoice)):
         if r == 0:
             rule = rule if pool else replace(rule, max_chunks=0)
         else:
@@ -293,6 +293,6 @@ def attend_recall(
     )  # fmt: skip
     tensors = (q, *call.k, *call.v)
     by_torch = torch.compiler.is_compiling() or type(q) is not Tensor
-    by_torch = by_torch or torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    by_torch = by_torch or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     out, lse = (_attend if by_torch else _forward)(*call)
     return out, lse if return_lse else None

@@ -37,23 +37,21 @@ _SCRATCH = 2**31
 
 
 class Tiles(NamedTuple):
-    """Rows and groups of a tile of scores, and Triton's options."""
+    """Rows of a tile of scores and of the index, and Triton's options."""
 
     rows: int
-    groups: int
+    columns: int
     options: dict[str, int]
 
 
 @functools.cache
-def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, num_rows: int, R: int) -> Tiles:
-    """num_rows: index rows per group, F; a tile of every row is in shared memory at a time, twice if it fits."""
+def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, R: int) -> Tiles:
     rows = power_of_2(R)
     if not is_cuda:  # the interpreter
         return Tiles(max(16, rows), 32, {})
     if dtype == torch.float32:
         return Tiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
-    stages = 2 if num_rows * 32 * tile_width(width) * dtype.itemsize <= 2**15 else 1
-    return Tiles(128, 32, {"num_warps": 4 if width <= 128 else 8, "num_stages": stages})
+    return Tiles(128, 64, {"num_warps": 4 if width <= 128 else 8, "num_stages": 1})
 
 
 def _queries(columns: int, is_cuda: bool) -> int:
@@ -99,11 +97,15 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, scores: int, pick
 
 
 def _index_rows(index: GroupIndex, settings: IndexSettings, dtype: torch.dtype) -> Tensor:
-    """The index as numbers of the dtype of the queries, ``[B, K * F, G, D]``: codes of 8 bits are exact in all."""
-    codes = index.codes.unflatten(3, (settings.num_rows, -1))
+    """The index as numbers of the dtype of the queries, as `recall_score_kernel` reads it: codes of 8 bits are exact in
+    all. The last block is repeated up to a power of two.
+    """
+    codes = index.codes.unflatten(3, (-1, settings.num_blocks, index.codes.shape[3] // settings.num_rows))
     if settings.bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-    return whole_rows(codes.transpose(2, 3).to(dtype, memory_format=torch.contiguous_format)).flatten(1, 2)
+    blocks = torch.arange(power_of_2(settings.num_blocks), device=codes.device).clamp(max=settings.num_blocks - 1)
+    codes = codes[:, :, :, :, blocks].transpose(2, 3)
+    return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 4).flatten(1, 2))
 
 
 def choose(
@@ -121,14 +123,15 @@ def choose(
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
     rows = _index_rows(index, settings, q.dtype)
-    of_score = _tiles(q.dtype, q.is_cuda, D, settings.num_rows, R)
+    of_score, blocks = _tiles(q.dtype, q.is_cuda, D, R), power_of_2(settings.num_blocks)
+    tile = max(_CELL, of_score.columns // blocks)
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
-    scores = cdiv(max(closed, 1), of_score.groups) * of_score.groups
+    scores = cdiv(max(closed, 1), tile) * tile
     cells = power_of_2(scores // _CELL)
     picked = power_of_2(min(r, cells))
     Q = of_score.rows // R
     n = max(1, _SCRATCH // (heads * R * scores * 4) // Q) * Q
-    described = descriptor(TensorDescriptor, rows, [1, 1, of_score.groups, tile_width(D)])
+    described = descriptor(TensorDescriptor, rows, [1, 1, tile * blocks, tile_width(D)])
     grid = index.grid.contiguous() if settings.bits < 16 else None
     scratch = _scratch(q.device, heads, min(n, L), R, scores, picked)
     with on_device_of(q):
@@ -140,8 +143,8 @@ def choose(
                 (q, described, grid, positions.starts, *scratch[:3]),
                 (q.stride()[:3], *sizes, scale * LOG2E),
                 (
-                    R, settings.num_blocks, D, tile_width(D), settings.kind == "bounds", grid is not None, positions.kind,
-                    precision, of_score.rows, of_score.groups, _CELL,
+                    R, settings.num_blocks, blocks, D, tile_width(D), settings.kind == "bounds", positions.kind,
+                    precision, of_score.rows, tile, _CELL,
                 ),
                 of_score.options,
             )  # fmt: skip
@@ -165,13 +168,13 @@ class Opened(NamedTuple):
     """What T tiles of queries open, for every row and KV head.
 
     words ``[B * K, T, G]``: bit i of a word says that query i of the tile opens the group. groups int32 and of_groups
-    ``[B * K, T, room]``: those that any query opens, in rising order, with their words; count int32 ``[B * K, T]``.
+    ``[B * K, T, room]``: those that any query opens, in rising order, with their words; counts int32 ``[B * K, T]``.
     """
 
     words: Tensor
     groups: Tensor
     of_groups: Tensor
-    count: Tensor
+    counts: Tensor
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -189,8 +192,8 @@ def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, 
     room = min(closed, tile * r)
     dtype = torch.int32 if tile <= 32 else torch.int64
     words = torch.zeros(B * K, T, closed, dtype=dtype, device=groups.device)
-    lists = [words.new_empty(B * K, T, room, dtype=x) for x in (torch.int32, dtype)]
-    count = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
+    lists = words.new_empty(B * K, T, room, dtype=torch.int32), words.new_empty(B * K, T, room)
+    counts = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
     with on_device_of(groups):
         places = power_of_2(r)
         queries = _queries(places, groups.is_cuda)
@@ -198,6 +201,5 @@ def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, 
             (cdiv(stop - first, queries), B * K, 1), (groups, words), (L, num_groups, first, stop, closed, r),
             (tile, places, queries), {"num_warps": _warps(places)},
         )  # fmt: skip
-        _LIST((T, B * K, 1), (words, *lists, count), (closed, room), (min(1024, power_of_2(closed)),), {})
-    return Opened(words, *lists, count)
-
+        _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
+    return Opened(words, *lists, counts)

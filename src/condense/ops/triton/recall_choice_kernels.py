@@ -13,10 +13,13 @@ opens. T tiles of Q queries.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.device.parts import parts
 from condense.ops.triton.device.records import Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
 
@@ -37,18 +40,94 @@ def _load_queries(q_ptr, at, real, D: tl.constexpr, P: tl.constexpr):
     return tl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
 
 
+class _Index(NamedTuple):
+    """The index of one KV head: its rows, as `recall_score_kernel` has them, batch row and first head of these; steps
+    and zeros of the groups' grids, how many groups it has.
+    """
+
+    rows: Any
+    b: Any
+    head: Any
+    grid: Any
+    size: Any
+
+
+class _Scored(NamedTuple):
+    """Queries of a tile: those that meet the rows of the index (of bounds: the negative and the positive part), the
+    sum of each, their scale, and where they write their scores and cells' best scores.
+    """
+
+    q: Any
+    sum_q: Any
+    scale: Any
+    score: Any
+    cell: Any
+    real: Any
+
+
+@triton.jit
+def _score_groups(
+    queries, index, lse, lo, hi, closed, m: tl.constexpr, MP: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores and writes groups ``[lo, hi)``, and adds them to lse: the largest score of each row and the sum of
+    ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
+    """
+    top, total = lse
+    BM: tl.constexpr = closed.shape[0]
+    for group in range(lo, hi, BG):
+        n = group + tl.arange(0, BG)
+        x = index.rows.load([index.b, index.head, group * MP, 0])
+        x = x.reshape(x.shape[2], x.shape[3])
+        s = tl.dot(queries.q[0], tl.trans(x), input_precision=PRECISION)
+        if len(queries.q) == 2:
+            x = index.rows.load([index.b, index.head + 1, group * MP, 0])
+            x = x.reshape(x.shape[2], x.shape[3])
+            s = tl.dot(queries.q[1], tl.trans(x), s, input_precision=PRECISION)
+        s = tl.reshape(s, [BM, BG, MP])
+        if len(queries.q) == 2:
+            # step > 0 and zero are the group's, so that the best block is known before them
+            s = tl.max(s, 2)
+            if index.grid is not None:
+                step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0) * queries.scale
+                zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0) * queries.scale
+                s = s * step[None, :] + queries.sum_q[:, None] * zero[None, :]
+            else:
+                s = s * queries.scale
+        else:
+            if index.grid is not None:
+                step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0)
+                zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0)
+                s = s * step[None, :, None] + (queries.sum_q[:, None] * zero[None, :])[:, :, None]
+            s = tl.where(tl.arange(0, MP)[None, None, :] < m, s * queries.scale, float("-inf"))
+            largest = tl.max(s, 2)
+            s = largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, None]), 2))
+        if MASKED:
+            s = tl.where(n[None, :] < closed[:, None], s, float("-inf"))
+        tl.store(queries.score[:, None] + n[None, :], s, mask=queries.real[:, None])
+        of_cells = tl.max(tl.reshape(s, [BM, BG // C, C]), 2)
+        cell = group // C + tl.arange(0, BG // C)
+        tl.store(queries.cell[:, None] + cell[None, :], of_cells, mask=queries.real[:, None])
+        larger = tl.maximum(top, tl.max(of_cells, 1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
+        top = larger
+    return top, total
+
+
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_score_kernel(
     q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
     s_q, K, L, G, first, stop, scores, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
-    R: tl.constexpr, m: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BOUNDS: tl.constexpr, GRID: tl.constexpr,
+    R: tl.constexpr, m: tl.constexpr, MP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BOUNDS: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Of queries ``[first, stop)``: scores float32 ``[B * K, n, R, scores]`` of closed groups, base 2; the best score of
+    """Of queries ``[first, stop)``: scores float32 ``[B * K, n, R, scores]`` of closed groups, base 2; the best of
     every cell ``[B * K, n, R, cells]``; the log-sum-exp ``[B * K, n, R]``.
 
-    rows: the index as a descriptor ``[B, K * F, G, D]`` in the dtype of q; a quantised one holds its codes, and grid
+    rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, G * MP, D]``, first the lowest and then the
+    highest keys, else ``[B, K, G * MP, D]``; MP: m as a power of two. A quantised index holds its codes, and grid
     float32 ``[B, K, G, 2]`` their step and zero: ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
     Scores of tiles of groups beyond the last closed one of a tile of queries are not written.
     """
@@ -61,59 +140,23 @@ def recall_score_kernel(
     i, r, real = tile_rows(first + tile * (BM // R), stop, R, BM)
     closed = _closed(i, row, spans, G, KIND)
     q = _load_queries(q_ptr, b * s_q[0] + (kvh * R + r) * s_q[1] + i.to(tl.int64) * s_q[2], real, D, P)
-    if BOUNDS:
-        up, down = tl.where(q > 0, q, tl.zeros_like(q)), tl.where(q < 0, q, tl.zeros_like(q))
     sum_q = tl.sum(q.to(tl.float32), 1)
     at = (tl.program_id(1).to(tl.int64) * (stop - first) + (i - first)) * R + r
-    top = tl.full([BM], float("-inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    for group in range(0, tl.max(closed), BG):
-        n = group + tl.arange(0, BG)
-        if GRID:
-            grid_at = grid_ptr + ((b * K + kvh) * G + n) * 2
-            step = tl.load(grid_at, mask=n < G, other=0.0)[None, :]
-            zero = tl.load(grid_at + 1, mask=n < G, other=0.0)[None, :]
-        if BOUNDS:
-            # step > 0 and zero are the group's, so that the best block is known before them
-            for block in tl.static_range(m):
-                low = rows.load([row.b, row.head * 2 * m + block, group, 0]).reshape(BG, P)
-                high = rows.load([row.b, row.head * 2 * m + m + block, group, 0]).reshape(BG, P)
-                s = tl.dot(down, tl.trans(low), input_precision=PRECISION)
-                s = tl.dot(up, tl.trans(high), s, input_precision=PRECISION)
-                if block == 0:
-                    best = s
-                else:
-                    best = tl.maximum(best, s)
-            if GRID:
-                best = best * step + sum_q[:, None] * zero
-            best = best * scale
-        else:
-            best = tl.full([BM, BG], float("-inf"), tl.float32)
-            mass = tl.zeros([BM, BG], tl.float32)
-            for block in tl.static_range(m):
-                x = rows.load([row.b, row.head * m + block, group, 0]).reshape(BG, P)
-                s = tl.dot(q, tl.trans(x), input_precision=PRECISION)
-                if GRID:
-                    s = s * step + sum_q[:, None] * zero
-                s = s * scale
-                larger = tl.maximum(best, s)
-                mass = mass * tl.exp2(best - larger) + tl.exp2(s - larger)
-                best = larger
-            best += tl.log2(mass)
-        best = tl.where(n[None, :] < closed[:, None], best, float("-inf"))
-        tl.store(score_ptr + at[:, None] * scores + n[None, :], best, mask=real[:, None])
-        of_cells = tl.max(tl.reshape(best, [BM, BG // C, C]), 2)
-        cell = group // C + tl.arange(0, BG // C)
-        tl.store(cell_ptr + at[:, None] * cells + cell[None, :], of_cells, mask=real[:, None])
-        if R > 1:  # where each KV head has one query head, the order of scores is that of shares
-            larger = tl.maximum(top, tl.max(of_cells, 1))
-            safe = tl.where(larger == float("-inf"), 0.0, larger)
-            total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(best - safe[:, None]), 1)
-            top = larger
-    if R > 1:
-        # 0 where no group is closed
-        lse = tl.where(total > 0, top, 0.0) + tl.log2(tl.where(total > 0, total, 1.0))
-        tl.store(lse_ptr + at, lse, mask=real)
+    index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr, G)
+    if grid_ptr is not None:
+        index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + (b * K + kvh) * G * 2, G)
+    negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
+    queries = _Scored(
+        parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + at * scores,
+        cell_ptr + at * cells, real,
+    )  # fmt: skip
+    lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
+    whole = tl.min(closed) // BG * BG
+    lse = _score_groups(queries, index, lse, 0, whole, closed, m, MP, BG, C, False, PRECISION)
+    lse = _score_groups(queries, index, lse, whole, tl.max(closed), closed, m, MP, BG, C, True, PRECISION)
+    # 0 where no group is closed
+    total = lse[1]
+    tl.store(lse_ptr + at, tl.where(total > 0, lse[0], 0.0) + tl.log2(tl.where(total > 0, total, 1.0)), mask=real)
 
 
 @triton.jit
