@@ -116,7 +116,7 @@ def test_compare_keeps_existing_files(story: Path, tmp_path: Path) -> None:
 
 
 def test_generate_prints_a_continuation(saved: Path) -> None:
-    done = run("generate", "A walk by the sea", "--model", str(saved), "--method", "cca:group_size=4,window=4")
+    done = run_here("generate", "A walk by the sea", "--model", str(saved), "--method", "cca:group_size=4,window=4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
