@@ -30,6 +30,7 @@ DEAR = {
     "caches/test_static_layer.py::test_many_steps_and_chunks_equal_the_growing_layer": 22,
     "caches/test_static_layer.py::test_the_host_does_not_trust_its_count_once_steps_are_recorded": 4,
     "caches/test_static_recall.py::test_many_steps_and_chunks_equal_the_growing_layer_and_the_whole": 6,
+    "cli/test_commands.py::test_an_interrupted_adaptation_is_resumed": 1,
     "methods/test_causality.py::test_a_changed_token_leaves_earlier_outputs_bit_equal": 36,
     "methods/test_dga.py::test_importance_is_the_papers": 5,
     "methods/test_dga.py::test_padded_prompts": 12,
@@ -44,7 +45,6 @@ DEAR = {
     "models/test_latent.py::test_many_steps_give_what_one_forward_gives": 5,
     "models/test_latent.py::test_projections_that_only_run": 4,
     "models/test_parity.py::test_a_later_token_leaves_earlier_logits_bit_equal": 52,
-    "models/test_parity.py::test_full_forward_chunks_and_steps_agree": 28,
     "models/test_recall.py::test_full_forward_chunks_and_steps_agree": 9,
     "models/test_recall.py::test_static_and_growing_caches_give_the_tokens_of_none": 8,
     "models/test_select.py::test_a_padded_batch_in_a_static_cache": 10,
@@ -93,8 +93,8 @@ DEAR = {
 }
 
 
-# as many cells at least, however few `--cells` asks for: every architecture, with every version of transformers
-LEAST = {"models/test_parity.py::test_full_forward_chunks_and_steps_agree": 28}
+# as many cells as every value takes, however few `--cells` asks for: each model, with each version of transformers
+EVERY_VALUE = {"models/test_parity.py::test_full_forward_chunks_and_steps_agree"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,22 +128,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec"):
             grids.setdefault(item.nodeid.partition("[")[0].removeprefix("tests/"), []).append(item)
     for name, cells in grids.items():
-        most = min(DEAR.get(name, len(cells)), max(LEAST.get(name, 0), config.getoption("cells") or len(cells)))
-        if most < len(cells):
-            kept = set(covering(cells, most))
+        most = min(DEAR.get(name, len(cells)), config.getoption("cells") or len(cells))
+        if name in EVERY_VALUE or most < len(cells):
+            kept = set(covering(cells, None if name in EVERY_VALUE else most))
             for cell in cells:
                 if cell not in kept:
                     cell.add_marker(pytest.mark.slow)
 
 
-def covering(cells: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many cells of a grid, each the one with the most values of parameters that none before has, then pairs."""
+def covering(cells: Sequence[pytest.Item], count: int | None) -> list[pytest.Item]:
+    """So many cells of a grid, each the one with the most values of parameters that none before has, then pairs.
+
+    count None: until there is no such value.
+    """
     # a mixed but fixed order decides among equals
     left = sorted(cells, key=lambda cell: hashlib.sha256(cell.nodeid.encode()).digest())
     values = {cell: _values(cell) for cell in left}
     pairs = {cell: set(itertools.combinations(sorted(values[cell]), 2)) for cell in left}
     kept: list[pytest.Item] = []
-    while len(kept) < count:
+    while any(values[cell] for cell in left) if count is None else len(kept) < count:
         best = max(left, key=lambda cell: (len(values[cell]), len(pairs[cell])))
         seen, seen_pairs = values[best].copy(), pairs[best].copy()
         for cell in left:

@@ -136,13 +136,13 @@ def test_widths(widths, name, scratch):
 
 def test_rows_that_come_and_go(scratch):
     """Each row at its own position, some without a token in a step, given NaN: they stay as they are."""
-    L = 60 if DEVICE == "cuda" else 30
-    q, k, v = random_qkv(3, 4, 2, L, 16, 16)
+    L, K = (60, 2) if DEVICE == "cuda" else (30, 1)
+    q, k, v = random_qkv(3, 2 * K, K, L, 16, 16)
     real = torch.rand(3, L, generator=torch.Generator().manual_seed(5)) < torch.tensor([0.9, 0.5, 0.0])[:, None]
     for x in (q, k, v):
         x.masked_fill_(~real[:, None, :, None].to(DEVICE), torch.nan)
     settings = settings_of(CASES["bounds-8"])
-    state = empty_state(settings, L, 2, rows=3, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    state = empty_state(settings, L, K, rows=3, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     for t in range(L):
         dead, before = ~real[:, t], [x.clone() for x in state]
         new = [x[:, :, t : t + 1] for x in (q, k, v)]
@@ -153,7 +153,7 @@ def test_rows_that_come_and_go(scratch):
     for row in range(2):
         mine = [x[row : row + 1][:, :, real[row]] for x in (q, k, v)]
         compare(*mine, settings, scratch)
-        alone = empty_state(settings, L, 2, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+        alone = empty_state(settings, L, K, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
         for t in range(mine[0].shape[2]):
             triton_step.recall_step(*(x[:, :, t : t + 1] for x in mine), alone, settings, scale=SCALE)
         assert all(torch.equal(x[row : row + 1], y) for x, y in zip(state, alone, strict=True))
