@@ -247,7 +247,7 @@ def test_queries_in_pieces_equal_the_whole(backend):
 def test_gradients(block, pads, monkeypatch):
     """Through queries, entries, store and window; none through the choice, which stands still here."""
     monkeypatch.setattr(torch_recall, "_BLOCK", block)
-    q, k, v = (x[..., :3].clone().requires_grad_() for x in tensors(2, 1, 11))
+    q, k, v = (x[..., :2].clone().requires_grad_() for x in tensors(2, 1, 9))
     settings = IndexSettings("bounds", 2, 1, 16)
 
     def function(*qkv):
