@@ -124,8 +124,8 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``. Runs on the torch backend. Once there are groups to choose from, raises ValueError for
-        attention dropout, for a scale that is not positive, and for the backends "triton" and "hopper".
+        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Once there are groups to choose from,
+        raises ValueError for attention dropout, for a scale that is not positive, and for backend "hopper".
         """
         if not context.extra:
             return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
@@ -145,6 +145,6 @@ class Recall(Method):
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.num_recall),
             scale=scale,
             unchosen=self.unchosen,
-            backend="torch" if backend == "auto" else backend,
+            backend=backend,
             return_lse=return_lse,
         )
