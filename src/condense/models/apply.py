@@ -209,9 +209,10 @@ def _closest(base: PreTrainedModel) -> str:
     """What to say of a model of unknown classes: the attention classes that it has, and known ones of similar names."""
     classes = sorted({type(m).__name__ for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")})
     known = [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
-    has = f", but {', '.join(classes)}" if classes else ""
+    if not classes:
+        return ""
     like = f"; it knows {', '.join(dict.fromkeys(known))}" if known else ""
-    return f"{has}{like}"
+    return f", but {', '.join(classes)}{like}. condense.register(cls, model) takes a class that proves right"
 
 
 def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
