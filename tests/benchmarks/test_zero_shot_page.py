@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
 
 import zero_shot_page
 
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recall.md"
 
 
