@@ -18,7 +18,7 @@ from transformers import Cache, StaticCache
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.methods import Method
 from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
-from condense.models.forward import AttentionCall, Forward, ForwardBoard, refuse_cached_documents
+from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
@@ -27,6 +27,10 @@ from condense.models.stock import StockAttention
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
+_PROMPT_NOT_COMPILED = (
+    "a prompt is read into a condensed cache with counts on the host; compile single steps instead: "
+    "generate(cache_implementation='static', compile_config=CompileConfig()) or condense.GraphDecoder(compile=True)"
+)
 # arguments of attention functions that change the scores or the softmax
 _EXTRAS = {"softcap": "logit soft-capping", "s_aux": "attention sinks", "position_bias": "bias by position"}
 
@@ -103,7 +107,7 @@ class CacheProxy:
             out = self._step(call)
             if out is not None:
                 return out
-        return self._read_eagerly(call) if isinstance(self.cache, StaticCache) else self._read(call)
+        return self._read(call) if self.cache is None else self._read_eagerly(call)
 
     def _step(self, call: AttentionCall) -> Tensor | None:
         """Attention of one token per row, added to the real cache in place; None if the layer cannot step."""
@@ -141,9 +145,9 @@ class CacheProxy:
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
         return board.forward_of(call, self.cache, self.layer_idx)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_PROMPT_NOT_COMPILED)
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
-        """`_read` outside of compiled graphs, because reading a prompt into a static cache needs counts on the host."""
+        """`_read` outside of compiled graphs, because reading a prompt into a cache needs counts on the host."""
         return self._read(call)
 
     def _read(self, call: AttentionCall) -> Tensor:
@@ -154,6 +158,9 @@ class CacheProxy:
         forward = self._forward_of(call)
         seen = 0 if self.cache is None else num_seen(self.cache, self.layer_idx)
         all_real = ALL_REAL in call.options
+        if torch.compiler.is_compiling() and not all_real:
+            assert_one_document(call)
+            all_real = True
         padding = None if all_real else forward.padding(seen, forward.L)
         documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
         if documents is not None:
