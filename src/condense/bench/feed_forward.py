@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from condense.bench.runners import now
-from condense.bench.timing import Clock
+from condense.bench.timing import Clock, now
 
 _STEP_BUDGET_S = 0.2
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from condense.methods import Recall
 from condense.models import GraphDecoder, MethodChoice, methods_of, use_choice
 from condense.testing.budget import Verdict
 
@@ -20,11 +21,12 @@ class ModelGate:
 
     def __init__(self, model: PreTrainedModel, method: MethodChoice, seed: int) -> None:
         self.model, self.method = model, method
-        rules = [each.layout.rule for each in methods_of(method)]
-        chunk = max(rule.chunk for rule in rules)
-        # long enough to leave the window, with groups that end in each piece and in the steps
+        methods = methods_of(method)
+        chunk = max(each.layout.rule.chunk for each in methods)
+        # long enough to leave the window, with groups that end in each piece and in the steps, and to choose from
         self.steps = chunk + 3
-        length = max(rule.window or 0 for rule in rules) + 4 * chunk + self.steps
+        length = max(each.layout.rule.window or 0 for each in methods) + 4 * chunk + self.steps
+        length += max(each.num_recall * chunk if isinstance(each, Recall) else 0 for each in methods)
         self.ids = random_tokens(model, length, seed)
 
     def check(self, compile: bool | None) -> Verdict | None:
