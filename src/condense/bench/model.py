@@ -82,16 +82,12 @@ def bench_model(
     rows, feed_forward = [], []
     for length in plan.lengths:
         ids = random_tokens(model, length, plan.seed)
-        ran = []
         for case in plan.cases():
             row = _row(model, ids, case, verdicts[case.name], plan)
             on_row(row)
             rows.append(row)
-            ran += [case] if "first" in row else []
-        if feed_forward_modules(model) and ran:
-            # timed under a condensed method if one ran: the feed-forward work is the same and the prefill shorter
-            case = next((case for case in ran if case.method is not None), ran[0])
-            feed_forward.append(_feed_forward(model, ids, case, plan))
+        if feed_forward_modules(model):
+            feed_forward.append(_feed_forward(model, length, plan.prefill_chunk))
     rows = _with_ratios(rows)
     dense = [row["runner"] for row in rows if not row["condensed"]]
     config = model.config.get_text_config(decoder=True)
@@ -162,16 +158,14 @@ def _row(
     return plain(row)
 
 
-def _feed_forward(model: PreTrainedModel, ids: Tensor, case: Case, plan: ModelPlan) -> dict[str, Any]:
+def _feed_forward(model: PreTrainedModel, length: int, chunk: int | None) -> dict[str, Any]:
     """Milliseconds of the feed-forward modules alone, of a prompt and of a step."""
-    figures: dict[str, Any] = {"length": ids.shape[1]}
+    figures: dict[str, Any] = {"length": length}
     try:
-        figures["step_ms"] = step_ms(model)
-        with case.on(model):
-            figures["first_ms"] = first_ms(model, ids, plan.prefill_chunk)
+        figures |= {"first_ms": first_ms(model, length, chunk), "step_ms": step_ms(model)}
     except Exception as error:
         figures["error"] = first_line(error)
-    _release(ids.device)
+    _release(model.device)
     return figures
 
 

@@ -10,8 +10,8 @@ A block says what its table holds, one line per row, and ends where its table en
 
 Its head: title, lengths, and a picture if it has one. A row: its label, the name of the result files between ``bench-``
 and the time, the figure (an operation of the kernel benchmark, or one of ``first``, ``step``, ``cache``, ``peak``), the
-runner, and the baseline whose ratio stands beside the time. Each cell is from the newest file that holds it; a ratio is
-always of one run.
+runner, and the baseline whose ratio stands beside the time. Each cell is from the newest file that holds it, whose time
+and commit stand below the table; a ratio is always of one run.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ def fill_page(page: str, folder: Path) -> tuple[str, dict[str, dict[str, Lines]]
 
 def milliseconds(ms: float) -> str:
     """A time in the unit that suits it."""
-    if ms >= 1000:
-        return f"{ms / 1000:.2f} s"
-    return f"{ms:.3g} ms" if ms >= 0.1 else f"{ms * 1000:.3g} us"
+    number, unit = (ms / 1e3, "s") if ms >= 1e3 else (ms, "ms") if ms >= 1 else (ms * 1e3, "us")
+    return f"{number:#.3g} {unit}".replace(". ", " ")
 
 
 def _head(text: str) -> tuple[str, list[int], str]:
@@ -95,7 +94,7 @@ def _row(line: str, documents: Mapping[str, Mapping[str, Any]]) -> tuple[str, di
     cells: dict[int, Cell] = {}
     for stem, document in sorted(documents.items(), key=lambda item: item[1]["provenance"]["date"]):
         origin = document["provenance"]
-        source = f"`{stem}.json` ({(origin['commit'] or 'unknown')[:12]}, {origin['date'][:10]})"
+        source = f"{stem.rpartition('-')[2]} (commit {(origin['commit'] or 'unknown')[:12]})"
         for row in document["results"]["rows"] if name.fullmatch(stem) else ():
             if row["runner"] == match["runner"] and row.get("op") == op and row.get(figure):
                 cells[row["length"]] = _cell(row, figure, match["baseline"], source)
@@ -107,7 +106,7 @@ def _row(line: str, documents: Mapping[str, Mapping[str, Any]]) -> tuple[str, di
 def _cell(row: Row, figure: str, baseline: str | None, source: str) -> Cell:
     """A size; or a time, the share of the ceiling that it reaches, and its ratio to a baseline of the same run."""
     if figure.endswith("_bytes"):
-        return Cell(f"{row[figure] / 2**30:.3g} GiB", row[figure], source)
+        return Cell(f"{row[figure] / 2**30:#.3g} GiB", row[figure], source)
     ratios = row.get("speedup") or {}
     ratio = (ratios if figure == "times" else ratios.get(figure, {})).get(baseline)
     share = row.get("share_of_matmul") or row.get("share_of_copy")
@@ -122,4 +121,4 @@ def _markdown(title: str, lengths: list[int], table: Mapping[str, Mapping[int, C
     lines = [[title, *(f"{length:,}" for length in lengths)], ["---"] * (1 + len(lengths))]
     lines += [[label, *(cells[x].text if x in cells else "-" for x in lengths)] for label, cells in table.items()]
     sources = dict.fromkeys(cell.source for cells in table.values() for cell in cells.values())
-    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\nFrom {', '.join(sources)}.\n\n"
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\nMeasured: {', '.join(sources)}.\n\n"
