@@ -12,7 +12,7 @@ import torch
 from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
 from condense.bench.gate import WHOLE
 from condense.bench.problems import Setting, sees_by_position
-from condense.bench.rows import OPS, Row, crossovers, decode_op, first_line, with_ratios
+from condense.bench.rows import OPS, Row, crossovers, decode_op, first_line, op_kind, with_ratios
 from condense.bench.tasks import Problem, Task, Work, has_op
 from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method
@@ -53,37 +53,34 @@ class KernelPlan:
             problem = Problem(self.setting, length)
             for op in self.ops:
                 if op != "decode":
-                    yield from self._baselines(op, op, problem)
-                    yield from self.condensed(op, op, problem)
+                    yield from self._baselines(op, problem)
+                    yield from self.condensed(op, problem)
             if "decode" in self.ops:
                 others = [batch for batch in self.batches if batch != self.setting.batch]
                 for op, batch in {"decode": self.setting.batch, **{decode_op(n): n for n in others}}.items():
                     own = Problem(replace(self.setting, batch=batch), length)
-                    yield from self._baselines("decode", op, own)
-                    yield from self.condensed("decode", op, own)
+                    yield from self._baselines(op, own)
+                    yield from self.condensed(op, own)
 
-    def condensed(self, kind: str, op: str, problem: Problem) -> Iterator[Task]:
+    def condensed(self, op: str, problem: Problem) -> Iterator[Task]:
         """The condensed rows of an operation; a decode step chooses its backend itself."""
+        is_step = op_kind(op) == "decode"
         for label, method in self.methods.items():
-            if not has_op(kind, method, problem.length):
-                continue
-            if kind == "decode":
-                yield Task(kind, op, label, problem, method, condensed=True)
-                continue
-            for backend in self.backends:
-                name = label if len(self.backends) == 1 else f"{label} ({backend})"
-                yield Task(kind, op, name, problem, method, condensed=True, backend=backend)
+            for backend in (None,) if is_step else self.backends:
+                name = label if is_step or len(self.backends) == 1 else f"{label} ({backend})"
+                if has_op(op, method, problem.length):
+                    yield Task(op, name, problem, method, condensed=True, backend=backend)
 
-    def _baselines(self, kind: str, op: str, problem: Problem) -> Iterator[Task]:
+    def _baselines(self, op: str, problem: Problem) -> Iterator[Task]:
         """The dense ones, then FlexAttention with our mask, once per mask."""
         for name in self.baselines:
-            if kind in BASELINES[name].ops and name in DENSE_BASELINES:
-                yield Task(kind, op, name, problem)
-        if "flex_mask" in self.baselines and kind in BASELINES["flex_mask"].ops:
+            if name in DENSE_BASELINES and op_kind(op) in BASELINES[name].ops:
+                yield Task(op, name, problem)
+        if "flex_mask" in self.baselines and op_kind(op) in BASELINES["flex_mask"].ops:
             methods = [method for method in self.methods.values() if sees_by_position(method)]
             masks = {method.layout.rule: method for method in reversed(methods)}
             for method in masks.values():
-                yield Task(kind, op, "flex_mask", problem, method)
+                yield Task(op, "flex_mask", problem, method)
 
 
 @torch.no_grad()
@@ -138,7 +135,7 @@ def _short_verdicts(plan: KernelPlan) -> dict[tuple[str, str], Verdict | str]:
     problem = Problem(plan.setting, min(WHOLE, *plan.lengths))
     verdicts: dict[tuple[str, str], Verdict | str] = {}
     for op in plan.ops:
-        for task in plan.condensed(op, op, problem) if op != "decode" else ():
+        for task in plan.condensed(op, problem) if op != "decode" else ():
             try:
                 check = task.prepare().check
                 assert check is not None

@@ -27,10 +27,15 @@ def decode_op(batch: int) -> str:
     return f"decode_b{batch}"
 
 
+def op_kind(op: str) -> str:
+    """The operation, one of `OPS`, without its batch size."""
+    return op.partition("_b")[0]
+
+
 def op_title(op: str) -> str:
     """An operation in words."""
-    kind, _, batch = op.partition("_b")
-    return _TITLES[kind] + (f", {batch} rows at once" if batch else "")
+    batch = op.partition("_b")[2]
+    return _TITLES[op_kind(op)] + (f", {batch} rows at once" if batch else "")
 
 
 def reference_op(op: str) -> str | None:

@@ -30,6 +30,7 @@ from condense.bench.problems import (
     step_bytes,
     visible_pairs,
 )
+from condense.bench.rows import op_kind
 from condense.caches import CondensedLayer, StaticCondensedLayer, StaticRecallLayer, read_request
 from condense.functional import attention
 from condense.methods import Context, Dense, Method, Recall
@@ -75,11 +76,9 @@ class Problem:
 class Task:
     """A row before it is measured. ``method``: whose mask it has (None: dense); ``runner``: method label or baseline.
 
-    kind: what is timed, one of `condense.bench.rows.OPS`; op: its name in rows. backend: the requested one, for
-    operations that have several.
+    backend: the requested one, for operations that have several.
     """
 
-    kind: str
     op: str
     runner: str
     problem: Problem
@@ -89,14 +88,13 @@ class Task:
 
     def prepare(self) -> Work:
         """Make inputs and sources. PyTorch's own operations are not checked, FlexAttention with our mask is."""
-        problem, method = self.problem, self.method
+        problem, method, op = self.problem, self.method, op_kind(self.op)
+        if method is None:
+            return _dense_step(problem, self.runner) if op == "decode" else _dense(problem, op, self.runner)
         if not self.condensed:
-            if self.kind == "decode":
-                return _dense_step(problem, self.runner)
-            return _dense(problem, self.kind, self.runner) if method is None else _flex(problem, self.kind, method)
-        assert method is not None
+            return _flex(problem, op, method)
         backend = self.backend or "auto"
-        match self.kind:
+        match op:
             case "decode":
                 return _step(problem, method)
             case "importance":
@@ -105,7 +103,7 @@ class Task:
                 return _pooling(problem, method, backend)
             case "layer":
                 return _layer(problem, method, backend)
-        return _attention(problem, self.kind, method, backend)
+        return _attention(problem, op, method, backend)
 
 
 def has_op(op: str, method: Method, length: int) -> bool:
@@ -114,7 +112,7 @@ def has_op(op: str, method: Method, length: int) -> bool:
     Pooling exists for methods that make entries, importance for those that rank tokens. A prompt that is read at once
     has no backward (it is for inference) and no decode rows, as its decode is the streaming method's.
     """
-    match op:
+    match op_kind(op):
         case "importance":
             return reads_at_once(method, length) and method.focal == "top"
         case "pooling":
