@@ -246,7 +246,7 @@ def test_an_error_stands_in_its_rows(monkeypatch):
     ("part", "ops"),
     [
         ("entries", {"pooling", "layer"}),
-        ("index", {"pooling"}),
+        ("index", {"pooling", "layer"}),
         ("store", {"pooling", "layer"}),
         ("choice", {"forward", "backward", "layer"}),
     ],
@@ -256,10 +256,9 @@ def test_a_recall_that_is_wrong_is_not_timed(part, ops, monkeypatch):
 
     def wrong(self, *arguments, **options):
         made = list(represent(self, *arguments, **options))
-        if part == "index":  # other groups are opened, and the check follows the index: only the index itself is wrong
-            made[2] = made[2].roll(1, 2)
-        elif part != "choice":
-            made[{"entries": 1, "store": 5}[part]] = made[{"entries": 1, "store": 5}[part]].roll(1, 2)
+        place = {"entries": 1, "index": 2, "store": -1}.get(part)
+        if place is not None:
+            made[place] = made[place].roll(1, 2)
         return tuple(made)
 
     def other_groups(self, q, context, **options):

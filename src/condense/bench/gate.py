@@ -43,6 +43,8 @@ def check_layer(out: Tensor, inputs: Inputs, want: Context, plain: Context, meth
     want and plain: the queries' context, in float64 and in plain operations.
     """
     assert inputs.q.shape[2] <= WHOLE
+    if not _keeps_its_groups(method, inputs, want):
+        return Verdict(math.inf)
     exact, eager = (checked(inputs.q, context, 0, scale=inputs.scale, method=method) for context in (want, plain))
     return _judge(out, exact, eager, inputs.scale)
 
@@ -65,9 +67,11 @@ def check_gradients(
     generator = torch.Generator(q.device).manual_seed(1)
     size = (*q.shape[:2], L - start, sources.window.v.shape[3])
     upstream = torch.randn(size, generator=generator, dtype=q.dtype, device=q.device) * part.clear
-    of_q, *others = gradients(F.pad(upstream, (0, 0, start, 0)))
+    of_q, of_k, of_v, *store, window_k, window_v = gradients(F.pad(upstream, (0, 0, start, 0)))
+    of_store = oracle_recall.store(store, q.shape[3]) if store else ()
+    of_sources = (of_k, of_v, *of_store, window_k, window_v)
     columns = [pair for pair in part.columns for _ in ("k", "v")]
-    results = [of_q[:, :, start:], *(x[:, :, lo:hi] for x, (lo, hi) in zip(others, columns, strict=True))]
+    results = [of_q[:, :, start:], *(x[:, :, lo:hi] for x, (lo, hi) in zip(of_sources, columns, strict=True))]
     want, plain = (part.to(dtype).gradients(upstream, scale) for dtype in (torch.float64, q.dtype))
     return judge(results, want, plain, near_ties=int((~part.clear).sum()))
 
@@ -79,7 +83,7 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
     groups = entries.k.shape[2] // rule.entries
     first = 0 if inputs.q.shape[2] <= WHOLE else max(0, groups - TAIL)
     want, plain = (_entries(method, inputs, range(first, groups), wide) for wide in (torch.float64, torch.float32))
-    if isinstance(method, Recall) and not oracle_recall.holds(method, inputs.k, inputs.v, sources.extra):
+    if not _keeps_its_groups(method, inputs, sources):
         return Verdict(math.inf)
     return judge([x[:, :, first * rule.entries :] for x in (entries.k, entries.v)], want, plain)
 
@@ -87,14 +91,11 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
 def exact_and_plain(method: Method, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
     """``sources`` with entries by the definition in float64, and by plain operations in the dtype of the inputs.
 
-    Entries of methods that do not pool are tokens, and are not changed. Recall's store becomes the inputs' tokens.
+    Entries of methods that do not pool are tokens, and are not changed.
     """
     M, rule = sources.entries.k.shape[2], method.layout.rule
     if M == 0 or rule.max_chunks is not None:
         return sources, sources
-    if isinstance(method, Recall):
-        store = (x[:, :, : M * method.group_size] for x in (inputs.k, inputs.v))
-        sources = sources._replace(extra=(*sources.extra[:2], *store))
     made = (_entries(method, inputs, range(M // rule.entries), wide) for wide in (torch.float64, torch.float32))
     want, plain = (with_entries(sources, *pair) for pair in made)
     return want, plain
@@ -113,6 +114,13 @@ def mean_queries(inputs: Inputs, wide: torch.dtype) -> Inputs:
     q, k, v = inputs
     mean = q.unflatten(1, (k.shape[1], -1)).mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return Inputs(*(x.cpu().to(wide) for x in (mean, k, v)))
+
+
+def _keeps_its_groups(method: Method | None, inputs: Inputs, sources: Context) -> bool:
+    """True unless the method is Recall, and its index or store is not that of the inputs' groups."""
+    if not isinstance(method, Recall) or not sources.extra:
+        return True
+    return oracle_recall.holds(method, inputs.k, inputs.v, sources.extra)
 
 
 def _entries(method: Method, inputs: Inputs, groups: range, wide: torch.dtype) -> list[Tensor]:

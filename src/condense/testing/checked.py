@@ -75,7 +75,7 @@ def checked(q: Tensor, context: Context, start: int, *, scale: float, method: Me
     clear = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
     if context.extra:
         assert isinstance(method, Recall)
-        codes, grid, store_k, store_v = context.extra
+        codes, grid, *store = context.extra
         index, closed = (codes[:, :, : hulls[0][1]], grid[:, :, : hulls[0][1]]), spans[0].hi
         opened, is_clear = oracle_recall.choose(method, q[:, :, start:], *index, closed, scale=scale)
         clear = is_clear.repeat_interleave(q.shape[1] // codes.shape[1], 1)[..., None]
@@ -85,7 +85,7 @@ def checked(q: Tensor, context: Context, start: int, *, scale: float, method: Me
             opened.repeat_interleave(method.group_size, -1),
             masks[1].expand(*opened.shape[:2], -1, -1),
         ]
-        sources.insert(1, Source(store_k, store_v))
+        sources.insert(1, Source(*oracle_recall.store(store, q.shape[3])))
         hulls.insert(1, (0, hulls[0][1] * method.group_size))
     mask = torch.cat(masks, dim=-1)
     bias = F.pad(bias, (0, mask.shape[3] - bias.shape[3]))

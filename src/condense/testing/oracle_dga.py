@@ -84,10 +84,14 @@ class Row:
         if method.focal == "random":
             scores = lots(range(L), method.seed)
         else:
-            at = torch.tensor(sampled(method, L))
-            scores = dict(enumerate(importance(self.q[:, at].detach(), self.k[:L].detach(), at, self.scale).tolist()))
+            scores = dict(enumerate(self.importance(L).tolist()))
         focal = sorted(sorted(range(L), key=lambda i: (-scores[i], i))[:count])
         return focal, [self._group(part, self.qbar[part[-1]]) for part in grouped(method, focal, L)]
+
+    def importance(self, L: int) -> Tensor:
+        """The scores by which the tokens of a prompt of L tokens are ranked, ``[L]``."""
+        at = torch.tensor(sampled(self.method, L), dtype=torch.int64)
+        return importance(self.q[:, at].detach(), self.k[:L].detach(), at, self.scale)
 
 
 def group_weights(summary: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L or S queries, G groups o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,14 +130,21 @@ def _products(query: Tensor, rows: Tensor) -> Tensor:
     return (query @ rows.flatten(2, 3).mT).unflatten(3, rows.shape[2:4])
 
 
+def store(kept: Sequence[Tensor], D: int) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, G * g, D]`` and values of the store, from what a context has behind codes and grid of the index."""
+    keys, values = kept
+    return keys, values
+
+
 def holds(method: Any, k: Tensor, v: Tensor, kept: tuple[Tensor, ...]) -> bool:
     """True if what a method keeps of its closed groups, beside entries, is theirs; k and v: whole rows.
 
-    kept: codes and grid of the index, keys and values of the store. The store holds the tokens themselves. Bounds lie
-    outside of their keys, means beside theirs, by at most one step of the index' grid; of 16 bits, by a unit in the
-    last place.
+    kept: codes and grid of the index, then the store, as in `condense.methods.Context.extra`. The store holds the
+    tokens themselves. Bounds lie outside of their keys, means beside theirs, by at most one step of the index' grid; of
+    16 bits, by a unit in the last place.
     """
-    codes, grid, store_k, store_v = kept
+    codes, grid, *tokens = kept
+    store_k, store_v = store(tokens, k.shape[3])
     settings, L = method.index_settings, store_k.shape[2]
     if not (torch.equal(store_k, k[:, :, :L]) and torch.equal(store_v, v[:, :, :L])):
         return False
