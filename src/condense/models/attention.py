@@ -17,7 +17,7 @@ from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.methods import Method
-from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
+from condense.models.families import FAMILIES, REGISTERED, is_latent, sliding_window, stock_class
 from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
@@ -227,7 +227,9 @@ class CondensedAttention(nn.Module):
 def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:
     """The condensed subclass of a stock attention class, made once and stored in this module, where pickle finds it."""
     name = f"Condensed{stock.__name__}"
-    if name not in globals():
+    if stock in REGISTERED:  # it may have the name of a known class
+        name = f"{name}_{stock.__module__.replace('.', '_')}"
+    if name not in globals() or globals()[name].__mro__[2] is not stock:
         globals()[name] = type(name, (CondensedAttention, stock), {"__module__": __name__, "__doc__": stock.__doc__})
     return globals()[name]
 
