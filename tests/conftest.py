@@ -17,7 +17,11 @@ from condense.train import train_tokenizer
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [
     *([] if torch.cuda.is_available() else ["gpu"]),
-    *([] if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0) else ["gpu/test_hopper.py"]),
+    *(
+        []
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        else ["gpu/test_hopper.py", "gpu/test_recall_hopper.py"]
+    ),
     *([] if torch.cuda.is_available() or _INTERPRETED else ["triton_kernels"]),
 ]
 
