@@ -358,7 +358,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="unchosen must"):
         recall(q, k, v, g=4, w=1, r=1, unchosen="keep")
     with pytest.raises(ValueError, match="backend must"):
-        recall(q, k, v, g=4, w=1, r=1, backend="hopper")
+        recall(q, k, v, g=4, w=1, r=1, backend="cuda")
     with pytest.raises(ValueError, match=r"backend 'triton' .*; use backend='torch'"):  # no CUDA, or float64
         recall(q, k, v, g=4, w=1, r=1, backend="triton")
     three, mask = Source(k[:, :, :3], v[:, :, :3]), torch.ones(2, 1, 8, 3, dtype=torch.bool)

@@ -125,7 +125,7 @@ class Recall(Method):
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
         q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Once there are groups to choose from,
-        raises ValueError for attention dropout, for a scale that is not positive, and for backend "hopper".
+        raises ValueError for attention dropout, for a scale that is not positive, and for a backend that cannot run.
         """
         if not context.extra:
             return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
