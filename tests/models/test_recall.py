@@ -10,7 +10,7 @@ from models import tiny
 from transformers import AutoModelForCausalLM, StaticCache
 
 import condense
-from condense.caches import CondensedLayer, StaticRecallLayer
+from condense.caches import RecallLayer, StaticRecallLayer
 from condense.models import condensed_layers
 
 METHOD = condense.Recall(group_size=4, window=8, num_recall=2)
@@ -104,7 +104,7 @@ def test_tokens_that_are_taken_back(model):
 def test_crop_goes_back_to_what_was(model):
     ids = tiny.tokens(2, 45)
     cache, full = tiny.filled(model, ids), tiny.logits(model, ids)
-    assert {type(layer) for layer in cache.layers} == {CondensedLayer}
+    assert {type(layer) for layer in cache.layers} == {RecallLayer}
     cache.crop(-20)
     torch.testing.assert_close(
         tiny.in_chunks(model, ids[:, 25:], (3, *[1] * 17), cache), full[:, 25:], **tiny.exact(model)

@@ -6,7 +6,7 @@ kernel opened other groups, the scores are compared.
 
 import pytest
 import torch
-from ops.test_recall_step import CASES, empty_state, settings_of
+from ops.test_recall_step import CASES, check_slots, empty_state, settings_of
 
 from condense.ops.recall import RecallSettings, choose_groups, index_scores
 from condense.ops.spans import UniformRule
@@ -205,3 +205,22 @@ def test_refusals():
         triton_step.recall_step(q, k, v, bad, settings, scale=1.0)
     with pytest.raises(ValueError, match="real must be"):
         triton_step.recall_step(q, k, v, state, settings, scale=1.0, real=torch.ones(2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["bounds-8", "g-1"])
+def test_slots(name, scratch):
+    """Few, some, more than there are groups: the same bits as without, and the slots of the definition."""
+    settings, (q, k, v) = settings_of(CASES[name]), random_qkv(2, 4, 2, 50, 16, 24)
+    real = torch.rand(2, 50, generator=torch.Generator().manual_seed(2)) < 0.9
+    made = {"rows": 2, "widths": (16, 24), "dtype": torch.float32, "device": DEVICE}
+    states = [empty_state(settings, 50, 2, slots=n, **made) for n in (0, 2, 6, 60)]
+    theirs = empty_state(settings, 50, 2, slots=6, **made)
+    for t in range(50):
+        new, alive = [x[:, :, t : t + 1] for x in (q, k, v)], real[:, t].to(DEVICE)
+        outs = [triton_step.recall_step(*new, state, settings, scale=SCALE, real=alive) for state in states]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        torch_step.recall_step(*new, theirs, settings, scale=SCALE, real=alive)
+        for state in states:
+            check_slots(state, settings.rule.chunk)
+        for x, y in ((states[2].held, theirs.held), (states[2].order, theirs.order)):
+            assert torch.equal(x, y)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer
 
-from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer, StaticRecallLayer
+from condense.caches import CondensedLayer, ReadRequest, RecallLayer, StaticCondensedLayer, StaticRecallLayer
 from condense.functional import extend
 from condense.methods import Context, Method, Recall
 from condense.models.forward import AttentionCall
@@ -79,7 +79,7 @@ def _condensed_layer(layer: CacheLayerMixin, method: Method) -> CondensedLayer |
         if isinstance(method, Recall):
             return StaticRecallLayer(method, layer.max_cache_len)
         return StaticCondensedLayer(method, layer.max_cache_len)
-    return CondensedLayer(method)
+    return RecallLayer(method) if isinstance(method, Recall) else CondensedLayer(method)
 
 
 def _check_static(cache: StaticCache) -> None:

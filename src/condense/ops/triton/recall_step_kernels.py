@@ -1,4 +1,4 @@
-"""Kernels of one decode step of Recall: close a group, score the index, choose groups, attend over the open ones.
+"""Kernels of one decode step of Recall: close a group, score the index, choose groups, find their slots, attend.
 
 `step_join_kernel` joins the splits at the end. Each kernel waits for the one before it and reads its results. No
 atomics.
@@ -130,7 +130,7 @@ def _put_index(
 @triton.jit
 def _take_token(
     new_ptr, entries_ptr, store_ptr, ring_ptr, t, W, closes, group,
-    g: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    g: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to the ring and, if it closes a group, the group's mean to the entries and its tokens to the
     store.
@@ -141,7 +141,7 @@ def _take_token(
         for start in range(0, g, u):
             x = _tokens(ring_ptr, new_ptr, group * g + start + i, t, W, i < u, 0, D, P)
             there = (i < u)[:, None] & (d < D)[None, :]
-            at = (group * g + start + i).to(tl.int64)[:, None] * D + d[None, :]
+            at = (group * g + start + i).to(tl.int64)[:, None] * WIDTH + d[None, :]
             tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=there)
             total += tl.sum(tl.where(there, x, 0.0), 0)
         mean = tl.div_rn(total, tl.zeros_like(total) + g)
@@ -152,8 +152,8 @@ def _take_token(
 
 @triton.jit
 def recall_close_kernel(
-    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr,
-    seen_ptr, real_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, window,
+    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_ptr, ring_k_ptr, ring_v_ptr, seen_ptr,
+    real_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, window,
     g: tl.constexpr, m: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr,
     PV: tl.constexpr, PC: tl.constexpr, BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -164,19 +164,20 @@ def recall_close_kernel(
     head = tl.program_id(0).to(tl.int64)
     b, kvh = head // K, head % K
     u: tl.constexpr = g // m
+    WIDTH: tl.constexpr = D + DV
     t, live, closed, _ = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     group = closed - 1
     closes = live & (t + 1 - window == closed * g) & (closed > 0) & (closed <= G)
     k_ptr += b * s_kb + kvh * s_kh
     if live & (tl.program_id(1) == 0):
         _take_token(
-            k_ptr, entries_k_ptr + head * G * D, store_k_ptr + head * G * g * D, ring_k_ptr + head * W * D,
-            t, W, closes, group, g, u, UP, D, P,
+            k_ptr, entries_k_ptr + head * G * D, store_ptr + head * N * WIDTH, ring_k_ptr + head * W * D,
+            t, W, closes, group, g, u, UP, D, P, WIDTH,
         )  # fmt: skip
     if live & (tl.program_id(1) == 1):
         _take_token(
-            v_ptr + b * s_vb + kvh * s_vh, entries_v_ptr + head * G * DV, store_v_ptr + head * G * g * DV,
-            ring_v_ptr + head * W * DV, t, W, closes, group, g, u, UP, DV, PV,
+            v_ptr + b * s_vb + kvh * s_vh, entries_v_ptr + head * G * DV, store_ptr + head * N * WIDTH + D,
+            ring_v_ptr + head * W * DV, t, W, closes, group, g, u, UP, DV, PV, WIDTH,
         )  # fmt: skip
     if closes & (tl.program_id(1) == 2):
         F: tl.constexpr = 2 * m if BOUNDS else m
@@ -395,27 +396,101 @@ def recall_choose_kernel(
 
 
 @triton.jit
+def recall_slots_kernel(
+    groups_ptr, held_ptr, order_ptr, seen_ptr, real_ptr, place_ptr, K, G, window, num_recall,
+    g: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, RP: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Where each open group is read, int32 ``[B, K, num_recall]``: -1 in the store, ``2 * slot`` in a slot, ``2 * slot
+    + 1`` in the store, to be put into that slot. ``held`` and ``order`` change as `RecallState` says.
+
+    Grid (B * K,). SP slots and RP open groups as powers of two.
+    """
+    _after_the_last(EARLY)
+    head = tl.program_id(0).to(tl.int64)
+    _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    groups_ptr += head * num_recall
+    held_ptr += head * S
+    order_ptr += head * S
+    s, i = tl.arange(0, SP), tl.arange(0, RP)
+    is_slot, is_open = s < S, i < tl.minimum(num_recall, closed)
+    slot = tl.load(order_ptr + s, mask=is_slot, other=0)
+    held = tl.load(held_ptr + slot, mask=is_slot, other=-1)
+    group = tl.load(groups_ptr + i, mask=is_open, other=-2)
+    found = group[:, None] == held[None, :]
+    is_used, has_slot = tl.max(found.to(tl.int32), 0), tl.max(found.to(tl.int32), 1)
+    is_free = tl.where(is_slot, 1 - is_used, 0)
+    is_missing = tl.where(is_open, 1 - has_slot, 0)
+    num_free, num_missing = tl.sum(is_free, 0), tl.sum(is_missing, 0)
+    num_taken = tl.minimum(num_free, num_missing)
+    # the n-th missing group takes the n-th free slot
+    free_rank = tl.cumsum(is_free, 0) - is_free
+    missing_rank = tl.where(is_missing > 0, tl.cumsum(is_missing, 0) - is_missing, num_taken)
+    is_taken = (is_free > 0) & (free_rank < num_taken)
+    takes = (missing_rank[:, None] == free_rank[None, :]) & is_taken[None, :]
+    place = tl.max(tl.where(found, 2 * slot[None, :], -1), 1)
+    place = tl.maximum(place, tl.max(tl.where(takes, 2 * slot[None, :] + 1, -1), 1))
+    now = tl.max(tl.where(takes, group[:, None], -1), 0)
+    used_rank = tl.cumsum(is_used, 0) - is_used
+    num_left = num_free - num_taken
+    behind = tl.where(is_used > 0, num_left + used_rank, free_rank - num_taken)
+    behind = tl.where(is_taken, num_left + tl.sum(is_used, 0) + free_rank, behind)
+    # all threads have read `order` and `held` before any writes them
+    tl.debug_barrier()
+    tl.store(place_ptr + head * num_recall + i, place, mask=is_open)
+    tl.store(held_ptr + slot, now, mask=is_taken)
+    tl.store(order_ptr + behind, slot, mask=is_slot)
+
+
+@triton.jit
+def _opened(
+    store_ptr, slots_ptr, at, slot_at, in_slot, elsewhere, moves, column,
+    LO: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Columns ``[LO, LO + D)`` of tokens of open groups ``[BN, P]``: from their slots, or from the store and, if they
+    move, into their slots.
+    """
+    at, slot_at = at[:, None] * WIDTH + LO + column[None, :], slot_at[:, None] * WIDTH + LO + column[None, :]
+    there = (column < D)[None, :]
+    x = tl.load(store_ptr + at, mask=elsewhere[:, None] & there, other=0.0)
+    x = tl.where(in_slot[:, None], tl.load(slots_ptr + slot_at, mask=in_slot[:, None] & there, other=0.0), x)
+    tl.store(slots_ptr + slot_at, x, mask=moves[:, None] & there)
+    return x
+
+
+@triton.jit
 def _attend_keys(
-    acc, m, total, q, k_ptr, v_ptr, groups_ptr, offset_ptr, lo, hi, count, first, W, scale,
+    acc, m, total, q, k_ptr, v_ptr, slots_ptr, groups_ptr, place_ptr, offset_ptr, lo, hi, count, first, W, scale,
     g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BN: tl.constexpr,
     SOURCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over tiles ``[lo, hi)`` of the ``count`` keys of one source.
 
-    SOURCE "entries": their scores get an offset each, -inf where the group is open. "store": tokens of the open groups.
-    "ring": tokens from position ``first`` on.
+    SOURCE "entries": their scores get an offset each, -inf where the group is open. "store": tokens of the open groups,
+    keys and values side by side; "slots": the same, where some stand in slots. "ring": tokens from position ``first``
+    on.
     """
     d, e = tl.arange(0, P), tl.arange(0, PV)
+    WIDTH: tl.constexpr = D + DV
+    STRIDE_K: tl.constexpr = WIDTH if SOURCE == "store" else D
+    STRIDE_V: tl.constexpr = WIDTH if SOURCE == "store" else DV
     for tile in range(lo, hi):
         i = tile * BN + tl.arange(0, BN)
         inside = i < count
         at = i
-        if SOURCE == "store":
+        if (SOURCE == "store") | (SOURCE == "slots"):
             at = tl.load(groups_ptr + i // g, mask=inside, other=0) * g + i % g
         elif SOURCE == "ring":
             at = (first + i) % W
-        at = at.to(tl.int64)[:, None]
-        k = tl.load(k_ptr + at * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        at = at.to(tl.int64)
+        if SOURCE == "slots":
+            place = tl.load(place_ptr + i // g, mask=inside, other=-1)
+            in_slot, moves = (place >= 0) & (place % 2 == 0), (place >= 0) & (place % 2 == 1)
+            slot_at = (place >> 1).to(tl.int64) * g + i % g
+            elsewhere = inside & ~in_slot
+            k = _opened(k_ptr, slots_ptr, at, slot_at, in_slot, elsewhere, moves, d, 0, D, WIDTH)
+            v = _opened(k_ptr, slots_ptr, at, slot_at, in_slot, elsewhere, moves, e, D, DV, WIDTH)
+        else:
+            k = tl.load(k_ptr + at[:, None] * STRIDE_K + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SOURCE == "entries":
             s += tl.load(offset_ptr + i, mask=inside, other=float("-inf"))[None, :]
@@ -425,7 +500,9 @@ def _attend_keys(
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
         total = total * alpha + tl.sum(p, 1)
-        v = tl.load(v_ptr + at * DV + e[None, :], mask=inside[:, None] & (e < DV)[None, :], other=0.0)
+        if SOURCE != "slots":
+            inner = inside[:, None] & (e < DV)[None, :]
+            v = tl.load(v_ptr + at[:, None] * STRIDE_V + e[None, :], mask=inner, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     return acc, m, total
@@ -433,9 +510,9 @@ def _attend_keys(
 
 @triton.jit
 def recall_attend_kernel(
-    q_ptr, entries_k_ptr, entries_v_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr, groups_ptr, offset_ptr,
-    seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, window, num_recall, scale,
-    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BR: tl.constexpr,
+    q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
+    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, scale,
+    S_SLOTS: tl.constexpr, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BR: tl.constexpr,
     BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K)."""
@@ -454,22 +531,25 @@ def recall_attend_kernel(
     q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
     _after_the_last(EARLY)
     groups_ptr += head * num_recall
+    place_ptr += head * num_recall
     offset_ptr += head * G
+    store_ptr += head * N * (D + DV)
+    slots_ptr += head * S_SLOTS * g * (D + DV)
     acc = tl.zeros([BR, PV], tl.float32)
     m = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
     acc, m, total = _attend_keys(
-        acc, m, total, q, entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, groups_ptr, offset_ptr,
-        lo, tl.minimum(hi, entry_tiles), entries, 0, W, scale, g, D, P, DV, PV, BN, "entries", PRECISION,
+        acc, m, total, q, entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, slots_ptr, groups_ptr, place_ptr,
+        offset_ptr, lo, tl.minimum(hi, entry_tiles), entries, 0, W, scale, g, D, P, DV, PV, BN, "entries", PRECISION,
     )  # fmt: skip
     acc, m, total = _attend_keys(
-        acc, m, total, q, store_k_ptr + head * G * g * D, store_v_ptr + head * G * g * DV, groups_ptr, offset_ptr,
+        acc, m, total, q, store_ptr, store_ptr + D, slots_ptr, groups_ptr, place_ptr, offset_ptr,
         tl.maximum(lo - entry_tiles, 0), tl.minimum(hi, before_ring) - entry_tiles, opened, 0, W, scale,
-        g, D, P, DV, PV, BN, "store", PRECISION,
+        g, D, P, DV, PV, BN, "slots" if S_SLOTS > 0 else "store", PRECISION,
     )  # fmt: skip
     acc, m, total = _attend_keys(
-        acc, m, total, q, ring_k_ptr + head * W * D, ring_v_ptr + head * W * DV, groups_ptr, offset_ptr,
-        tl.maximum(lo - before_ring, 0), hi - before_ring, tokens, first, W, scale,
+        acc, m, total, q, ring_k_ptr + head * W * D, ring_v_ptr + head * W * DV, slots_ptr, groups_ptr, place_ptr,
+        offset_ptr, tl.maximum(lo - before_ring, 0), hi - before_ring, tokens, first, W, scale,
         g, D, P, DV, PV, BN, "ring", PRECISION,
     )  # fmt: skip
     r, e = tl.arange(0, BR), tl.arange(0, PV)
