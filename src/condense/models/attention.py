@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.methods import Method
+from condense.caches.token_store import join_writes
+from condense.methods import Method, Recall
 from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
 from condense.models.forward import AttentionCall, Forward, ForwardBoard, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
@@ -161,7 +162,10 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     call = target.call
     method: Method = call.module.condense_method  # type: ignore[assignment]
     context = read_tokens(target, method, q, k, v)
-    return method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    if isinstance(method, Recall) and method.store == "host" and q.is_cuda:
+        join_writes(q.device)  # which ran beside this layer's attention
+    return out
 
 
 class CondensedAttention(nn.Module):
