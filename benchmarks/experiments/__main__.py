@@ -22,7 +22,8 @@ from bundled import evaluate_bundled
 from execute import Setting, load_tokenizer
 from pool import cut_off, start, work
 from report import write_report
-from studies import Run, all_runs
+from studies import SEEDS, Run, all_runs
+from zero_shot import zero_shot_runs
 
 from condense.results import refuse_existing, write_results
 from condense.tasks import load_corpus
@@ -30,12 +31,16 @@ from condense.tasks import load_corpus
 
 def chosen(only: Sequence[str] | None) -> list[Run]:
     """All runs, or those whose names begin with one of ``only``, in that order, after their bases."""
-    runs = {run.name: run for run in all_runs()}
+    runs = {run.name: run for run in (*all_runs(), *(run for seed in SEEDS for run in zero_shot_runs(seed)))}
     if not only:
         return list(runs.values())
-    wanted = [run for start in only for run in runs.values() if run.name.startswith(start)]
-    bases = [runs[run.base] for run in wanted if run.base is not None]
-    return list({run.name: run for run in (*bases, *wanted)}.values())
+    found: dict[str, Run] = {}
+    for run in (run for begin in only for run in runs.values() if run.name.startswith(begin)):
+        chain = [run]
+        while chain[0].base is not None:
+            chain.insert(0, runs[chain[0].base])
+        found |= {run.name: run for run in chain}
+    return list(found.values())
 
 
 def setting_of(options: argparse.Namespace) -> Setting:

@@ -246,7 +246,7 @@ def test_help_offers_what_works(
     command: tuple[str, ...], said: tuple[str, ...], unsaid: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    shown = run_here(*command, "--help").stdout
+    shown = " ".join(run_here(*command, "--help").stdout.split())
     assert all(part in shown for part in said), shown
     assert not any(part in shown for part in unsaid), shown
 

@@ -16,7 +16,6 @@ from condense.cli.options import (
     POOLING_HELP,
     described,
     load_model,
-    parse_method,
     progress,
     read_text,
     saved_choice,
@@ -68,7 +67,7 @@ def deviation_command(
             refuse_existing(path, name, overwrite=overwrite)
     if plot is not None:
         require_matplotlib(plot)
-    given = parse_method(method or DEMO_METHOD) if method is not None or model is None else None
+    given = Method.parse(method or DEMO_METHOD) if method is not None or model is None else None
     sources = list(dict.fromkeys(text or ()))
     contents = {name: read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
     loaded, tokenizer = load_model(model, dtype, device)

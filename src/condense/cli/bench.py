@@ -19,7 +19,6 @@ from condense.cli.options import (
     METHOD_HELP,
     described,
     parse_device,
-    parse_method,
     progress,
     read_saved,
     read_skeleton,
@@ -284,4 +283,4 @@ def _batches(text: str | None, device: torch.device) -> tuple[int, ...]:
 
 
 def _methods(specs: Sequence[str] | None, default: Sequence[str]) -> dict[str, Method]:
-    return {spec: parse_method(spec) for spec in specs or default}
+    return {spec: Method.parse(spec) for spec in specs or default}

@@ -17,11 +17,10 @@ from condense.cli.options import (
     LAYERS_HELP,
     METHOD_HELP,
     choose,
-    parse_method,
     read_skeleton,
     saved_choice,
 )
-from condense.methods import CCA
+from condense.methods import CCA, Method
 from condense.models import restore
 from condense.models.inspect import LayerReport, inspect
 from condense.ops import resolve_backend
@@ -47,7 +46,7 @@ def inspect_command(
         refuse_existing(json, "json", overwrite=overwrite)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    given = None if method is None and layers is None else choose(parse_method(method or "cca"), layers)
+    given = None if method is None and layers is None else choose(Method.parse(method or "cca"), layers)
     skeleton = read_skeleton(model)
     chosen = given or saved_choice(skeleton) or CCA()
     reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from condense.config import MethodConfig, method_from_dict
+from condense.config import MethodConfig, method_from_dict, method_from_text
 from condense.methods.layout import Layout
 from condense.ops import Chunks, Source, Spans, StepSettings, attend
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
@@ -149,9 +149,16 @@ class Method(MethodConfig):
         return self
 
     @classmethod
-    def parse(cls, settings: Self | dict[str, object]) -> Method:
-        """A method from itself or its `to_dict` form. Raises ValueError for anything else."""
-        method = method_from_dict(settings) if isinstance(settings, dict) else settings
+    def parse(cls, settings: Self | dict[str, object] | str) -> Method:
+        """A method from itself, its `to_dict` form or text such as ``"cca:window=512"``.
+
+        Raises ValueError for anything else.
+        """
+        method: object = settings
+        if isinstance(settings, dict):
+            method = method_from_dict(settings)
+        elif isinstance(settings, str):
+            method = method_from_text(settings)
         if not isinstance(method, Method):
             raise ValueError(f"method must be a condense method such as condense.CCA(), got {method!r}")
         return method

@@ -1,7 +1,9 @@
-"""Changes that `import condense` makes to transformers: two registered functions and three wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and four wrapped methods.
 
 `post_init`: condenses a saved condensed model when it is loaded. `_prepare_cache_for_generation`: puts condensed layers
-into the cache before generate decides whether to compile and whether the cache can be cropped.
+into the cache before generate decides whether to compile and whether the cache can be cropped; on CUDA it chooses a
+static cache where its steps can be replayed. `get_compiled_call`: replays these as a CUDA graph, unless the caller gave
+a ``compile_config``.
 `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything.
 """
 
@@ -21,6 +23,7 @@ from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import max_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
+from condense.models.replay import ReplayedForward, can_replay, replayable_cache
 
 _CACHES = (None, "dynamic", "offloaded", "static")
 
@@ -33,6 +36,7 @@ def install() -> None:
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
     PreTrainedModel.post_init = _wrap_post_init(PreTrainedModel.post_init)
     GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
+    PreTrainedModel.get_compiled_call = _wrap_compiled_call(PreTrainedModel.get_compiled_call)
     GenerationMixin.init_continuous_batching = _wrap_continuous_batching(GenerationMixin.init_continuous_batching)
 
 
@@ -61,14 +65,28 @@ def _wrap_prepare_cache(stock: Any) -> Any:
         methods = condensed_layers(self) if _is_condensed(self) else {}
         if methods:
             _check_generation(self, generation_config, mode, methods)
+        given = model_kwargs.get("past_key_values")
         result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if methods and isinstance(cache, Cache):
+            if given is None:
+                cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
+                model_kwargs["past_key_values"] = cache
             _check_room(cache, max_cache_length)
             ensure_layers(cache, methods)
         return result
 
     return prepare
+
+
+def _wrap_compiled_call(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def get_compiled_call(self: Any, compile_config: Any) -> Any:
+        if compile_config is None and _is_condensed(self) and can_replay(self):
+            return ReplayedForward(self)
+        return stock(self, compile_config)
+
+    return get_compiled_call
 
 
 def _is_condensed(model: Any) -> bool:
