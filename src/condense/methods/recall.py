@@ -125,6 +125,13 @@ class Recall(Method):
         tokens = torch.cat([tokens_k, tokens_v], dim=4).flatten(2, 3)
         return k, v, *build_index(tokens_k, self.index_settings), tokens
 
+    def check_attention(self, *, scale: float, dropout_p: float) -> None:
+        """Raise ValueError for attention dropout and for a scale that is not positive."""
+        if dropout_p > 0:
+            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
+        if scale <= 0:
+            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
+
     def attend(
         self,
         q: Tensor,
@@ -137,15 +144,12 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``. Runs on the torch backend. Once there are groups to choose from, raises ValueError for
-        attention dropout, for a scale that is not positive, and for the backends "triton" and "hopper".
+        q ``[B, H, L, D]``. Runs on the torch backend. Raises ValueError as `check_attention` does and, once there are
+        groups to choose from, for the backends "triton" and "hopper".
         """
+        self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
-            return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
-        if dropout_p > 0:
-            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
-        if scale <= 0:
-            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
+            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
         codes, grid, store = context.extra
         D, Dv = context.entries.k.shape[3], context.entries.v.shape[3]
         # of latents, the values are the first columns of their keys
