@@ -27,5 +27,5 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     score = compiled[1]
     assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16" in score.asm["ptx"]
     assert "sub.rn.f16x2" in score.asm["ptx"]
-    assert len(compiled) == (6 if slots else 5)
+    assert len(compiled) == 6
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)

@@ -1,4 +1,4 @@
-"""One decode step of Recall in Triton: five kernels, or six with slots; no wait for the host, no atomics.
+"""One decode step of Recall in Triton: six kernels, no wait for the host, no atomics.
 
 Shapes as in `condense.ops.recall.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
@@ -21,14 +21,16 @@ from condense.ops.triton.recall_step_kernels import (
     recall_attend_kernel,
     recall_choose_kernel,
     recall_close_kernel,
+    recall_rank_kernel,
     recall_score_kernel,
-    recall_slots_kernel,
 )
 from condense.ops.triton.step_kernels import step_join_kernel
 
-_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
-_slots, _attend, _join = (Launcher(x) for x in (recall_slots_kernel, recall_attend_kernel, step_join_kernel))
+_close, _score, _rank = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_rank_kernel))
+_choose, _attend, _join = (Launcher(x) for x in (recall_choose_kernel, recall_attend_kernel, step_join_kernel))
 _MIN_TILE = 32
+# groups that one program ranks
+_MOST_RANKED = 512
 
 
 def recall_step(
@@ -101,23 +103,22 @@ class _Tiles(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend, warps of the one that chooses; ``early``: kernels are launched before
-    the one ahead of them has ended (programmatic dependent launch).
+    """Tiles of the kernels that score and attend; ``early``: kernels are launched before the one ahead of them has
+    ended (programmatic dependent launch).
     """
 
     score: _Tiles
     attend: _Tiles
-    choose_warps: int
     early: bool
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
     if device.type != "cuda":  # the interpreter
-        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 4, False)
+        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), False)
     early = gpu_of(device).capability >= (9, 0)
     if dtype == torch.float32 or width > 128:
-        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 16, early)
-    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), 16, early)
+        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), early)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), early)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -126,19 +127,28 @@ def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: 
     return max(1, min(wanted, tiles_of_keys))
 
 
+def _ranked(G: int, r: int) -> tuple[int, int, int]:
+    """Groups that one program ranks, how many of them it passes on, and how many programs do so for a KV head."""
+    BG = min(_MOST_RANKED, power_of_2(max(G, 1)))
+    return BG, max(1, min(r, BG)), cdiv(max(G, 1), BG)
+
+
 def _padded(width: int) -> int:
     """Columns of the tile that holds a width."""
     return max(_MIN_TILE, power_of_2(width))
 
 
 class _Scratch(NamedTuple):
-    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, groups and place int32 ``[B, K, r]``, offset
-    ``[B, K, G]``, part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 but for two.
+    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, key and candidate int32 ``[B, K, N]``, groups
+    and place int32 ``[B, K, r]``, offset ``[B, K, G]``, part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 the
+    others.
     """
 
     score: Tensor
     top: Tensor
     total: Tensor
+    key: Tensor
+    candidate: Tensor
     groups: Tensor
     place: Tensor
     offset: Tensor
@@ -148,14 +158,16 @@ class _Scratch(NamedTuple):
 
 def _scratch(q: Tensor, K: int, G: int, r: int, splits: tuple[int, int], Dv: int) -> _Scratch:
     B, H = q.shape[:2]
-    S0, S1 = splits
+    (S0, S1), (_, C, tiles) = splits, _ranked(G, r)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     return _Scratch(
-        empty(B, H, power_of_2(max(G, 1))), empty(B, H, S0), empty(B, H, S0), empty(B, K, r, dtype=torch.int32),
-        empty(B, K, r, dtype=torch.int32), empty(B, K, G), empty(B, H, S1, Dv), empty(B, H, S1),
+        empty(B, H, power_of_2(max(G, 1))), empty(B, H, S0), empty(B, H, S0),
+        empty(B, K, tiles * C, dtype=torch.int32), empty(B, K, tiles * C, dtype=torch.int32),
+        empty(B, K, r, dtype=torch.int32), empty(B, K, r, dtype=torch.int32),
+        empty(B, K, G), empty(B, H, S1, Dv), empty(B, H, S1),
     )  # fmt: skip
 
 
@@ -165,8 +177,8 @@ class _Plan(NamedTuple):
     splits: tuple[int, int]
     close: tuple[Any, ...]
     score: tuple[Any, ...]
+    rank: tuple[Any, ...]
     choose: tuple[Any, ...]
-    slots: tuple[Any, ...]
     attend: tuple[Any, ...]
     join: tuple[Any, ...]
 
@@ -187,12 +199,14 @@ def _plan(
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
-    of_score, of_attend, choose_warps, early = _table(device, dtype, max(D, Dv))
+    of_score, of_attend, early = _table(device, dtype, max(D, Dv))
     BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
     # tile columns for a row of the index: PB where it is written (bytes if quantised), PC where it is read (16-bit
     # words)
     PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
     r, GROUPS = min(settings.num_recall, G), power_of_2(max(G, 1))
+    BG, C, tiles = _ranked(G, r)
+    RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
     S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
@@ -211,13 +225,13 @@ def _plan(
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (B * K, 1, 1), (K, R, G, S0, window, r, settings.bias * LOG2E),
-            (g, GROUPS, power_of_2(S0), min(4, power_of_2(R), max(1, MAX_GROUPS // GROUPS)), has_real, early),
-            {"num_warps": choose_warps if G > 2048 else 4, **chained},
+            (tiles, B * K, 1), (K, R, G, S0, window, r, settings.bias * LOG2E),
+            (g, GROUPS, BG, C, power_of_2(C), power_of_2(S0), min(4, power_of_2(R)), has_real, early), chained,
         ),
         (
             (B * K, 1, 1), (K, G, window, r),
-            (g, S, power_of_2(max(S, 1)), power_of_2(max(r, 1)), has_real, early), {"num_warps": 8, **chained},
+            (g, tiles * C, power_of_2(tiles * C), S, power_of_2(max(S, 1)), RP, has_real, early),
+            {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
         ),
         (
             (S1, B * K, 1), (K, R, G, W, N, window, r, scale * LOG2E),
@@ -263,7 +277,7 @@ def _step(
     settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
     plan = _plan(device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2], store.shape[2], S), settings, scale, real is not None)
     scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
-    score, top, total, groups, place, offset, part, lse = scratch
+    score, top, total, key, candidate, groups, place, offset, part, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real.contiguous()
     # kernels start on the current device, which may not be that of the tensors in a model spread over several
@@ -272,9 +286,9 @@ def _step(
         if G > 0:
             words = codes if index_bits == 16 else codes.view(torch.int16)
             _launch(_score, plan.score, (q, words, grid, seen, counts, score, top, total), q.stride()[:2])
-            _launch(_choose, plan.choose, (score, top, total, seen, counts, groups, offset), ())
-            if S > 0:
-                _launch(_slots, plan.slots, (groups, held, order, seen, counts, place), ())
+            _launch(_rank, plan.rank, (score, top, total, seen, counts, key, candidate, offset), ())
+            chosen = (key, candidate, held, order, seen, counts, groups, place, offset)
+            _launch(_choose, plan.choose, chosen, ())
         keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
         _launch(_attend, plan.attend, (q, *keys, groups, place, offset, seen, counts, part, lse), q.stride()[:2])
         _launch(_join, plan.join, (part, lse, out, seen, counts), (seen.stride(0), counts.stride(0)))

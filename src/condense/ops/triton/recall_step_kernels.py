@@ -1,4 +1,4 @@
-"""Kernels of one decode step of Recall: close a group, score the index, choose groups, find their slots, attend.
+"""Kernels of one decode step of Recall: close a group, score the index, rank the groups, choose, attend.
 
 `step_join_kernel` joins the splits at the end. Each kernel waits for the one before it and reads its results. No
 atomics.
@@ -340,41 +340,55 @@ def recall_score_kernel(
 def _threshold(key, valid, wanted):
     """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>).
 
-    A search among four parts at a time: one sum counts the keys that reach each of three numbers, in 16 bits each.
+    A search among three parts at a time: one sum counts the keys that reach each of two numbers, in 16 bits each, which
+    hold the 2 ** 15 groups that there are at most.
     """
     lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
     hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
     while lo + 1 < hi:
-        quarter = tl.maximum((hi - lo) // 4, 1)
-        a, b, c = lo + quarter, lo + 2 * quarter, lo + 3 * quarter
-        reach = (key >= a).to(tl.int64) + ((key >= b).to(tl.int64) << 16) + ((key >= c).to(tl.int64) << 32)
-        reach = tl.sum(reach, 0)
-        reach_a, reach_b, reach_c = reach & 0xFFFF, (reach >> 16) & 0xFFFF, reach >> 32
-        hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, tl.where(reach_c < wanted, c, hi)))
-        lo = tl.where(reach_c >= wanted, c, tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo)))
+        third = tl.maximum((hi - lo) // 3, 1)
+        a, b = lo + third, lo + 2 * third
+        reach = tl.sum((key >= a.to(tl.int32)).to(tl.int32) + ((key >= b.to(tl.int32)).to(tl.int32) << 16), 0)
+        reach_a, reach_b = reach & 0xFFFF, (reach >> 16) & 0xFFFF
+        hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
+        lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
         # exactly ``wanted`` keys reach it: the search ends
-        is_exact = (reach_a == wanted) | (reach_b == wanted) | (reach_c == wanted)
-        hi = tl.where(is_exact, lo + 1, hi)
+        hi = tl.where((reach_a == wanted) | (reach_b == wanted), lo + 1, hi)
     return lo.to(tl.int32)
 
 
 @triton.jit
-def recall_choose_kernel(
-    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, offset_ptr, K, R, G, S, window, num_recall, bias,
-    g: tl.constexpr, GROUPS: tl.constexpr, BS: tl.constexpr, RC: tl.constexpr, HAS_REAL: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """The open groups in rising order, int32 ``[B, K, num_recall]``; and float32 ``[B, K, G]`` to add to the scores of
-    entries, ``bias`` where a closed group is not open and -inf where it is.
+def _best(key, valid, wanted):
+    """Which keys are the ``wanted`` best, ties to the first, and the place of each among these, in rising order."""
+    threshold = _threshold(key, valid, wanted)
+    better, equal = valid & (key > threshold), valid & (key == threshold)
+    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
+    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
+    before = tl.cumsum(flags, 0) - flags
+    room = wanted - tl.sum(better.to(tl.int32), 0)
+    is_best = better | (equal & ((before & 0xFFFF) < room))
+    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room)
 
-    Grid (B * K,). GROUPS: G as a power of two; RC query heads at a time.
+
+@triton.jit
+def recall_rank_kernel(
+    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, offset_ptr,
+    K, R, G, S, window, num_recall, bias,
+    g: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BS: tl.constexpr,
+    RC: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The best C of every tile of BG groups, in rising order: key int32 ``[B, K, tiles, C]``, by which groups of all
+    tiles are compared, and group. Beyond the closed groups the key is the lowest int32. Also offset float32
+    ``[B, K, G]``: ``bias`` for every closed group.
+
+    Grid (tiles, B * K). CP: C as a power of two; RC query heads at a time.
     """
     _after_the_last(EARLY)
-    head = tl.program_id(0).to(tl.int64)
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
-    group, s = tl.arange(0, GROUPS), tl.arange(0, BS)
+    group, s = tile * BG + tl.arange(0, BG), tl.arange(0, BS)
     valid = group < closed
-    share = tl.full([GROUPS], float("-inf"), tl.float32)
+    share = tl.full([BG], float("-inf"), tl.float32)
     for start in range(0, R, RC):
         r = start + tl.arange(0, RC)
         row, there = head * R + r, (r < R)[:, None]
@@ -390,37 +404,55 @@ def recall_choose_kernel(
     # floats as integers in the same order: of negative ones, all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
-    wanted = tl.minimum(num_recall, closed)
-    threshold = _threshold(key, valid, wanted)
-    better, equal = valid & (key > threshold), valid & (key == threshold)
-    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
-    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
-    before = tl.cumsum(flags, 0) - flags
-    room = wanted - tl.sum(better.to(tl.int32), 0)
-    is_open = better | (equal & ((before & 0xFFFF) < room))
-    place = (before >> 16) + tl.minimum(before & 0xFFFF, room)
-    tl.store(groups_ptr + head * num_recall + place, group, mask=is_open)
-    tl.store(offset_ptr + head * G + group, tl.where(is_open, float("-inf"), bias), mask=valid)
+    wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
+    is_best, place = _best(key, valid, wanted)
+    at = (head * tl.num_programs(0) + tile) * C
+    tl.store(key_ptr + at + place, key, mask=is_best)
+    tl.store(candidate_ptr + at + place, group, mask=is_best)
+    i = tl.arange(0, CP)
+    tl.store(key_ptr + at + i, tl.full([CP], _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
+    tl.store(offset_ptr + head * G + group, tl.zeros_like(share) + bias, mask=valid)
 
 
 @triton.jit
-def recall_slots_kernel(
-    groups_ptr, held_ptr, order_ptr, seen_ptr, real_ptr, place_ptr, K, G, window, num_recall,
-    g: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, RP: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+def recall_choose_kernel(
+    key_ptr, candidate_ptr, held_ptr, order_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, offset_ptr,
+    K, G, window, num_recall,
+    g: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, RP: tl.constexpr,
+    HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Where each open group is read, int32 ``[B, K, num_recall]``: -1 in the store, ``2 * slot`` in a slot, ``2 * slot
-    + 1`` in the store, to be put into that slot. ``held`` and ``order`` change as `RecallState` says.
+    """The open groups in rising order, int32 ``[B, K, num_recall]``: the best of N candidates; their offset becomes
+    -inf. With S slots also where each is read, see `_find_slots`.
 
-    Grid (B * K,). SP slots and RP open groups as powers of two.
+    Grid (B * K,). NP, SP, RP: candidates, slots and open groups as powers of two.
     """
     _after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
     _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    n = tl.arange(0, NP)
+    key = tl.load(key_ptr + head * N + n, mask=n < N, other=_INT_MIN)
+    valid = key > _INT_MIN
+    candidate = tl.load(candidate_ptr + head * N + n, mask=valid, other=0)
+    wanted = tl.minimum(num_recall, closed)
+    is_open, place = _best(key, valid, wanted)
     groups_ptr += head * num_recall
-    held_ptr += head * S
-    order_ptr += head * S
+    tl.store(groups_ptr + place, candidate, mask=is_open)
+    tl.store(offset_ptr + head * G + candidate, tl.full([NP], float("-inf"), tl.float32), mask=is_open)
+    if S > 0:
+        # all threads of the program read what the others stored
+        tl.debug_barrier()
+        _find_slots(groups_ptr, held_ptr + head * S, order_ptr + head * S, place_ptr + head * num_recall, wanted, S, SP, RP)
+
+
+@triton.jit
+def _find_slots(
+    groups_ptr, held_ptr, order_ptr, place_ptr, num_open, S: tl.constexpr, SP: tl.constexpr, RP: tl.constexpr
+):
+    """Where each open group is read, int32: -1 in the store, ``2 * slot`` in a slot, ``2 * slot + 1`` in the store, to
+    be put into that slot. ``held`` and ``order`` change as `RecallState` says.
+    """
     s, i = tl.arange(0, SP), tl.arange(0, RP)
-    is_slot, is_open = s < S, i < tl.minimum(num_recall, closed)
+    is_slot, is_open = s < S, i < num_open
     slot = tl.load(order_ptr + s, mask=is_slot, other=0)
     held = tl.load(held_ptr + slot, mask=is_slot, other=-1)
     group = tl.load(groups_ptr + i, mask=is_open, other=-2)
@@ -435,16 +467,14 @@ def recall_slots_kernel(
     missing_rank = tl.where(is_missing > 0, tl.cumsum(is_missing, 0) - is_missing, num_taken)
     is_taken = (is_free > 0) & (free_rank < num_taken)
     takes = (missing_rank[:, None] == free_rank[None, :]) & is_taken[None, :]
-    place = tl.max(tl.where(found, 2 * slot[None, :], -1), 1)
-    place = tl.maximum(place, tl.max(tl.where(takes, 2 * slot[None, :] + 1, -1), 1))
+    where = tl.where(found, 2 * slot[None, :], tl.where(takes, 2 * slot[None, :] + 1, -1))
     now = tl.max(tl.where(takes, group[:, None], -1), 0)
-    used_rank = tl.cumsum(is_used, 0) - is_used
-    num_left = num_free - num_taken
+    used_rank, num_left = tl.cumsum(is_used, 0) - is_used, num_free - num_taken
     behind = tl.where(is_used > 0, num_left + used_rank, free_rank - num_taken)
     behind = tl.where(is_taken, num_left + tl.sum(is_used, 0) + free_rank, behind)
     # all threads have read `order` and `held` before any writes them
     tl.debug_barrier()
-    tl.store(place_ptr + head * num_recall + i, place, mask=is_open)
+    tl.store(place_ptr + i, tl.max(where, 1), mask=is_open)
     tl.store(held_ptr + slot, now, mask=is_taken)
     tl.store(order_ptr + behind, slot, mask=is_slot)
 
