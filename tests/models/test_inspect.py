@@ -104,7 +104,7 @@ def test_what_a_step_of_recall_reads():
 
 
 def test_a_store_in_host_memory_is_counted_apart():
-    """92 tokens in 23 groups; on the device their entries, window, index, and slots with two numbers of 4 bytes each."""
+    """92 tokens in 23 groups; on the device entries, window, index, and slots, each with two numbers of 4 bytes."""
     method = RECALLS["bounds"].replace(store="host", slots=5)
     report, stored = (inspect(tiny.model("llama"), m, 100)[0] for m in (method, RECALLS["bounds"]))
     assert report.host_bytes == 92 * 32 * 2

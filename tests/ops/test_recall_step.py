@@ -163,7 +163,9 @@ def test_slots_change_no_bit(name):
 
 def check_slots(state, g):
     """Every slot holds the tokens of its group, no two the same group, and each slot stands once in the order."""
-    for held, order, slots, store in zip(*(x.flatten(0, 1) for x in (state.held, state.order, state.slots, state.store)), strict=True):
+    for held, order, slots, store in zip(
+        *(x.flatten(0, 1) for x in (state.held, state.order, state.slots, state.store)), strict=True
+    ):
         assert order.sort().values.tolist() == list(range(len(order)))
         groups = held[held >= 0].tolist()
         assert len(set(groups)) == len(groups)

@@ -9,7 +9,6 @@ Shapes as in `condense.ops.recall.state`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_recall_buffers, forget_slots

@@ -270,7 +270,7 @@ def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
 
 
 def _kept(method: Method, length: int) -> tuple[int, int]:
-    """Condensed entries and exact tokens (with those in Recall's store or slots), and summary queries, on the device."""
+    """Entries and exact tokens (with those in Recall's store or slots), and summary queries, that the device keeps."""
     if isinstance(method, Dense):
         return length, 0
     if _selects(method):

@@ -17,8 +17,8 @@ A row that is not ``real`` changes nothing and gets 0. Every decision that depen
 host synchronisation and no branch, so that a step can be traced and captured. A group that closes beyond the capacity
 is dropped and never seen.
 
-Shapes: B rows, H query heads, K KV heads, G groups of capacity, g tokens per group, W slots of the rings, S slots of the
-store, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, G groups of capacity, g tokens per group, W slots of the rings, S slots of
+the store, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RecallState(NamedTuple):
 
     entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
-    store ``[B, K, N, D + Dv]``, N >= G * g: the exact tokens of closed groups, left-aligned, a key and its value side by
-    side, so that a group is one contiguous piece. On the device of the other buffers or in pinned host memory.
+    store ``[B, K, N, D + Dv]``, N >= G * g: the exact tokens of closed groups, left-aligned, a key and its value side
+    by side, so that a group is one contiguous piece. On the device of the other buffers or in pinned host memory.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + g, or the most tokens that a row can have if that is less.
     seen int64 ``[B]`` on the device: real tokens per row.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.index import IndexSettings
-from condense.ops.recall.limits import MAX_GROUPS, step_obstacle
+from condense.ops.recall.limits import step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.spans import UniformRule
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
@@ -225,7 +225,7 @@ def _plan(
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (tiles, B * K, 1), (K, R, G, S0, window, r, settings.bias * LOG2E),
+            (tiles, B * K, 1), (K, R, G, S0, window, settings.bias * LOG2E),
             (g, GROUPS, BG, C, power_of_2(C), power_of_2(S0), min(4, power_of_2(R)), has_real, early), chained,
         ),
         (
@@ -275,7 +275,9 @@ def _step(
     (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
     of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
     settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
-    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2], store.shape[2], S), settings, scale, real is not None)
+    plan = _plan(
+        device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2], store.shape[2], S), settings, scale, real is not None
+    )
     scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
     score, top, total, key, candidate, groups, place, offset, part, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)

@@ -373,7 +373,7 @@ def _best(key, valid, wanted):
 @triton.jit
 def recall_rank_kernel(
     score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, offset_ptr,
-    K, R, G, S, window, num_recall, bias,
+    K, R, G, S, window, bias,
     g: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BS: tl.constexpr,
     RC: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -441,7 +441,8 @@ def recall_choose_kernel(
     if S > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()
-        _find_slots(groups_ptr, held_ptr + head * S, order_ptr + head * S, place_ptr + head * num_recall, wanted, S, SP, RP)
+        place_ptr += head * num_recall
+        _find_slots(groups_ptr, held_ptr + head * S, order_ptr + head * S, place_ptr, wanted, S, SP, RP)
 
 
 @triton.jit
@@ -480,80 +481,18 @@ def _find_slots(
 
 
 @triton.jit
-def _opened(
-    store_ptr, slots_ptr, at, slot_at, in_slot, elsewhere, moves, column,
-    LO: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Columns ``[LO, LO + D)`` of tokens of open groups ``[BN, P]``: from their slots, or from the store and, if they
-    move, into their slots.
-    """
-    at, slot_at = at[:, None] * WIDTH + LO + column[None, :], slot_at[:, None] * WIDTH + LO + column[None, :]
-    there = (column < D)[None, :]
-    x = tl.load(store_ptr + at, mask=elsewhere[:, None] & there, other=0.0)
-    x = tl.where(in_slot[:, None], tl.load(slots_ptr + slot_at, mask=in_slot[:, None] & there, other=0.0), x)
-    tl.store(slots_ptr + slot_at, x, mask=moves[:, None] & there)
-    return x
-
-
-@triton.jit
-def _attend_keys(
-    acc, m, total, q, k_ptr, v_ptr, slots_ptr, groups_ptr, place_ptr, offset_ptr, lo, hi, count, first, W, scale,
-    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BN: tl.constexpr,
-    SOURCE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over tiles ``[lo, hi)`` of the ``count`` keys of one source.
-
-    SOURCE "entries": their scores get an offset each, -inf where the group is open. "store": tokens of the open groups,
-    keys and values side by side; "slots": the same, where some stand in slots. "ring": tokens from position ``first``
-    on.
-    """
-    d, e = tl.arange(0, P), tl.arange(0, PV)
-    WIDTH: tl.constexpr = D + DV
-    STRIDE_K: tl.constexpr = WIDTH if SOURCE == "store" else D
-    STRIDE_V: tl.constexpr = WIDTH if SOURCE == "store" else DV
-    for tile in range(lo, hi):
-        i = tile * BN + tl.arange(0, BN)
-        inside = i < count
-        at = i
-        if (SOURCE == "store") | (SOURCE == "slots"):
-            at = tl.load(groups_ptr + i // g, mask=inside, other=0) * g + i % g
-        elif SOURCE == "ring":
-            at = (first + i) % W
-        at = at.to(tl.int64)
-        if SOURCE == "slots":
-            place = tl.load(place_ptr + i // g, mask=inside, other=-1)
-            in_slot, moves = (place >= 0) & (place % 2 == 0), (place >= 0) & (place % 2 == 1)
-            slot_at = (place >> 1).to(tl.int64) * g + i % g
-            elsewhere = inside & ~in_slot
-            k = _opened(k_ptr, slots_ptr, at, slot_at, in_slot, elsewhere, moves, d, 0, D, WIDTH)
-            v = _opened(k_ptr, slots_ptr, at, slot_at, in_slot, elsewhere, moves, e, D, DV, WIDTH)
-        else:
-            k = tl.load(k_ptr + at[:, None] * STRIDE_K + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SOURCE == "entries":
-            s += tl.load(offset_ptr + i, mask=inside, other=float("-inf"))[None, :]
-        else:
-            s = tl.where(inside[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
-        total = total * alpha + tl.sum(p, 1)
-        if SOURCE != "slots":
-            inner = inside[:, None] & (e < DV)[None, :]
-            v = tl.load(v_ptr + at[:, None] * STRIDE_V + e[None, :], mask=inner, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-    return acc, m, total
-
-
-@triton.jit
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
     offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, scale,
-    S_SLOTS: tl.constexpr, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BR: tl.constexpr,
-    BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K)."""
+    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K).
+
+    The tiles of all sources are counted through: first entries, whose scores get an offset each (-inf where the group
+    is open), then tokens of open groups, then the ring's tokens of groups that are not closed.
+    """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
     t, live, all_closed, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
@@ -564,33 +503,54 @@ def recall_attend_kernel(
     entry_tiles, store_tiles = tl.cdiv(entries, BN), tl.cdiv(opened, BN)
     before_ring = entry_tiles + store_tiles
     tiles = before_ring + tl.cdiv(tokens, BN)
-    lo, hi = tiles * split // S, tiles * (split + 1) // S
 
+    d, e = tl.arange(0, P), tl.arange(0, PV)
+    WIDTH: tl.constexpr = D + DV
     q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
     _after_the_last(EARLY)
     groups_ptr += head * num_recall
     place_ptr += head * num_recall
     offset_ptr += head * G
-    store_ptr += head * N * (D + DV)
-    slots_ptr += head * S_SLOTS * g * (D + DV)
+    entries_k_ptr += head * G * D
+    entries_v_ptr += head * G * DV
+    store_ptr += head * N * WIDTH
+    slots_ptr += head * SLOTS * g * WIDTH
+    ring_k_ptr += head * W * D
+    ring_v_ptr += head * W * DV
     acc = tl.zeros([BR, PV], tl.float32)
     m = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
-    acc, m, total = _attend_keys(
-        acc, m, total, q, entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, slots_ptr, groups_ptr, place_ptr,
-        offset_ptr, lo, tl.minimum(hi, entry_tiles), entries, 0, W, scale, g, D, P, DV, PV, BN, "entries", PRECISION,
-    )  # fmt: skip
-    acc, m, total = _attend_keys(
-        acc, m, total, q, store_ptr, store_ptr + D, slots_ptr, groups_ptr, place_ptr, offset_ptr,
-        tl.maximum(lo - entry_tiles, 0), tl.minimum(hi, before_ring) - entry_tiles, opened, 0, W, scale,
-        g, D, P, DV, PV, BN, "slots" if S_SLOTS > 0 else "store", PRECISION,
-    )  # fmt: skip
-    acc, m, total = _attend_keys(
-        acc, m, total, q, ring_k_ptr + head * W * D, ring_v_ptr + head * W * DV, slots_ptr, groups_ptr, place_ptr,
-        offset_ptr, tl.maximum(lo - before_ring, 0), hi - before_ring, tokens, first, W, scale,
-        g, D, P, DV, PV, BN, "ring", PRECISION,
-    )  # fmt: skip
-    r, e = tl.arange(0, BR), tl.arange(0, PV)
+    for tile in range(tiles * split // S, tiles * (split + 1) // S):
+        is_entry, is_ring = tile < entry_tiles, tile >= before_ring
+        skipped = tl.where(is_ring, before_ring, tl.where(is_entry, 0, entry_tiles))
+        i = (tile - skipped) * BN + tl.arange(0, BN)
+        inside = i < tl.where(is_ring, tokens, tl.where(is_entry, entries, opened))
+        is_open = inside & (tile >= entry_tiles) & (tile < before_ring)
+        offset = tl.load(offset_ptr + i, mask=inside & is_entry, other=0.0)
+        group = tl.load(groups_ptr + i // g, mask=is_open, other=0)
+        stored = store_ptr + (group * g + i % g).to(tl.int64) * WIDTH
+        if SLOTS > 0:
+            place = tl.load(place_ptr + i // g, mask=is_open, other=-1)
+            in_slot = slots_ptr + ((place >> 1) * g + i % g).to(tl.int64) * WIDTH
+            stored = tl.where((place >= 0) & (place % 2 == 0), in_slot, stored)
+            moves = ((place >= 0) & (place % 2 == 1))[:, None]
+        at = tl.where(is_ring, (first + i) % W, i).to(tl.int64)
+        k_at = tl.where(is_ring, ring_k_ptr + at * D, tl.where(is_entry, entries_k_ptr + at * D, stored))
+        v_at = tl.where(is_ring, ring_v_ptr + at * DV, tl.where(is_entry, entries_v_ptr + at * DV, stored + D))
+        k = tl.load(k_at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_at[:, None] + e[None, :], mask=inside[:, None] & (e < DV)[None, :], other=0.0)
+        if SLOTS > 0:
+            tl.store(in_slot[:, None] + d[None, :], k, mask=moves & (d < D)[None, :])
+            tl.store(in_slot[:, None] + D + e[None, :], v, mask=moves & (e < DV)[None, :])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.where(inside[None, :], s + offset[None, :], float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
+        total = total * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    r = tl.arange(0, BR)
     some = total > 0
     total = tl.where(some, total, 1.0)
     at = (head * R + r) * S + split
