@@ -119,9 +119,9 @@ def test_static_layers_start_anew_and_are_copied():
 
 @pytest.mark.parametrize("layer", _layers(HOSTS[1]), ids=["growing", "static"])
 def test_what_a_store_in_host_memory_refuses(layer):
-    with pytest.raises(ValueError, match="beams.*use store='device'"):
+    with pytest.raises(ValueError, match=r"beams.*use store='device'"):
         layer.reorder_cache(torch.tensor([1, 0, 2]))
-    with pytest.raises(ValueError, match="store='host'|stays where it is"):
+    with pytest.raises(ValueError, match=r"store='host'|stays where it is"):
         layer.offload()
 
 
@@ -138,7 +138,7 @@ def test_memory_that_cannot_be_pinned_names_the_way_out(monkeypatch):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    with pytest.raises(RuntimeError, match="wants 4,096 bytes .* 8 tokens.*store='device', a shorter cache"):
+    with pytest.raises(RuntimeError, match=r"wants 4,096 bytes .* 8 tokens.*store='device', a shorter cache"):
         token_store._pinned_zeros((1, 2, 8, 64), torch.float32)
 
 

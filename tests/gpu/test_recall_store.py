@@ -77,7 +77,7 @@ def test_a_copied_cache_goes_on_as_its_original(model):
 
 
 def test_memory_that_the_host_cannot_pin():
-    with pytest.raises(RuntimeError, match="bytes of pinned host memory.*store='device'"):
+    with pytest.raises(RuntimeError, match=r"bytes of pinned host memory.*store='device'"):
         new_store(torch.empty(1, 8, 1, 128, device="cuda"), 2**35, 256, on_host=True)
 
 
@@ -85,6 +85,6 @@ def test_latents_are_refused():
     model = tiny.model("deepseek_v2", torch.float32).to("cuda")
     with (
         condense.use(model, DEVICE_STORE.replace(store="host")),
-        pytest.raises(ValueError, match="got latents.*use store='device'"),
+        pytest.raises(ValueError, match=r"got latents.*use store='device'"),
     ):
         model(IDS[:, :30].cuda(), use_cache=True)

@@ -71,7 +71,8 @@ class RecallRing(PinnedCopies, RingState):
         tokens = self._store_slots(slots) * self.method.group_size
         if tokens > store.shape[2]:
             store = longer_store(store, tokens, buffers.seen.device)
-        return RecallState(*(longer(x, slots) for x in entries), store, *buffers[len(buffers.entries) :])
+        new = zip(buffers._fields, (*(longer(x, slots) for x in entries), store), strict=False)
+        return buffers._replace(**dict(new))
 
     def _store_slots(self, groups: int) -> int:
         return groups if self.method.store == "device" else 1 << (groups - 1).bit_length()

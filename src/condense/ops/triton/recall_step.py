@@ -139,8 +139,8 @@ def _padded(width: int) -> int:
 
 
 class _Scratch(NamedTuple):
-    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, key and candidate int32 ``[B, K, N]``, groups
-    and place int32 ``[B, K, r]``, offset ``[B, K, G]``, part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 the
+    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, key and candidate int32 ``[B, K, N]``,
+    groups and place int32 ``[B, K, r]``, offset ``[B, K, G]``, part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``; float32 the
     others.
     """
 
@@ -275,9 +275,8 @@ def _step(
     (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
     of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
     settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
-    plan = _plan(
-        device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2], store.shape[2], S), settings, scale, real is not None
-    )
+    sizes = (G, ring_k.shape[2], store.shape[2], S)
+    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, scale, real is not None)
     scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
     score, top, total, key, candidate, groups, place, offset, part, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
