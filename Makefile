@@ -1,7 +1,7 @@
 # On a machine that has only Python: `make demo` and `make test`. On one with a GPU too: `make test-gpu`.
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check
-PYTEST_FLAGS ?= -n 2
+PYTEST_FLAGS ?= -n 2 --dist=worksteal
 
 .PHONY: demo quick test test-all test-gpu lint clean
 
@@ -20,14 +20,14 @@ quick: .venv/dev
 	$(PYTEST) --cells 6 tests/analysis tests/bench/test_rows.py tests/bench/test_report.py tests/methods tests/ops \
 	  tests/tasks tests/test_functional.py tests/test_imports.py tests/test_latent.py tests/test_readme.py
 
-# before a merge: everything but slow sweeps; with the oldest transformers four cells of every grid
+# before a merge: everything but slow sweeps; with the oldest transformers two cells of every grid, and each model
 test: .venv/dev .venv-oldest/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) tests/triton_kernels
-	$(OLDEST) --cells 4
+	$(OLDEST) --cells 2
 
 # at night
 test-all: .venv/dev .venv-oldest/dev

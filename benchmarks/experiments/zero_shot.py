@@ -11,7 +11,7 @@ WINDOW = 256
 GROUP = 16
 LENGTHS = (512, 4096, 16384)
 # 65,536 tokens a step: length -> steps, sequences, hidden numbers
-_TRAINING = {512: (1000, 128, (2, 8)), 4096: (500, 16, (4, 36)), 16384: (200, 4, (8, 72))}
+_TRAINING = {512: (1000, 128, (2, 8)), 4096: (400, 16, (4, 36)), 16384: (150, 4, (8, 72))}
 
 
 def methods(length: int) -> dict[str, Method]:
@@ -27,21 +27,24 @@ def methods(length: int) -> dict[str, Method]:
         "cca": condensed.replace(key_pooling="mean", value_pooling="mean"),
         "cca select": condensed.replace(summary="streaming", key_pooling="select"),
     }
-    for r in chosen[:2]:
+    for r in chosen[: 2 if length <= 4096 else 1]:
         few = recall.replace(num_recall=r)
         rows |= {
             f"recall r={r} bits=4": few.replace(index_bits=4),
-            f"recall r={r} bits=16": few.replace(index_bits=16),
             f"recall r={r} sub_means of 4": few.replace(index="sub_means", index_size=4),
-            f"recall r={r} sub_means of 8": few.replace(index="sub_means"),
-            f"recall r={r} bounds of 16": few.replace(index_size=GROUP),
-            f"recall r={r} bounds of 4": few.replace(index_size=4),
             f"recall r={r} drop": few.replace(unchosen="drop"),
             # Quest: bounds of whole groups, nothing in place of the others
             f"quest r={r}": few.replace(index_size=GROUP, index_bits=16, unchosen="drop"),
-            f"recall r={r} w=128": few.replace(window=128),
-            f"recall r={r} w=1024": few.replace(window=1024),
         }
+        if length <= 4096:
+            rows |= {
+                f"recall r={r} bits=16": few.replace(index_bits=16),
+                f"recall r={r} sub_means of 8": few.replace(index="sub_means"),
+                f"recall r={r} bounds of 16": few.replace(index_size=GROUP),
+                f"recall r={r} bounds of 4": few.replace(index_size=4),
+                f"recall r={r} w=128": few.replace(window=128),
+                f"recall r={r} w=1024": few.replace(window=1024),
+            }
     r = chosen[0]
     rows |= {
         f"recall g={g} r={r * GROUP // g}": recall.replace(group_size=g, num_recall=r * GROUP // g) for g in (8, 32)

@@ -116,7 +116,7 @@ def test_compare_keeps_existing_files(story: Path, tmp_path: Path) -> None:
 
 
 def test_generate_prints_a_continuation(saved: Path) -> None:
-    done = run("generate", "A walk by the sea", "--model", str(saved), "--method", "cca:group_size=4,window=4")
+    done = run_here("generate", "A walk by the sea", "--model", str(saved), "--method", "cca:group_size=4,window=4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -463,10 +463,10 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
     output = tmp_path / "adapted"
     command = (
         "train", "adapt", "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
-        "--data", str(story), "--output", str(output), "--steps", "240", "--sequence-length", "128",
+        "--data", str(story), "--output", str(output), "--steps", "160", "--sequence-length", "128",
         "--batch-size", "2", "--dtype", "float32", "--workers", "0",
     )  # fmt: skip
-    checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-60"
+    checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-40"
     # what is written last, and the time to write it
     code = interrupt(*command, after=checkpoint / "trainer_state.json", wait=0.2, how=how)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)

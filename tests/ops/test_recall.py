@@ -247,7 +247,7 @@ def test_queries_in_pieces_equal_the_whole(backend):
 def test_gradients(block, pads, monkeypatch):
     """Through queries, entries, store and window; none through the choice, which stands still here."""
     monkeypatch.setattr(torch_recall, "_BLOCK", block)
-    q, k, v = (x[..., :3].clone().requires_grad_() for x in tensors(2, 1, 11))
+    q, k, v = (x[..., :2].clone().requires_grad_() for x in tensors(2, 1, 9))
     settings = IndexSettings("bounds", 2, 1, 16)
 
     def function(*qkv):
@@ -402,6 +402,8 @@ def test_bad_input():
     with pytest.raises(ValueError, match="unchosen must"):
         recall(q, k, v, g=4, w=1, r=1, unchosen="keep")
     with pytest.raises(ValueError, match="backend must"):
+        recall(q, k, v, g=4, w=1, r=1, backend="hopper")
+    with pytest.raises(ValueError, match=r"backend 'triton' .*; use backend='torch'"):  # no CUDA, or float64
         recall(q, k, v, g=4, w=1, r=1, backend="triton")
     three, mask = Source(k[:, :, :3], v[:, :, :3]), torch.ones(2, 1, 8, 3, dtype=torch.bool)
     spans = RuleSpans(UniformRule(4, 1), 0, 0)

@@ -57,15 +57,16 @@ def empty_state(
 
 @pytest.mark.parametrize("unchosen", ["pool", "drop"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_300_steps_equal_the_whole(case, unchosen):
-    qkv, (g, w, *_) = tensors(4, 2, 300), case
+def test_many_steps_equal_the_whole(case, unchosen):
+    L, (g, w, *_) = 100, case
+    qkv = tensors(4, 2, L)
     settings = settings_of(case, unchosen)
     want = recall(*qkv, g=g, w=w, r=settings.num_recall, settings=settings.index, unchosen=unchosen)
-    state = empty_state(settings, 300, 2)
+    state = empty_state(settings, L, 2)
     addresses = [x.data_ptr() for x in state]
-    out = [recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE) for t in range(300)]
+    out = [recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE) for t in range(L)]
     torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
-    assert state.seen.tolist() == [300] * B
+    assert state.seen.tolist() == [L] * B
     assert [x.data_ptr() for x in state] == addresses
 
 

@@ -178,6 +178,7 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
 
 
 def test_another_run_is_not_resumed(config: TrainConfig) -> None:
+    config = config.with_steps(2)
     run_training(config, until="dense")
     with pytest.raises(ValueError, match="got another phases; resume with the same settings, delete that folder or"):
         run_training(config.with_steps(5), resume=True)
@@ -189,6 +190,7 @@ def test_another_run_is_not_resumed(config: TrainConfig) -> None:
 
 
 def test_a_run_on_other_data_of_the_same_name_is_not_resumed(config: TrainConfig, text: str, tmp_path: Path) -> None:
+    config = config.with_steps(2)
     run_training(config, until="dense")
     (data,) = config.data
     other, same = tmp_path / "other" / data.name, tmp_path / "same" / data.name

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.analysis import Deviation, measure_deviation
+from condense.cli.analyze_recall import recall_command
 from condense.cli.options import (
     POOLING_HELP,
     described,
@@ -37,6 +38,9 @@ DEMO_METHOD, DEMO_LENGTHS = "lca:window=256", (512, 1024, 2048, 3584)
 @analyze_app.callback()
 def analyze() -> None:
     """Look into a model."""
+
+
+analyze_app.command("recall")(recall_command)
 
 
 @analyze_app.command("deviation")

@@ -144,8 +144,8 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``. Runs on the torch backend. Raises ValueError as `check_attention` does and, once there are
-        groups to choose from, for the backends "triton" and "hopper".
+        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention` does
+        and, once there are groups to choose from, for backend "hopper".
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
@@ -163,6 +163,6 @@ class Recall(Method):
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.num_recall),
             scale=scale,
             unchosen=self.unchosen,
-            backend="torch" if backend == "auto" else backend,
+            backend=backend,
             return_lse=return_lse,
         )

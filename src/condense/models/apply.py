@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method
+from condense.methods import Method, StreamingLLM
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 from condense.models.forward import ForwardBoard
@@ -97,6 +98,12 @@ def condensed_layers(model: nn.Module) -> dict[int, Method]:
     return _methods(_by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)))
 
 
+def static_methods(model: nn.Module) -> dict[int, Method]:
+    """Layer index to method in a static cache: `condensed_layers`, and the sliding windows of the other layers."""
+    attentions: dict[int, Any] = _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
+    return {i: method for i, m in attentions.items() if (method := m.condense_method or m.condense_window) is not None}
+
+
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules that condense knows, by layer index. Raises ValueError if the model has none."""
     return _attentions(model)[1]
@@ -148,7 +155,7 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
         for module in condensed:
             previous = module.condense_previous
             module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
-            del module.condense_method, module.condense_previous, module.condense_board
+            del module.condense_method, module.condense_window, module.condense_previous, module.condense_board
             _rebind_hooks(module)
         delattr(config, _CONFIG_KEY)
         if config._attn_implementation == IMPLEMENTATION:
@@ -173,7 +180,9 @@ def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]
         if not isinstance(module, CondensedAttention):
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)
+        window = sliding_window(module)
         module.condense_method = assignment.get(index)  # type: ignore[assignment]
+        module.condense_window = None if window is None else StreamingLLM(sink=0, window=window)  # type: ignore[assignment]
         module.condense_board = board  # type: ignore[assignment]
 
 
@@ -203,15 +212,23 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"{type(base).__name__} has cross-attention: only decoder-only models can be condensed")
     found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
+    reason = obstacle(base)
+    if reason is not None:
+        raise ValueError(f"{type(base).__name__} cannot be condensed: {reason}")
     if not found:
-        reason = obstacle(base)
-        raise ValueError(
-            f"{type(base).__name__} has no attention that can be condensed{f': {reason}' if reason else ''}; supported "
-            f"are {', '.join(sorted(FAMILIES.values()))}"
-        )
+        raise ValueError(f"{type(base).__name__} has no attention that condense knows{_closest(base)}")
     if any(getattr(module, "is_causal", True) is False for module in found):
         raise ValueError(f"{type(base).__name__} has bidirectional attention: only causal models can be condensed")
     return base, _by_layer(found)
+
+
+def _closest(base: PreTrainedModel) -> str:
+    """What to say of a model of unknown classes: the attention classes that it has, and known ones of similar names."""
+    classes = sorted({type(m).__name__ for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")})
+    known = [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
+    has = f", but {', '.join(classes)}" if classes else ""
+    like = f"; it knows {', '.join(dict.fromkeys(known))}" if known else ""
+    return f"{has}{like}"
 
 
 def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:

@@ -13,12 +13,13 @@ import functools
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from condense.caches import StaticCondensedLayer
 from condense.methods import Method
-from condense.models.apply import condense_from_config, condensed_layers
+from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import max_learned_positions
 from condense.models.layers import ensure_layers
@@ -73,7 +74,7 @@ def _wrap_prepare_cache(stock: Any) -> Any:
                 cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
                 model_kwargs["past_key_values"] = cache
             _check_room(cache, max_cache_length)
-            ensure_layers(cache, methods)
+            ensure_layers(cache, static_methods(self) if isinstance(cache, StaticCache) else methods)
         return result
 
     return prepare
@@ -98,7 +99,8 @@ def _check_room(cache: Cache, max_cache_length: int) -> None:
     """Raise ValueError if a static cache is too short: compiled steps cannot check how full it is."""
     if not isinstance(cache, StaticCache):
         return
-    room = min((layer.get_max_length() for layer in cache.layers if not layer.is_sliding), default=max_cache_length)
+    full = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))
+    room = min((layer.get_max_length() for layer in full if not layer.is_sliding), default=max_cache_length)
     if max_cache_length > room:
         raise ValueError(
             f"the static cache has room for {room} tokens (max_cache_len), prompt and new tokens need "

@@ -38,7 +38,7 @@ def replayable_cache(
         return cache
     static = StaticCache(config=config, max_cache_len=-(-length // _BLOCK) * _BLOCK)
     can_step = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
-    return static if can_step and not any(static.is_sliding) and can_replay(model) else cache
+    return static if can_step and can_replay(model) else cache
 
 
 def can_replay(model: PreTrainedModel) -> bool:

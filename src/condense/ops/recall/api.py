@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from condense.ops.recall.choice import Choice
-from condense.ops.recall.limits import step_obstacle
+from condense.ops.recall.limits import attend_obstacle, step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.reference import recall as reference_recall
 from condense.ops.spans import Source, Spans
@@ -30,7 +30,7 @@ def attend_recall(
     *,
     scale: float,
     unchosen: Unchosen = "pool",
-    backend: str = "torch",
+    backend: str = "auto",
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
@@ -41,28 +41,35 @@ def attend_recall(
     ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
     `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
-    (Quest). backend: "reference" or "torch".
+    (Quest). backend: "reference", "torch", "triton" or "auto": "triton" on CUDA for more than one query where
+    `condense.ops.recall.limits` allows it, else "torch".
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
-    Raises ValueError for another backend, another ``unchosen`` and a store that does not fit the entries.
+    Raises ValueError for another backend, an explicit "triton" that cannot run, another ``unchosen`` and a store that
+    does not fit the entries.
     """
     if unchosen not in ("pool", "drop"):
         raise ValueError(f"unchosen must be 'pool' or 'drop', got {unchosen!r}")
     G, tokens = entries.k.shape[2], store.k.shape[2]
     if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
         raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
+    if backend not in ("auto", "reference", "torch", "triton"):
+        raise ValueError(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
     pool = unchosen == "pool"
-    match backend:
-        case "reference":
-            out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
-            return out, lse if return_lse else None
-        case "torch":
-            return torch_recall.attend_recall(
-                q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse
-            )
-        case _:
-            raise ValueError(f"backend must be 'reference' or 'torch', got {backend!r}")
+    if backend == "reference":
+        out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
+        return out, lse if return_lse else None
+    attend = torch_recall.attend_recall
+    if backend == "triton" or (backend == "auto" and q.device.type == "cuda" and q.shape[2] > 1):
+        obstacle = attend_obstacle(q, entries, window, spans, choice)
+        if obstacle is None:
+            from condense.ops.triton import recall_attend
+
+            attend = recall_attend.attend_recall
+        elif backend == "triton":
+            raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return attend(q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse)
 
 
 def recall_step(

@@ -1,14 +1,17 @@
-"""The limits of Recall's decode step in Triton.
+"""The limits of Recall's kernels: attention over a prompt, and the decode step.
 
-Shapes as in `condense.ops.recall.state`.
+Shapes as in `condense.ops.recall.api` and `condense.ops.recall.state`.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from condense.ops.recall.choice import Choice, IndexChoice
 from condense.ops.recall.state import RecallSettings, RecallState
-from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, absence
+from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
+from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, WIDTHS, absence
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
 MAX_GROUPS = 2**15
@@ -16,6 +19,34 @@ MAX_GROUPS = 2**15
 MAX_PAIRS = 2**16
 # the query heads of a KV head are one tile; the loop over a group's blocks is unrolled
 MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
+
+
+# float32 tiles have 32 rows
+MAX_HEADS_FLOAT32 = 32
+
+
+def attend_obstacle(q: Tensor, entries: Source, window: Source, spans: Spans, choice: Choice) -> str | None:
+    """Why the kernels cannot attend over a prompt, None if they can; arguments as of `attend_recall`."""
+    if (missing := absence(q.device)) is not None:
+        return missing
+    D, Dv, R, G = q.shape[3], window.v.shape[3], q.shape[1] // window.k.shape[1], entries.k.shape[2]
+    on_gpu = q.device.type == "cuda"
+    if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
+        return f"takes the spans of a uniform rule, got {spans}"
+    if isinstance(entries.bias, Tensor):
+        return f"takes one bias for all entries, got a tensor of shape {tuple(entries.bias.shape)}"
+    if q.dtype not in DTYPES:
+        return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
+    if on_gpu and (D not in WIDTHS or Dv not in WIDTHS):
+        return f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {D} and {Dv}"
+    most = MAX_HEADS_FLOAT32 if q.dtype == torch.float32 else MAX_HEADS
+    if most < R:
+        return f"takes up to {most} query heads per KV head in {q.dtype}, got {R}"
+    if G > MAX_GROUPS:
+        return f"chooses from up to {MAX_GROUPS:,} groups, got {G:,}"
+    if isinstance(choice, IndexChoice) and choice.settings.num_blocks > MAX_BLOCKS:
+        return f"takes an index of up to {MAX_BLOCKS} blocks per group, got {choice.settings.num_blocks}"
+    return None
 
 
 def step_obstacle(

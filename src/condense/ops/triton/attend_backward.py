@@ -19,7 +19,7 @@ from condense.ops.triton.device.rule import begins_at_0, cut, seen_by, split, st
 
 
 @triton.jit
-def _dq_keys(
+def dq_keys(
     dq, queries, source, bias, lo, hi, first, last, scale,
     BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -86,9 +86,9 @@ def attend_dq_kernel(
         first, last = visible(n, i, row, spans, KIND)
         lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
         if not begins_at_0(n, KIND):
-            dq = _dq_keys(dq, queries, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
-        dq = _dq_keys(dq, queries, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
-        dq = _dq_keys(dq, queries, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
+            dq = dq_keys(dq, queries, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
+        dq = dq_keys(dq, queries, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
+        dq = dq_keys(dq, queries, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 

@@ -23,7 +23,7 @@ VARYING = ("L", "query_start", "window_start", "padding", "prompt_entries", "chu
 
 
 @triton.jit
-def _forward_keys(
+def forward_keys(
     softmax,
     q,
     source,
@@ -94,9 +94,9 @@ def attend_fwd_kernel(
         first, last = visible(n, i, row, spans, KIND)
         lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
         if not begins_at_0(n, KIND):
-            softmax = _forward_keys(softmax, q, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
-        softmax = _forward_keys(softmax, q, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
-        softmax = _forward_keys(softmax, q, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
+            softmax = forward_keys(softmax, q, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
+        softmax = forward_keys(softmax, q, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
+        softmax = forward_keys(softmax, q, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
     at = (b * K * R + head) * L + i
     safe = tl.where(softmax.total > 0, softmax.total, 1.0)
     store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)

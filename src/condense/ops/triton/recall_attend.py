@@ -1,0 +1,298 @@
+"""The `triton` backend of Recall's attention over a prompt: forward and backward, deterministic.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g tokens, N window tokens, r groups that a
+query opens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.recall.choice import Choice, IndexChoice, chosen_groups
+from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
+from condense.ops.triton.attend import Tiles, attend, describe, not_empty, results
+from condense.ops.triton.descriptors import described
+from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_attend_kernels import recall_dq_kernel, recall_fwd_kernel
+from condense.ops.triton.recall_backward_kernels import recall_dkv_kernel, recall_store_kernel
+from condense.ops.triton.recall_choice import Opened, Positions, choose, opened
+
+_FORWARD, _DQ = Launcher(recall_fwd_kernel), Launcher(recall_dq_kernel)
+_DKV, _DSTORE = Launcher(recall_dkv_kernel), Launcher(recall_store_kernel)
+# bytes of the words that say which queries of a block open which groups
+_WORDS = 2**29
+
+
+@functools.cache
+def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
+    """Tiles by kernel, dtype, width and heads per KV head; all have the same rows, whose choices share a word."""
+    rows = power_of_2(R)
+    if not is_cuda:  # the interpreter
+        return Tiles(max(16, rows), 16, {})
+    if dtype == torch.float32:  # small, because each product is computed as three (tf32x3), in registers
+        return Tiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
+    if kernel in ("dkv", "store"):
+        return Tiles(64, 64, {"num_warps": 8, "num_stages": 2 if widest <= 128 else 1})
+    return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if kernel == "fwd" else 2})
+
+
+class _Call(NamedTuple):
+    """The arguments of the operations. k, v: of entries, store and window; groups int32 ``[B, K, L, r]``, as `choose`
+    gives them; closed: no query sees more groups as closed; level: added to all scores of entries.
+    """
+
+    q: Tensor
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    groups: Tensor
+    starts: Tensor | None
+    rule: Sequence[int]
+    closed: int
+    level: float
+    pool: bool
+    scale: float
+
+    @property
+    def group_size(self) -> int:
+        """Tokens per group."""
+        return self.k[1].shape[2] // self.k[0].shape[2]
+
+    @property
+    def kind(self) -> str:
+        """As of `Positions`."""
+        return "row" if self.starts is None else "rows"
+
+    def constants(self, *more: int | str | bool) -> tuple[int | str | bool, ...]:
+        """Widths, in parts, and what follows."""
+        return *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3]), *more
+
+    def opened(self, tile: int, first: int, stop: int) -> Opened:
+        """What tiles of queries open."""
+        return opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop)
+
+
+class _Shared(NamedTuple):
+    """Tensors, strides and numbers that the kernels of a call share, in the order in which they take them."""
+
+    sources: tuple[Any, ...]
+    s_store: tuple[int, ...]
+    precision: str
+
+    @classmethod
+    def of(cls, call: _Call, keys: int) -> _Shared:
+        """keys: rows of a tile of entries and window."""
+        of_k, of_v = (not_empty([x[0], x[2]]) for x in (call.k, call.v))
+        described_k, described_v = ([described([x], keys) for x in tensors] for tensors in (of_k, of_v))
+        store = dense_rows(call.k[1]), dense_rows(call.v[1])
+        # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
+        return cls(
+            (*described_k[0], *described_v[0], *described_k[1], *described_v[1], *store),
+            tuple(stride for x in store for stride in x.stride()[:3]),
+            "tf32x3" if call.q.dtype == torch.float32 else "tf32",
+        )
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a `_Call`."""
+    call = _Call(*arguments)
+    q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
+    (B, H, L, D), K = q.shape, call.groups.shape[1]
+    check_programs(B * K)
+    R = H // K
+    tiles = _tiles("fwd", q.dtype, q.is_cuda, max(D, out.shape[3]), R)
+    shared, Q = _Shared.of(call, tiles.keys), tiles.rows // R
+    # queries in a block: a word of each tile for each group takes at most 8 bytes
+    block = max(1, _WORDS // (8 * B * K * max(call.closed, 1))) * Q
+    with on_device_of(q):
+        for first in range(0, L, block):
+            stop = min(first + block, L)
+            of_tiles = call.opened(Q, first, stop)
+            _FORWARD(
+                (cdiv(stop - first, Q), B * K, 1),
+                (q, *shared.sources, *of_tiles, call.starts, out, lse),
+                (
+                    q.stride()[:3], shared.s_store, call.level * LOG2E, K, L, first, stop, *of_tiles.numbers,
+                    *call.rule, call.scale * LOG2E,
+                ),
+                (
+                    R, call.group_size, *call.constants(call.pool, call.kind, shared.precision),
+                    tiles.rows, tiles.keys,
+                ),
+                tiles.options,
+            )  # fmt: skip
+    return out, lse
+
+
+def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: _Call) -> list[Tensor]:
+    """Gradients of q, of the sources' keys and of their values."""
+    d_out, q = whole_rows(d_out), whole_rows(call.q)
+    (B, H, L, D), K, Dv = q.shape, call.groups.shape[1], out.shape[3]
+    R, g = H // K, call.group_size
+    tiles = _tiles("dq", q.dtype, q.is_cuda, max(D, Dv), R)
+    shared, Q = _Shared.of(call, tiles.keys), tiles.rows // R
+    row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+    dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *call.k, *call.v))
+    s_q, s_out, scales = q.stride()[:3], d_out.stride()[:3], (call.scale * LOG2E, call.scale)
+    of_tiles = call.opened(Q, 0, L)
+    with on_device_of(q):
+        _DQ(
+            (cdiv(L, Q), B * K, 1),
+            (
+                q, *shared.sources, *of_tiles, call.starts, out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq,
+            ),
+            (
+                s_q, s_out, shared.s_store, call.level * LOG2E, K, L, 0, L, *of_tiles.numbers, *call.rule, *scales,
+            ),
+            (R, g, *call.constants(call.pool, call.kind, shared.precision), tiles.rows, tiles.keys),
+            tiles.options,
+        )  # fmt: skip
+        queries = (row_lse, delta, q, d_out)
+        tiles = _tiles("dkv", q.dtype, q.is_cuda, max(D, Dv), R)
+        for n, level in ((0, call.level), (2, 0.0)):
+            if n == 0 and not call.pool:
+                grads[0].zero_(), grads[3].zero_()
+                continue
+            keys = dense_rows(call.k[n]), dense_rows(call.v[n])
+            _DKV(
+                (cdiv(keys[0].shape[2], tiles.keys), B * K, 1),
+                (*queries, *keys, of_tiles.words, call.starts, grads[n], grads[3 + n]),
+                (
+                    s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), level * LOG2E, K, L, keys[0].shape[2],
+                    of_tiles.numbers[0], of_tiles.words.shape[1], *call.rule, *scales,
+                ),
+                (R, *call.constants(n == 0, call.kind, shared.precision), tiles.rows, tiles.keys),
+                tiles.options,
+            )  # fmt: skip
+        tiles = _tiles("store", q.dtype, q.is_cuda, max(D, Dv), R)
+        _store_gradients(call, queries, tiles, grads[1], grads[4])
+    return [dq, *grads]
+
+
+def _store_gradients(
+    call: _Call, queries: tuple[Tensor, Tensor, Tensor, Tensor], tiles: Tiles, dk: Tensor, dv: Tensor
+) -> None:
+    """Writes the gradients of the store's keys and values; queries: numbers per row, q and the output's gradient."""
+    (B, K, L, r), G, g = call.groups.shape, call.k[0].shape[2], call.group_size
+    by_group, order = call.groups.flatten(2).sort(dim=-1, stable=True)
+    bounds = torch.arange(G + 1, device=dk.device, dtype=torch.int32).expand(B, K, G + 1).contiguous()
+    first = torch.searchsorted(by_group, bounds)
+    store = dense_rows(call.k[1]), dense_rows(call.v[1])
+    BN = min(64, max(16, power_of_2(g)))
+    _DSTORE(
+        (B * K, G, cdiv(g, BN)),
+        (*queries, *store, first, order, dk, dv),
+        (
+            queries[2].stride()[:3], queries[3].stride()[:3], tuple(s for x in store for s in x.stride()[:3]),
+            K, L, G, r, call.scale * LOG2E, call.scale,
+        ),
+        (
+            queries[2].shape[1] // K, g, *call.constants("tf32x3" if dk.dtype == torch.float32 else "tf32"),
+            tiles.rows, BN,
+        ),
+        tiles.options,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("condense::attend_recall", mutates_args=())
+def _attend(
+    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], groups: Tensor, starts: Tensor | None, rule: Sequence[int],
+    closed: int, level: float, pool: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp of a `_Call`."""
+    return _forward(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale)
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    return results(q, v)
+
+
+@torch.library.custom_op("condense::attend_recall_backward", mutates_args=())
+def _attend_backward(
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
+    groups: Tensor, starts: Tensor | None, rule: Sequence[int], closed: int, level: float, pool: bool, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, of the sources' keys and of their values."""
+    return _backward(d_out, d_lse, out, lse, _Call(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale))
+
+
+@_attend_backward.register_fake
+def _(
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], *_: Any
+) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    call = _Call(*inputs)
+    ctx.numbers = call[5:]
+    ctx.save_for_backward(*output, call.q, *call.k, *call.v, call.groups, call.starts)
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+    out, lse, q, *tensors, groups, starts = ctx.saved_tensors
+    k, v = tensors[:3], tensors[3:]
+    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, groups, starts, *ctx.numbers)
+    return dq, grads[:3], grads[3:], *[None] * 7
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def attend_recall(
+    q: Tensor,
+    entries: Source,
+    store: Source,
+    window: Source,
+    spans: Spans,
+    choice: Choice,
+    *,
+    scale: float,
+    pool: bool,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen.
+
+    Where no group is open, or every one, this is attention over two sources, entries or store, and the window.
+    """
+    B, L, K, G = q.shape[0], q.shape[2], window.k.shape[1], entries.k.shape[2]
+    assert isinstance(spans, RuleSpans), "the backend's limits"
+    rule = spans.rule
+    assert isinstance(rule, UniformRule), "the backend's limits"
+    closed = min(spans.hulls([(0, L)])[0][0].hi, G)
+    r = min(choice.num_recall, closed)
+    if r == 0 or (r == closed and isinstance(choice, IndexChoice)):
+        if r == 0:
+            rule = rule if pool else replace(rule, max_chunks=0)
+        else:
+            entries, rule = store, replace(rule, entries=store.k.shape[2] // G)
+        return attend(
+            q, [entries, window], replace(spans, rule=rule), scale=scale, dropout_p=0.0, return_lse=return_lse
+        )
+    starts, numbers = describe(spans, 2, L, q.device)
+    positions = Positions(starts, tuple(numbers))
+    if isinstance(choice, IndexChoice):
+        groups = choose(
+            choice.q, choice.index, choice.settings, positions, scale=choice.scale, num_recall=r, closed=closed
+        )
+    else:
+        chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G).expand(B, K, L, G)
+        groups = chosen_groups(chosen, r).to(torch.int32)
+    assert entries.bias is None or isinstance(entries.bias, (int, float)), "the backend's limits"
+    call = _Call(
+        q, [entries.k, store.k, window.k], [entries.v, store.v, window.v], groups, starts, tuple(numbers), closed,
+        float(entries.bias or 0.0), pool, scale,
+    )  # fmt: skip
+    tensors = (q, *call.k, *call.v)
+    by_torch = torch.compiler.is_compiling() or type(q) is not Tensor
+    by_torch = by_torch or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    out, lse = (_attend if by_torch else _forward)(*call)
+    return out, lse if return_lse else None

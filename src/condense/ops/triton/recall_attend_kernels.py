@@ -1,0 +1,250 @@
+"""Recall's attention over a prompt, given the groups that each query opens: one online softmax per row, forward and dq.
+
+A program owns a tile of rows as in `condense.ops.triton.device.rule`, Q queries of the R query heads that share a KV
+head. It reads the entries of closed groups, without those that the row's query opens; then the tokens of every group
+that any of its queries opens, each row those of its own; then the window. Which queries open a group is a word with a
+bit per query, made by `condense.ops.triton.recall_choice_kernels`.
+
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, G groups of g tokens, T tiles,
+D0 + D1 width of queries and keys, V0 + V1 of values. BM rows and BN keys per tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.attend_backward import dq_keys
+from condense.ops.triton.attend_forward import VARYING, forward_keys
+from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
+from condense.ops.triton.device.records import Queries, Row, Rule, Softmax, Source, Spans, Start
+from condense.ops.triton.device.rule import cut, start_of_row, tile_rows, visible
+
+# numbers that differ from block to block of queries, and would compile a new kernel each
+BLOCK = ("first", "stop", "words", "room")
+
+
+class Store(NamedTuple):
+    """Exact tokens of one KV head: pointers to the first key and value, strides from one to the next."""
+
+    k: Any
+    v: Any
+    s_k: Any
+    s_v: Any
+
+
+class Opened(NamedTuple):
+    """What the queries of a tile open: a word for every group; and those of all groups that any query opens, ``count``
+    of them, with their words. bit: the row's in a word.
+    """
+
+    words: Any
+    group: Any
+    word: Any
+    count: Any
+    bit: Any
+
+
+@triton.jit
+def opens(word, bit):
+    """Which rows open which groups, ``[BM, n]``."""
+    return ((word[None, :] >> bit[:, None]) & 1) != 0
+
+
+@triton.jit
+def _add_keys(softmax, q, k, v, seen, level, scale, PRECISION: tl.constexpr):
+    """One step of the softmax: keys that each row sees or not. Scores are base 2, scale > 0."""
+    s = tl.where(seen, products(q, k, PRECISION), float("-inf"))
+    m = tl.maximum(softmax.m, tl.max(s, 1) * scale + level)
+    safe = tl.where(m == float("-inf"), 0.0, m)
+    p = tl.exp2(s * scale - (safe - level)[:, None])
+    alpha = tl.exp2(softmax.m - safe)
+    acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
+    return Softmax(acc, m, softmax.total * alpha + tl.sum(p, 1))
+
+
+@triton.jit
+def _forward_entries(softmax, q, source, opened, lo, hi, closed, scale, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """Entries ``[lo, hi)`` of groups that are closed and that the row does not open."""
+    for start in range(lo, hi, BN):
+        n = start + tl.arange(0, BN)
+        k = load_block(source.k, [source.b, source.head, start, 0], BN)
+        v = load_block(source.v, [source.b, source.head, start, 0], BN)
+        word = tl.load(opened.words + n, mask=n < hi, other=0)
+        seen = (n[None, :] < closed[:, None]) & ~opens(word, opened.bit)
+        softmax = _add_keys(softmax, q, k, v, seen, source.level, scale, PRECISION)
+    return softmax
+
+
+@triton.jit
+def _load_opened(store, opened, start, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr):
+    """Tokens ``[start, start + BN)`` of those of all opened groups, and which rows see each."""
+    t = start + tl.arange(0, BN)
+    inside = t < opened.count * g
+    group = tl.load(opened.group + t // g, mask=inside, other=0)
+    word = tl.load(opened.word + t // g, mask=inside, other=0)
+    token = (group * g + t % g).to(tl.int64)
+    k = load_rows(store.k, token * store.s_k, inside, WIDTHS[0], WIDTHS[1])
+    v = load_rows(store.v, token * store.s_v, inside, WIDTHS[2], WIDTHS[3])
+    return k, v, opens(word, opened.bit)
+
+
+@triton.jit
+def _forward_opened(
+    softmax, q, store, opened, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Tokens of all groups that a query of the tile opens, each row those of its own."""
+    for start in range(0, opened.count * g, BN):
+        k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
+        softmax = _add_keys(softmax, q, k, v, seen, 0.0, scale, PRECISION)
+    return softmax
+
+
+@triton.jit
+def _dq_add(dq, queries, k, v, seen, level, scale, PRECISION: tl.constexpr):
+    """One step of dq, up to the softmax scale, of keys that each row sees or not."""
+    s = products(queries.q, k, PRECISION)
+    dp = products(queries.d_out, v, PRECISION)
+    p = tl.where(seen, tl.exp2(s * scale - (queries.lse - level)[:, None]), 0.0)
+    return add_weighted(dq, p * (dp - queries.delta[:, None]), k, PRECISION)
+
+
+@triton.jit
+def _dq_entries(dq, queries, source, opened, lo, hi, closed, scale, BN: tl.constexpr, PRECISION: tl.constexpr):
+    for start in range(lo, hi, BN):
+        n = start + tl.arange(0, BN)
+        k = load_block(source.k, [source.b, source.head, start, 0], BN)
+        v = load_block(source.v, [source.b, source.head, start, 0], BN)
+        word = tl.load(opened.words + n, mask=n < hi, other=0)
+        seen = (n[None, :] < closed[:, None]) & ~opens(word, opened.bit)
+        dq = _dq_add(dq, queries, k, v, seen, source.level, scale, PRECISION)
+    return dq
+
+
+@triton.jit
+def _dq_opened(
+    dq, queries, store, opened, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr
+):
+    for start in range(0, opened.count * g, BN):
+        k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
+        dq = _dq_add(dq, queries, k, v, seen, 0.0, scale, PRECISION)
+    return dq
+
+
+@triton.jit
+def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q: tl.constexpr):
+    """What the queries of this program's tile open."""
+    tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
+    return Opened(
+        words_ptr + tile * words, group_ptr + tile * room, word_ptr + tile * room, tl.load(count_ptr + tile), i % Q
+    )
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_fwd_kernel(
+    q_ptr, entries_k, entries_k_rest, entries_v, entries_v_rest, window_k, window_k_rest, window_v, window_v_rest,
+    store_k_ptr, store_v_ptr, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr, out_ptr, lse_ptr,
+    s_q, s_store, level, K, L, first, stop, words, room,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Of queries ``[first, stop)``: out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous.
+
+    first is a multiple of ``BM // R``, the queries of a tile. level: base-2 number added to the scores of entries.
+    """
+    Q: tl.constexpr = BM // R
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    i, r, real = tile_rows(first + tile * Q, stop, R, BM)
+    head = kvh * R + r
+    q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
+    opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q)
+    softmax = Softmax(zeros(BM, V0, V1), tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
+    if POOL:
+        k = parts(entries_k, entries_k_rest if D1 > 0 else None)
+        v = parts(entries_v, entries_v_rest if V1 > 0 else None)
+        closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
+        source = Source(k, v, row.b, row.head, level, 0)
+        softmax = _forward_entries(softmax, q, source, opened, 0, tl.max(closed), closed, scale, BN, PRECISION)
+    store = Store(
+        store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
+        s_store[2], s_store[5],
+    )  # fmt: skip
+    widths: tl.constexpr = (D0, D1, V0, V1)
+    softmax = _forward_opened(softmax, q, store, opened, scale, g, widths, BN, PRECISION)
+    k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
+    near = Source(k, v, row.b, row.head, 0.0, 0)
+    seen_from, seen_to = visible(1, i, row, spans, KIND)
+    lo, left, right, hi = cut(seen_from, seen_to, False, BN)
+    softmax = forward_keys(softmax, q, near, None, lo, left, seen_from, seen_to, scale, BN, True, PRECISION)
+    softmax = forward_keys(softmax, q, near, None, left, right, seen_from, seen_to, scale, BN, False, PRECISION)
+    softmax = forward_keys(softmax, q, near, None, right, hi, seen_from, seen_to, scale, BN, True, PRECISION)
+    at = (b * K * R + head) * L + i
+    safe = tl.where(softmax.total > 0, softmax.total, 1.0)
+    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
+    lse = tl.where(softmax.total > 0, (softmax.m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse_ptr + at, lse, mask=real)
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_dq_kernel(
+    q_ptr, entries_k, entries_k_rest, entries_v, entries_v_rest, window_k, window_k_rest, window_v, window_v_rest,
+    store_k_ptr, store_v_ptr, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr,
+    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
+    s_q, s_out, s_store, level, K, L, first, stop, words, room,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Of queries ``[first, stop)``: dq ``[B, H, L, D]`` and the two numbers per query that keys need, float32
+    ``[B, H, L]``: see `condense.ops.triton.attend_backward`.
+    """
+    Q: tl.constexpr = BM // R
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    i, r, real = tile_rows(first + tile * Q, stop, R, BM)
+    head = kvh * R + r
+    at = (b * K * R + head) * L + i
+    q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
+    d_out = load_rows(d_out_ptr, b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2], real, V0, V1)
+    out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
+    delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
+    if V1 > 0:
+        delta += tl.sum(out[1].to(tl.float32) * d_out[1].to(tl.float32), 1)
+    delta -= tl.load(d_lse_ptr + at, mask=real, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=real, other=float("-inf")) * 1.4426950408889634
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    tl.store(row_lse_ptr + at, lse, mask=real)
+    tl.store(delta_ptr + at, delta, mask=real)
+    queries = Queries(q, d_out, lse, delta)
+    opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q)
+    dq = zeros(BM, D0, D1)
+    if POOL:
+        k = parts(entries_k, entries_k_rest if D1 > 0 else None)
+        v = parts(entries_v, entries_v_rest if V1 > 0 else None)
+        closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
+        source = Source(k, v, row.b, row.head, level, 0)
+        dq = _dq_entries(dq, queries, source, opened, 0, tl.max(closed), closed, scale, BN, PRECISION)
+    store = Store(
+        store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
+        s_store[2], s_store[5],
+    )  # fmt: skip
+    widths: tl.constexpr = (D0, D1, V0, V1)
+    dq = _dq_opened(dq, queries, store, opened, scale, g, widths, BN, PRECISION)
+    k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
+    near = Source(k, v, row.b, row.head, 0.0, 0)
+    seen_from, seen_to = visible(1, i, row, spans, KIND)
+    lo, left, right, hi = cut(seen_from, seen_to, False, BN)
+    dq = dq_keys(dq, queries, near, None, lo, left, seen_from, seen_to, scale, BN, True, PRECISION)
+    dq = dq_keys(dq, queries, near, None, left, right, seen_from, seen_to, scale, BN, False, PRECISION)
+    dq = dq_keys(dq, queries, near, None, right, hi, seen_from, seen_to, scale, BN, True, PRECISION)
+    store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)

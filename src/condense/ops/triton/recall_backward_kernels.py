@@ -1,0 +1,121 @@
+"""Gradients of Recall's keys and values over a prompt: entries and window tile by tile, the store group by group.
+
+No atomics: a program owns its keys and goes through the queries that see them, in order. `recall_dkv_kernel` goes
+through all tiles of queries from the first that sees one of its keys; `recall_store_kernel` through the queries that
+open its group, from a list. Numbers per query as `condense.ops.triton.attend_backward` has them.
+
+Shapes as in `condense.ops.triton.recall_attend_kernels`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.device.parts import add_weighted, load_rows, products, store_rows, zeros
+from condense.ops.triton.device.records import Queries, Row, Rule, Spans, Start
+from condense.ops.triton.device.rule import seen_by, start_of_row, tile_rows
+
+
+@triton.jit
+def _load_queries(
+    queries, at_q, at_out, at, inside, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr
+):
+    """Queries, gradients of their outputs and both numbers of rows; rows that are not inside have no weight."""
+    return Queries(
+        load_rows(queries.q, at_q, inside, D0, D1),
+        load_rows(queries.d_out, at_out, inside, V0, V1),
+        tl.load(queries.lse + at, mask=inside, other=float("inf")),
+        tl.load(queries.delta + at, mask=inside, other=0.0),
+    )
+
+
+@triton.jit
+def _add_queries(grads, k, v, rows, seen, level, scale, PRECISION: tl.constexpr):
+    """Adds rows to dk, up to the softmax scale, and dv. seen ``[n, BM]``: which rows see which keys."""
+    s = products(k, rows.q, PRECISION)
+    dp = products(v, rows.d_out, PRECISION)
+    p = tl.where(seen, tl.exp2(s * scale - (rows.lse - level)[None, :]), 0.0)
+    dv = add_weighted(grads[1], p, rows.d_out, PRECISION)
+    dk = add_weighted(grads[0], p * (dp - rows.delta[None, :]), rows.q, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=(*VARYING, "size", "words", "tiles"))
+def recall_dkv_kernel(
+    lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, words_ptr, starts_ptr, dk_ptr, dv_ptr,
+    s_q, s_out, s_keys, level, K, L, size, words, tiles,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    R: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries or else of the window."""
+    Q: tl.constexpr = BM // R
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < size
+    key = n.to(tl.int64)
+    k = load_rows(k_ptr, b * s_keys[0] + kvh * s_keys[1] + key * s_keys[2], inside, D0, D1)
+    v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
+    lo, hi = seen_by(0 if ENTRIES else 1, n, size, L, row, spans, 0, 0, KIND)
+    queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
+    grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
+    first = tl.min(tl.where(lo < hi, lo, L)) // Q
+    for tile in range(first, tl.cdiv(tl.max(hi), Q)):
+        i, r, real = tile_rows(tile * Q, L, R, BM)
+        head = kvh * R + r
+        at_q = b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
+        at_out = b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2]
+        rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, real, D0, D1, V0, V1)
+        sees = (i[None, :] >= lo[:, None]) & (i[None, :] < hi[:, None])
+        if ENTRIES:
+            word_at = (tl.program_id(1).to(tl.int64) * tiles + tile) * words + n
+            word = tl.load(words_ptr + word_at, mask=n < words, other=0)
+            sees = sees & (((word[:, None] >> (i % Q)[None, :]) & 1) == 0)
+        grads = _add_queries(grads, k, v, rows, sees, level, scale, PRECISION)
+    at = (b * K + kvh) * size + key
+    store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
+    store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)
+
+
+@triton.jit(do_not_specialize=("L", "G"))
+def recall_store_kernel(
+    lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, first_ptr, order_ptr, dk_ptr, dv_ptr,
+    s_q, s_out, s_keys, K, L, G, r, scale, softmax_scale,
+    R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk ``[B, K, G * g, D]`` and dv ``[B, K, G * g, Dv]``, contiguous; grid (B * K, G, tiles of a group's tokens).
+
+    order int64 ``[B * K, L * r]``: places in the list of all queries' groups, by group and then by query; first
+    ``[B * K, G + 1]``: where each group begins among them.
+    """
+    Q: tl.constexpr = BM // R
+    row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
+    b, kvh, group = row.b.to(tl.int64), row.head.to(tl.int64), tl.program_id(1)
+    token = tl.program_id(2) * BN + tl.arange(0, BN)
+    inside = token < g
+    key = group.to(tl.int64) * g + token
+    k = load_rows(k_ptr, b * s_keys[0] + kvh * s_keys[1] + key * s_keys[2], inside, D0, D1)
+    v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
+    j = tl.arange(0, BM)
+    head = kvh * R + j % R
+    order_ptr += tl.program_id(0).to(tl.int64) * L * r
+    first_ptr += tl.program_id(0).to(tl.int64) * (G + 1) + group
+    last = tl.load(first_ptr + 1)
+    queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
+    grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
+    for start in range(tl.load(first_ptr), last, Q):
+        place = start + j // R
+        there = (place < last) & (j < Q * R)
+        i = tl.load(order_ptr + place, mask=there, other=0) // r
+        at_q, at_out = b * s_q[0] + head * s_q[1] + i * s_q[2], b * s_out[0] + head * s_out[1] + i * s_out[2]
+        rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, there, D0, D1, V0, V1)
+        grads = _add_queries(grads, k, v, rows, there[None, :], 0.0, scale, PRECISION)
+    at = (b * K + kvh) * G * g + key
+    store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
+    store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)

@@ -1,0 +1,205 @@
+"""The groups that each query of a prompt opens, chosen by kernels block of queries by block.
+
+Scores of a block of queries stand in scratch memory of a fixed size; what is kept is a list of groups per query. No
+wait for the host.
+
+Shapes: B rows, H query heads, K KV heads, L queries, G groups, r groups that a query opens, D key width.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.triton.descriptors import descriptor
+from condense.ops.triton.device.parts import tile_width
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_choice_kernels import (
+    recall_cells_kernel,
+    recall_groups_kernel,
+    recall_list_kernel,
+    recall_mark_kernel,
+    recall_score_kernel,
+)
+
+_SCORE, _CELLS, _GROUPS = (Launcher(x) for x in (recall_score_kernel, recall_cells_kernel, recall_groups_kernel))
+_MARK, _LIST = Launcher(recall_mark_kernel), Launcher(recall_list_kernel)
+# groups of a cell, of which the best score is kept
+_CELL = 16
+# bytes of the scores of a block of queries
+_SCRATCH = 2**31
+
+
+class Tiles(NamedTuple):
+    """Rows of a tile of scores and of the index, and Triton's options."""
+
+    rows: int
+    columns: int
+    options: dict[str, int]
+
+
+@functools.cache
+def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, R: int) -> Tiles:
+    rows = power_of_2(R)
+    if not is_cuda:  # the interpreter
+        return Tiles(max(16, rows), 32, {})
+    if dtype == torch.float32:
+        return Tiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
+    return Tiles(128, 64, {"num_warps": 4 if width <= 128 else 8, "num_stages": 1})
+
+
+def _queries(columns: int, is_cuda: bool) -> int:
+    """Queries of a program that ranks ``columns`` numbers for each: one warp on a GPU."""
+    return max(1, min(32, 512 // columns)) if is_cuda else 16
+
+
+def _warps(columns: int) -> int:
+    return 1 if columns <= 1024 else 4
+
+
+class Positions(NamedTuple):
+    """Where a call's queries stand: what `condense.ops.triton.attend.describe` makes of `RuleSpans`."""
+
+    starts: Tensor | None
+    rule: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """As `condense.ops.triton.device.rule` names it."""
+        return "row" if self.starts is None else "rows"
+
+
+class _Scratch(NamedTuple):
+    """Of n queries: score ``[B * K, n, R, scores]``, best score of every cell ``[B * K, n, R, cells]``, log-sum-exp
+    ``[B * K, n, R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``.
+    """
+
+    score: Tensor
+    cell: Tensor
+    lse: Tensor
+    picked: Tensor
+
+
+def _scratch(device: torch.device, heads: int, n: int, R: int, scores: int, picked: int) -> _Scratch:
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return _Scratch(
+        empty(heads, n, R, scores), empty(heads, n, R, scores // _CELL), empty(heads, n, R),
+        empty(heads, n, picked, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def _index_rows(index: GroupIndex, settings: IndexSettings, dtype: torch.dtype) -> Tensor:
+    """The index as numbers of the dtype of the queries, as `recall_score_kernel` reads it: codes of 8 bits are exact in
+    all. The last block is repeated up to a power of two.
+    """
+    codes = index.codes.unflatten(3, (-1, settings.num_blocks, index.codes.shape[3] // settings.num_rows))
+    if settings.bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+    blocks = torch.arange(power_of_2(settings.num_blocks), device=codes.device).clamp(max=settings.num_blocks - 1)
+    codes = codes[:, :, :, :, blocks].transpose(2, 3)
+    return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 4).flatten(1, 2))
+
+
+def choose(
+    q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, num_recall: int,
+    closed: int,
+) -> Tensor:  # fmt: skip
+    """The groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``min(num_recall, G)``; G
+    where there are fewer.
+
+    q ``[B, H, L, D]``; closed: no query sees more groups as closed. 1 <= num_recall; scale > 0.
+    """
+    q = whole_rows(q)
+    (B, H, L, D), (_, K, G, _) = q.shape, index.codes.shape
+    R, r, heads = H // K, min(num_recall, G), B * K
+    check_programs(heads)
+    groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
+    rows = _index_rows(index, settings, q.dtype)
+    of_score, blocks = _tiles(q.dtype, q.is_cuda, D, R), power_of_2(settings.num_blocks)
+    tile = max(_CELL, of_score.columns // blocks)
+    precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
+    scores = cdiv(max(closed, 1), tile) * tile
+    cells = power_of_2(scores // _CELL)
+    picked = power_of_2(min(r, cells))
+    Q = of_score.rows // R
+    n = max(1, _SCRATCH // (heads * R * scores * 4) // Q) * Q
+    described = descriptor(TensorDescriptor, rows, [1, 1, tile * blocks, tile_width(D)])
+    grid = index.grid.contiguous() if settings.bits < 16 else None
+    scratch = _scratch(q.device, heads, min(n, L), R, scores, picked)
+    with on_device_of(q):
+        for first in range(0, L, n):
+            stop = min(first + n, L)
+            sizes = (K, L, G, first, stop, scores, scores // _CELL, *positions.rule)
+            _SCORE(
+                (cdiv(stop - first, Q), heads, 1),
+                (q, described, grid, positions.starts, *scratch[:3]),
+                (q.stride()[:3], *sizes, scale * LOG2E),
+                (
+                    R, settings.num_blocks, blocks, D, tile_width(D), settings.kind == "bounds", positions.kind,
+                    precision, of_score.rows, tile, _CELL,
+                ),
+                of_score.options,
+            )  # fmt: skip
+            _CELLS(
+                (cdiv(stop - first, _queries(cells, q.is_cuda)), heads, 1),
+                (scratch.cell, scratch.lse, positions.starts, scratch.picked), sizes,
+                (R, positions.kind, _CELL, cells, picked, r, _queries(cells, q.is_cuda)),
+                {"num_warps": _warps(cells)},
+            )  # fmt: skip
+            looked = picked * _CELL
+            _GROUPS(
+                (cdiv(stop - first, _queries(looked, q.is_cuda)), heads, 1),
+                (scratch.score, scratch.lse, scratch.picked, positions.starts, groups), sizes,
+                (R, positions.kind, _CELL, picked, power_of_2(r), r, _queries(looked, q.is_cuda)),
+                {"num_warps": _warps(looked)},
+            )  # fmt: skip
+    return groups
+
+
+class Opened(NamedTuple):
+    """What T tiles of queries open, for every row and KV head.
+
+    words ``[B * K, T, G]``: bit i of a word says that query i of the tile opens the group. groups int32 and of_groups
+    ``[B * K, T, room]``: those that any query opens, in rising order, with their words; counts int32 ``[B * K, T]``.
+    """
+
+    words: Tensor
+    groups: Tensor
+    of_groups: Tensor
+    counts: Tensor
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Rows of words and of groups, as kernels take them."""
+        return self.words.shape[2], self.groups.shape[2]
+
+
+def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Opened:
+    """What tiles of ``tile`` queries, 64 at most, of queries ``[first, stop)`` open.
+
+    groups: as `choose` gives them, of ``num_groups`` groups; closed: no query sees more groups as closed.
+    """
+    B, K, L, r = groups.shape
+    T, closed = cdiv(stop - first, tile), max(closed, 1)
+    room = min(closed, tile * r)
+    dtype = torch.int32 if tile <= 32 else torch.int64
+    words = torch.zeros(B * K, T, closed, dtype=dtype, device=groups.device)
+    lists = words.new_empty(B * K, T, room, dtype=torch.int32), words.new_empty(B * K, T, room)
+    counts = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
+    with on_device_of(groups):
+        places = power_of_2(r)
+        queries = _queries(places, groups.is_cuda)
+        _MARK(
+            (cdiv(stop - first, queries), B * K, 1), (groups, words), (L, num_groups, first, stop, closed, r),
+            (tile, places, queries), {"num_warps": _warps(places)},
+        )  # fmt: skip
+        _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
+    return Opened(words, *lists, counts)

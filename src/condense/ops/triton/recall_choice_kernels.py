@@ -1,0 +1,291 @@
+"""Kernels that choose the groups that each query of a prompt opens, and sort the choice by query and by tile.
+
+`recall_score_kernel`: index scores of a block of queries, by matrix products; the best of every C groups (a *cell*) and
+the log-sum-exp of all. `recall_cells_kernel`: the cells that hold every group which may be among the best r: those with
+the r best groups, as every cell has at least the group that is its best. `recall_groups_kernel`: the best r groups of
+these cells. So 1 of M / (r * C) scores is read again. `recall_mark_kernel` and `recall_list_kernel` turn choices round:
+which queries of a tile open a group, and which groups any query of a tile opens.
+
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups of g
+tokens, m blocks per group, F index rows per group, D width, P columns of the tile that holds it, r groups that a query
+opens. T tiles of Q queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.device.parts import parts
+from condense.ops.triton.device.records import Row, Rule, Spans, Start
+from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
+
+_INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+# numbers that differ from block to block of queries, and would compile a new kernel each
+BLOCK = ("G", "first", "stop", "scores", "cells")
+
+
+@triton.jit
+def _closed(i, row, spans, G, KIND: tl.constexpr):
+    """Groups that are closed for queries i, of those that the index has."""
+    return tl.minimum(visible(0, i, row, spans, KIND)[1], G).to(tl.int32)
+
+
+@triton.jit
+def _load_queries(q_ptr, at, real, D: tl.constexpr, P: tl.constexpr):
+    d = tl.arange(0, P)
+    return tl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+
+
+class _Index(NamedTuple):
+    """The index of one KV head: its rows, as `recall_score_kernel` has them, batch row and first head of these; steps
+    and zeros of the groups' grids, how many groups it has.
+    """
+
+    rows: Any
+    b: Any
+    head: Any
+    grid: Any
+    size: Any
+
+
+class _Scored(NamedTuple):
+    """Queries of a tile: those that meet the rows of the index (of bounds: the negative and the positive part), the
+    sum of each, their scale, and where they write their scores and cells' best scores.
+    """
+
+    q: Any
+    sum_q: Any
+    scale: Any
+    score: Any
+    cell: Any
+    real: Any
+
+
+@triton.jit
+def _score_groups(
+    queries, index, lse, lo, hi, closed, m: tl.constexpr, MP: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores and writes groups ``[lo, hi)``, and adds them to lse: the largest score of each row and the sum of
+    ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
+    """
+    top, total = lse
+    BM: tl.constexpr = closed.shape[0]
+    for group in range(lo, hi, BG):
+        n = group + tl.arange(0, BG)
+        x = index.rows.load([index.b, index.head, group * MP, 0])
+        x = x.reshape(x.shape[2], x.shape[3])
+        s = tl.dot(queries.q[0], tl.trans(x), input_precision=PRECISION)
+        if len(queries.q) == 2:
+            x = index.rows.load([index.b, index.head + 1, group * MP, 0])
+            x = x.reshape(x.shape[2], x.shape[3])
+            s = tl.dot(queries.q[1], tl.trans(x), s, input_precision=PRECISION)
+        s = tl.reshape(s, [BM, BG, MP])
+        if len(queries.q) == 2:
+            # step > 0 and zero are the group's, so that the best block is known before them
+            s = tl.max(s, 2)
+            if index.grid is not None:
+                step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0) * queries.scale
+                zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0) * queries.scale
+                s = s * step[None, :] + queries.sum_q[:, None] * zero[None, :]
+            else:
+                s = s * queries.scale
+        else:
+            if index.grid is not None:
+                step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0)
+                zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0)
+                s = s * step[None, :, None] + (queries.sum_q[:, None] * zero[None, :])[:, :, None]
+            s = tl.where(tl.arange(0, MP)[None, None, :] < m, s * queries.scale, float("-inf"))
+            largest = tl.max(s, 2)
+            s = largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, None]), 2))
+        if MASKED:
+            s = tl.where(n[None, :] < closed[:, None], s, float("-inf"))
+        tl.store(queries.score[:, None] + n[None, :], s, mask=queries.real[:, None])
+        of_cells = tl.max(tl.reshape(s, [BM, BG // C, C]), 2)
+        cell = group // C + tl.arange(0, BG // C)
+        tl.store(queries.cell[:, None] + cell[None, :], of_cells, mask=queries.real[:, None])
+        larger = tl.maximum(top, tl.max(of_cells, 1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
+        top = larger
+    return top, total
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_score_kernel(
+    q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
+    s_q, K, L, G, first, stop, scores, cells,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    R: tl.constexpr, m: tl.constexpr, MP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BOUNDS: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Of queries ``[first, stop)``: scores float32 ``[B * K, n, R, scores]`` of closed groups, base 2; the best of
+    every cell ``[B * K, n, R, cells]``; the log-sum-exp ``[B * K, n, R]``.
+
+    rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, G * MP, D]``, first the lowest and then the
+    highest keys, else ``[B, K, G * MP, D]``; MP: m as a power of two. A quantised index holds its codes, and grid
+    float32 ``[B, K, G, 2]`` their step and zero: ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
+    Scores of tiles of groups beyond the last closed one of a tile of queries are not written.
+    """
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
+    # the last queries see the most groups and take longest: start them first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    i, r, real = tile_rows(first + tile * (BM // R), stop, R, BM)
+    closed = _closed(i, row, spans, G, KIND)
+    q = _load_queries(q_ptr, b * s_q[0] + (kvh * R + r) * s_q[1] + i.to(tl.int64) * s_q[2], real, D, P)
+    sum_q = tl.sum(q.to(tl.float32), 1)
+    at = (tl.program_id(1).to(tl.int64) * (stop - first) + (i - first)) * R + r
+    index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr, G)
+    if grid_ptr is not None:
+        index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + (b * K + kvh) * G * 2, G)
+    negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
+    queries = _Scored(
+        parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + at * scores,
+        cell_ptr + at * cells, real,
+    )  # fmt: skip
+    lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
+    whole = tl.min(closed) // BG * BG
+    lse = _score_groups(queries, index, lse, 0, whole, closed, m, MP, BG, C, False, PRECISION)
+    lse = _score_groups(queries, index, lse, whole, tl.max(closed), closed, m, MP, BG, C, True, PRECISION)
+    # 0 where no group is closed
+    total = lse[1]
+    tl.store(lse_ptr + at, tl.where(total > 0, lse[0], 0.0) + tl.log2(tl.where(total > 0, total, 1.0)), mask=real)
+
+
+@triton.jit
+def _best_share(score_ptr, lse_ptr, query, width, n, valid, R: tl.constexpr):
+    """The largest of the query heads' shares of groups or cells n ``[BQ, N]``, in log space; -inf where not valid."""
+    share = tl.full(valid.shape, float("-inf"), tl.float32)
+    for r in tl.static_range(R):
+        at = query * R + r
+        score = tl.load(score_ptr + at[:, None] * width + n, mask=valid, other=float("-inf"))
+        if R > 1:
+            score -= tl.load(lse_ptr + at)[:, None]
+        share = tl.maximum(share, score)
+    return tl.where(valid, share, float("-inf"))
+
+
+@triton.jit
+def _best(share, valid, wanted):
+    """Which of each row of ``[BQ, N]`` are among the best ``wanted`` of the valid, ties to the first; their places in
+    order. A row without that many has all of its valid ones.
+    """
+    # floats as integers in the same order: of negative ones, all bits but the sign are flipped
+    bits = share.to(tl.int32, bitcast=True)
+    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
+    lo = tl.min(tl.where(valid, key, _INT_MAX), 1).to(tl.int64)
+    # rows with fewer, which keep all, need no search
+    hi = tl.where(tl.sum(valid.to(tl.int32), 1) > wanted, tl.max(key, 1).to(tl.int64) + 1, lo)
+    # at least ``wanted`` keys reach lo, fewer reach hi
+    while tl.max(hi - lo, 0) > 1:
+        middle = lo + (hi - lo) // 2
+        reach = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
+        lo = tl.where(reach >= wanted, middle, lo)
+        # exactly ``wanted`` keys reach it: the search ends
+        hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
+    threshold = lo.to(tl.int32)[:, None]
+    better, equal = valid & (key > threshold), valid & (key == threshold)
+    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
+    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
+    before = tl.cumsum(flags, 1) - flags
+    room = (wanted - tl.sum(better.to(tl.int32), 1))[:, None]
+    is_best = better | (equal & ((before & 0xFFFF) < room))
+    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room)
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_cells_kernel(
+    cell_ptr, lse_ptr, starts_ptr, picked_ptr,
+    K, L, G, first, stop, scores, cells,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries,
+    R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, r: tl.constexpr,
+    BQ: tl.constexpr,
+):  # fmt: skip
+    """The r cells with the best shares in rising order, int32 ``[B * K, n, PICKED]``; CELLS where there are fewer.
+
+    CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
+    """
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    spans = Spans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
+    i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
+    closed = tl.where(i < stop, _closed(i, row, spans, G, KIND), 0)
+    query = tl.program_id(1).to(tl.int64) * (stop - first) + tl.minimum(i, stop - 1) - first
+    n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
+    valid = n * C < closed[:, None]
+    share = _best_share(cell_ptr, lse_ptr, query, cells, n, valid, R)
+    picked, place = _best(share, valid, r)
+    tl.store(picked_ptr + query[:, None] * PICKED + place, n + tl.zeros_like(place), mask=picked)
+    unused = (slot >= tl.minimum(r, tl.cdiv(closed, C))[:, None]) & (i < stop)[:, None]
+    tl.store(picked_ptr + query[:, None] * PICKED + slot, tl.full([BQ, PICKED], CELLS, tl.int32), mask=unused)
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_groups_kernel(
+    score_ptr, lse_ptr, picked_ptr, starts_ptr, groups_ptr,
+    K, L, G, first, stop, scores, cells,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries,
+    R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, r: tl.constexpr,
+    BQ: tl.constexpr,
+):  # fmt: skip
+    """The open groups of queries ``[first, stop)`` in rising order, int32 ``[B * K, L, r]``; G where there are fewer.
+
+    PLACES: r as a power of two. A program has BQ queries of one KV head.
+    """
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    spans = Spans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
+    i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
+    closed = tl.where(i < stop, _closed(i, row, spans, G, KIND), 0)
+    query = tl.program_id(1).to(tl.int64) * (stop - first) + tl.minimum(i, stop - 1) - first
+    slot, place = tl.arange(0, PICKED * C)[None, :], tl.arange(0, PLACES)[None, :]
+    group = tl.load(picked_ptr + query[:, None] * PICKED + slot // C) * C + slot % C
+    valid = group < closed[:, None]
+    share = _best_share(score_ptr, lse_ptr, query, scores, group, valid, R)
+    is_open, at = _best(share, valid, r)
+    groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
+    tl.store(groups_at + at, group, mask=is_open)
+    unused = (place >= tl.minimum(r, closed)[:, None]) & (place < r) & (i < stop)[:, None]
+    tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
+
+
+@triton.jit(do_not_specialize=("L", "G", "first", "stop", "words"))
+def recall_mark_kernel(
+    groups_ptr, mark_ptr, L, G, first, stop, words, r, Q: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """Sets bit ``i % Q`` of word ``[B * K, T, words]`` for every group that query i opens; all were 0 before.
+
+    An "or" of integers gives the same in any order. A program has BQ queries of one KV head.
+    """
+    head, place = tl.program_id(1).to(tl.int64), tl.arange(0, PLACES)[None, :]
+    i = tl.program_id(0) * BQ + tl.arange(0, BQ)
+    there = (i < stop - first)[:, None] & (place < r)
+    group = tl.load(groups_ptr + ((head * L + first + i) * r)[:, None] + place, mask=there, other=G)
+    bit = tl.full([BQ, PLACES], 1, mark_ptr.dtype.element_ty) << (i % Q)[:, None]
+    tile = head * tl.cdiv(stop - first, Q) + i // Q
+    tl.atomic_or(mark_ptr + tile[:, None] * words + group, bit, mask=group < G, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=("words", "room"))
+def recall_list_kernel(mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, BW: tl.constexpr):
+    """The groups of a tile that any of its queries opens, in rising order, with their words: int32 and as marked,
+    ``[B * K, T, room]``; and how many these are, int32 ``[B * K, T]``.
+    """
+    tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    count = tl.full([], 0, tl.int32)
+    for start in range(0, words, BW):
+        n = start + tl.arange(0, BW)
+        word = tl.load(mark_ptr + tile * words + n, mask=n < words, other=0)
+        some = (word != 0).to(tl.int32)
+        place = count + tl.cumsum(some, 0) - some
+        tl.store(group_ptr + tile * room + place, n, mask=some != 0)
+        tl.store(opens_ptr + tile * room + place, word, mask=some != 0)
+        count += tl.sum(some, 0)
+    tl.store(count_ptr + tile, count)

@@ -1,0 +1,267 @@
+"""Recall's kernels over a prompt against its definition: interpreted in float32 on a CPU, compiled on a GPU.
+
+A choice may differ where two groups' shares differ by less than the scores' own error. No test hides that: wherever the
+kernels opened other groups, the shares are compared; and attention is compared over what the kernels opened.
+"""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from condense.ops.recall import (
+    ArrayChoice,
+    IndexChoice,
+    IndexSettings,
+    attend_recall,
+    build_index,
+    choose_groups,
+    index_scores,
+)
+from condense.ops.spans import RuleSpans, Source, UniformRule
+from condense.ops.triton import recall_attend, recall_choice
+from condense.ops.triton.limits import DTYPES
+from condense.testing.budget import judge
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+WIDTHS = [(D, D) for D in (64, 80, 96, 192, 256)] + [(192, 128)] if CUDA else [(40, 24)]
+BOUNDS_8, BOUNDS_16 = IndexSettings("bounds", 4, 2, 8), IndexSettings("bounds", 4, 4, 16)
+MEANS_8, MEANS_4 = IndexSettings("sub_means", 4, 1, 8), IndexSettings("sub_means", 3, 3, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries from position ``start`` on over what a row has read; pads: left padding of each row, then start is 0."""
+
+    heads: tuple[int, int]
+    index: IndexSettings = BOUNDS_8
+    L: int = 37
+    start: int = 0
+    window: int = 5
+    r: int = 3
+    pads: tuple[int, ...] = (0,)
+    unchosen: str = "pool"
+    bias: float | None = math.log(4)
+    widths: tuple[int, int] = (16, 16)
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "ratio-1": Case((1, 1), L=45),
+    "ratio-3-padded": Case((3, 1), BOUNDS_16, L=29, pads=(0, 11)),
+    "ratio-7": Case((7, 1), MEANS_8, L=23, unchosen="drop"),
+    "later-queries": Case((2, 1), MEANS_4, L=9, start=40, window=3, bias=None),
+    "no-window": Case((2, 2), IndexSettings("bounds", 1, 1, 4), L=13, window=0, r=2),
+}
+if CUDA:
+    of_16 = IndexSettings("bounds", 16, 8, 8)
+    CASES |= {
+        f"{dtype}-{name}".removeprefix("torch."): Case(*fields, widths=(128, 128), dtype=dtype)
+        for dtype in DTYPES
+        for name, fields in {
+            "ratio-1": ((2, 2), of_16, 1100, 0, 100, 9),
+            "ratio-4": ((8, 2), of_16, 1500, 0, 100, 20, (0, 301)),
+            "ratio-7-means": ((7, 1), IndexSettings("sub_means", 16, 4, 4), 901, 0, 64, 12, (0,), "drop"),
+            "later-queries": ((4, 1), IndexSettings("bounds", 16, 16, 16), 333, 2048, 64, 30),
+        }.items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Scratch memory is full of what nobody wrote."""
+    original = recall_choice._scratch
+
+    def poison(*args):
+        buffers = original(*args)
+        for x in buffers:
+            x.fill_(torch.nan if x.is_floating_point() else 77_777)
+        return buffers
+
+    monkeypatch.setattr(recall_choice, "_scratch", poison)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The lists of groups that the kernels made, the last one first."""
+    lists, original = [], recall_attend.choose
+    monkeypatch.setattr(recall_attend, "choose", lambda *a, **kw: lists.insert(0, original(*a, **kw)) or lists[0])
+    return lists
+
+
+class Problem:
+    """Queries, sources, spans and index of a case; entries are no means, so that no test depends on what they are."""
+
+    def __init__(self, case, seed=0):
+        (H, K), (D, Dv), g, rows = case.heads, case.widths, case.index.group_size, len(case.pads)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = case.start + case.L
+        first = max(0, case.start + 1 - case.window) // g * g
+        G = tokens // g
+
+        def random(*shape):
+            return torch.randn(rows, *shape, generator=generator).to(DEVICE, case.dtype)
+
+        self.case = case
+        self.inputs = [
+            random(H, case.L, D), random(K, G, D), random(K, G, Dv), random(K, G * g, D), random(K, G * g, Dv),
+            random(K, tokens - first, D), random(K, tokens - first, Dv),
+        ]  # fmt: skip
+        starts = torch.tensor([case.start - pad for pad in case.pads])
+        windows = torch.tensor([first - pad for pad in case.pads])
+        self.spans = RuleSpans(UniformRule(g, case.window), starts, windows)
+        self.index = build_index(self.inputs[3].unflatten(2, (G, g)), case.index)
+        self.closed = self.spans.at(0, case.L, torch.device(DEVICE))[0].hi
+        self.scale = D**-0.5
+
+    def choice(self, r=None):
+        return IndexChoice(self.inputs[0], self.index, self.case.index, self.scale, self.case.r if r is None else r)
+
+    def attend(self, inputs, choice, backend, **kwargs):
+        """Output and log-sum-exp, 0 for queries that see nothing."""
+        q, *keys = inputs
+        entries, store, window = (Source(k, v) for k, v in zip(keys[::2], keys[1::2], strict=True))
+        out, lse = attend_recall(
+            q, entries._replace(bias=self.case.bias), store, window, self.spans, choice, scale=self.scale,
+            unchosen=self.case.unchosen, backend=backend, return_lse=True, **kwargs,
+        )  # fmt: skip
+        return out, torch.where(lse == -math.inf, 0.0, lse)
+
+    def leaves(self, dtype=None):
+        return [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in self.inputs]
+
+    def opened(self, groups):
+        """Lists of groups ``[B, K, L, r]`` as a mask, checked to be in order and full."""
+        G = self.inputs[1].shape[2]
+        real = groups < G
+        assert torch.equal(real.sum(-1), self.closed.clamp(max=groups.shape[-1]).expand(groups.shape[:3]))
+        assert bool((groups.diff(dim=-1) > 0)[real[..., 1:]].all())
+        mask = torch.zeros(*groups.shape[:3], G + 1, dtype=torch.bool, device=groups.device)
+        return mask.scatter_(3, groups.long(), True)[..., :G]
+
+    def check_choice(self, mask):
+        """What the definition opens in float64 is what ``mask`` opens, but for near ties."""
+        index = self.index._replace(grid=self.index.grid.double())
+        scores = index_scores(self.inputs[0].double(), index, self.case.index, self.scale)
+        K = mask.shape[1]
+        want = choose_groups(scores, self.closed, self.case.r, K)
+        is_closed = torch.arange(scores.shape[-1], device=scores.device) < self.closed[..., None]
+        largest = scores[is_closed.expand_as(scores)].abs().max()
+        scores = scores.masked_fill(~is_closed, -math.inf)
+        shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)
+        others = want != mask
+        assert int(others.any(-1).sum()) <= 0.02 * others[..., 0].numel()
+        asked = torch.where(others, shares, math.nan).flatten(0, 2)[others.any(-1).flatten()]
+        if asked.numel() > 0:
+            # products of D numbers, accumulated in float32
+            spread = asked.nan_to_num(-math.inf).amax(-1) - asked.nan_to_num(math.inf).amin(-1)
+            assert float(spread.max()) <= 64 * torch.finfo(torch.float32).eps * float(largest)
+
+
+def compare(case, chosen):
+    """Choice, output, log-sum-exp and all gradients."""
+    problem = Problem(case)
+    inputs, exact, plain = problem.leaves(), problem.leaves(torch.float64), problem.leaves()
+    got = problem.attend(inputs, problem.choice(), "triton")
+    mask = problem.opened(chosen[0])
+    problem.check_choice(mask)
+    want, yardstick = (problem.attend(x, ArrayChoice(mask), "torch") for x in (exact, plain))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator).to(DEVICE, case.dtype) for x in got]
+    results = []
+    for outputs, leaves in ((got, inputs), (want, exact), (yardstick, plain)):
+        total = sum((x * w.to(x.dtype)).sum() for x, w in zip(outputs, weights, strict=True))
+        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        results.append([outputs[0].detach(), *grads])
+    verdict = judge(*results)
+    assert verdict.passed, verdict
+    size = problem.inputs[0].double().norm(dim=-1).amax() * problem.inputs[3].double().norm(dim=-1).amax()
+    error = torch.finfo(case.dtype).eps * problem.scale * float(size)
+    assert float((got[1] - want[1]).detach().abs().max()) <= error
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_choice_output_and_gradients(name, chosen):
+    compare(CASES[name], chosen)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_widths(widths, chosen):
+    dtype = DTYPES[0] if CUDA else torch.float32
+    compare(Case((2, 1), L=700 if CUDA else 21, widths=widths, dtype=dtype), chosen)
+
+
+def test_many_groups_are_chosen_from_the_best_cells(chosen):
+    """More cells of groups than groups to open, ties of whole cells included: their lower groups are opened."""
+    case = Case((2, 1), IndexSettings("bounds", 1, 1, 16), L=9, start=140, window=2, r=4)
+    problem = Problem(case)
+    problem.inputs[3][:, :, 20:100] = problem.inputs[3][:, :, 20:21].clone()
+    problem.index = build_index(problem.inputs[3].unflatten(2, (-1, 1)), case.index)
+    with torch.no_grad():
+        problem.attend(problem.inputs, problem.choice(), "triton")
+    problem.check_choice(problem.opened(chosen[0]))
+
+
+def test_equal_scores_open_the_lower_groups(chosen):
+    case = Case((1, 1), IndexSettings("bounds", 1, 1, 16), L=5, start=80, window=2, r=5)
+    problem = Problem(case)
+    problem.inputs[3][:] = problem.inputs[3][:, :, :1].clone()
+    problem.index = build_index(problem.inputs[3].unflatten(2, (-1, 1)), case.index)
+    with torch.no_grad():
+        problem.attend(problem.inputs, problem.choice(), "triton")
+    assert bool(problem.opened(chosen[0])[..., :5].all())
+
+
+def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
+    """Scores and words of a few queries at a time give the bits of all at once."""
+    problem = Problem(Case((2, 1), L=25))
+    with torch.no_grad():
+        whole = problem.attend(problem.inputs, problem.choice(), "triton")
+        monkeypatch.setattr(recall_choice, "_SCRATCH", 1)
+        monkeypatch.setattr(recall_attend, "_WORDS", 1)
+        parts = problem.attend(problem.inputs, problem.choice(), "triton")
+    assert torch.equal(chosen[0], chosen[1])
+    assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("r", [0, 100])
+@pytest.mark.parametrize("unchosen", ["pool", "drop"])
+def test_no_group_and_every_group(r, unchosen):
+    problem = Problem(Case((2, 1), L=21, unchosen=unchosen))
+    with torch.no_grad():
+        got, want = (problem.attend(problem.inputs, problem.choice(r), x) for x in ("triton", "reference"))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_in_which_nothing_closes():
+    problem = Problem(Case((2, 1), L=21, window=30))
+    with torch.no_grad():
+        got, want = (problem.attend(problem.inputs, problem.choice(), x) for x in ("triton", "reference"))
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_twice_gives_the_same_bits():
+    problem = Problem(Case((2, 1), L=600 if CUDA else 29))
+    results = []
+    for _ in range(2):
+        inputs = problem.leaves()
+        out, lse = problem.attend(inputs, problem.choice(), "triton")
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), inputs)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_refusals():
+    problem = Problem(Case((2, 1), L=21))
+    q, *keys = problem.inputs
+    with pytest.raises(ValueError, match="backend 'triton' takes torch"):
+        problem.attend([x.double() for x in problem.inputs], problem.choice(), "triton")
+    entries = Source(keys[0], keys[1], torch.zeros(1, 1, keys[0].shape[2], device=DEVICE))
+    with pytest.raises(ValueError, match="one bias for all entries"):
+        attend_recall(
+            q, entries, Source(*keys[2:4]), Source(*keys[4:]), problem.spans, problem.choice(), scale=1.0,
+            backend="triton",
+        )  # fmt: skip
