@@ -120,6 +120,26 @@ def test_graph_decoder_gives_the_tokens_of_generate(model):
         assert torch.equal(decoder.generate(others, max_new_tokens=tiny.NEW, chunk=chunk), want)
 
 
+def test_a_store_in_host_memory_gives_the_same_tokens(model):
+    """Growing, static, and by a decoder whose prompt comes in chunks; beams are refused."""
+    want = _generate(model)
+    condense.apply(model, METHOD.replace(store="host", slots=3))
+    assert torch.equal(_generate(model), want)
+    assert torch.equal(_generate(model, cache_implementation="static"), want)
+    decoder = condense.GraphDecoder(model, batch_size=3, max_length=60)
+    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=tiny.NEW, chunk=7), want)
+    with pytest.raises(ValueError, match=r"beams.*store='device'"):
+        _generate(model, num_beams=3)
+
+
+def test_dropout_is_refused_before_a_token_is_stored():
+    model, ids = condense.apply(tiny.model("llama", attention_dropout=0.5), METHOD), tiny.tokens(1, 40)
+    cache = tiny.filled(model, ids)
+    with torch.no_grad(), pytest.raises(ValueError, match="has no attention dropout"):
+        model.train()(ids[:, :5], past_key_values=cache, use_cache=True)
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
+
+
 def test_some_layers_alone():
     model = condense.apply(tiny.model("llama"), METHOD, layers=[0])
     condense.apply(model, tiny.CCA, layers=[2])

@@ -144,8 +144,8 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention` does
-        and, once there are groups to choose from, for backend "hopper".
+        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`
+        does and, once there are groups to choose from, for backend "hopper".
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
