@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.methods import Method
+from condense.caches.token_store import join_writes
+from condense.methods import Method, Recall
 from condense.models.families import FAMILIES, REGISTERED, is_latent, sliding_window, stock_class
 from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
@@ -101,6 +102,8 @@ class CacheProxy:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
+        method: Method = call.module.condense_method  # type: ignore[assignment]
+        method.check_attention(scale=call.scale, dropout_p=call.dropout)
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
         if is_step and not with_gradients:
@@ -179,7 +182,10 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     call = target.call
     method = method_of(call.module)
     context = read_tokens(target, method, q, k, v)
-    return method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    if isinstance(method, Recall) and method.store == "host" and q.is_cuda:
+        join_writes(q.device)  # which ran beside this layer's attention
+    return out
 
 
 def method_of(module: nn.Module) -> Method:
