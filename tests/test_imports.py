@@ -20,7 +20,7 @@ ARROWS["state"] = {"methods"} | ARROWS["methods"]
 ARROWS["plan"] = {"state"} | ARROWS["state"]
 ARROWS["functional"] = {"plan"} | ARROWS["plan"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
-ARROWS["models"] = {"caches", "latent"} | ARROWS["caches"]
+ARROWS["models"] = {"caches", "latent", "version"} | ARROWS["caches"]
 ARROWS["testing"] = {"methods"} | ARROWS["methods"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "bench", "analysis")
