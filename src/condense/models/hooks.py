@@ -5,7 +5,7 @@ saved model says what it is, see `condense.models.saving`. `_prepare_cache_for_g
 the cache before generate decides whether to compile and whether the cache can be cropped; on CUDA it chooses a static
 cache where its steps can be replayed. `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a
 ``compile_config``. `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does
-anything.
+anything. Adapters are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from condense.caches import StaticCondensedLayer
 from condense.methods import Method
+from condense.models import adapters
 from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import max_learned_positions
@@ -50,6 +51,7 @@ def install() -> None:
     GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
     PreTrainedModel.get_compiled_call = _wrap_compiled_call(PreTrainedModel.get_compiled_call)
     GenerationMixin.init_continuous_batching = _wrap_continuous_batching(GenerationMixin.init_continuous_batching)
+    adapters.install()
 
 
 def _wrap_to_dict(stock: Any) -> Any:
@@ -66,6 +68,7 @@ def _wrap_save_pretrained(stock: Any) -> Any:
         result = stock(self, save_directory, *args, **kwargs)
         if _is_condensed(self):
             write_card(save_directory, condensed_layers(self))
+            adapters.write_record(save_directory, self)
         return result
 
     return save_pretrained
