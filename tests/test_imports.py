@@ -31,6 +31,7 @@ ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
 ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside
 ARROWS["condense"] = {"demo"} | ARROWS["demo"]
+ARROWS["__main__"] = set()  # the command's entry, which stands outside of the package
 ARROWS["cli"] = {*USES, "plots", "condense"} | ARROWS["condense"]
 
 FILES = sorted(SOURCE.rglob("*.py"))
