@@ -89,10 +89,20 @@ def test_the_cache_holds_latents_and_rope_keys_alone(name):
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @NAMES
 def test_many_steps_give_what_one_forward_gives(name, static):
+    check_steps(name, static, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+def test_300_steps_give_what_one_forward_gives(static):
+    check_steps("deepseek_v3", static, 300)
+
+
+def check_steps(name, static, count):
     model = condense.apply(tiny.model(name), LCA)
-    ids = tiny.tokens(L=120)
-    cache = StaticCache(config=model.config, max_cache_len=120) if static else None
-    steps = tiny.in_chunks(model, ids, (20, *[1] * 100), cache)
+    ids = tiny.tokens(L=20 + count)
+    cache = StaticCache(config=model.config, max_cache_len=20 + count) if static else None
+    steps = tiny.in_chunks(model, ids, (20, *[1] * count), cache)
     torch.testing.assert_close(steps, tiny.logits(model, ids), **tiny.exact(model))
 
 
