@@ -1,25 +1,25 @@
-"""The kernels of Recall's decode step, compiled for Hopper on a machine without one."""
+"""Recall's kernels, compiled for Hopper on a machine without one."""
 
 import pytest
 import torch
 from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
 from ops.test_recall_step import empty_state
 
-from condense.ops.recall import IndexSettings, RecallSettings, limits
-from condense.ops.spans import UniformRule
+from condense.ops.recall import IndexChoice, IndexSettings, RecallSettings, build_index, limits
+from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import host
 from condense.ops.triton import recall_step as triton_step
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_index_is_multiplied_in_halves(bits, compiled, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(("bits", "slots"), [(8, 0), (4, 16)])
+def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch):  # noqa: F811
     """Codes become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
     table = triton_step._table
     monkeypatch.setattr(triton_step, "_table", lambda device, *args: table(torch.device("cuda"), *args))
     monkeypatch.setattr(triton_step, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     monkeypatch.setattr(limits, "absence", lambda device: None)
     settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), 8, 0.0)
-    state = empty_state(settings, 1024, 2, rows=1, widths=(128, 128), dtype=torch.bfloat16)
+    state = empty_state(settings, 1024, 2, rows=1, widths=(128, 128), dtype=torch.bfloat16, slots=slots)
     q, k, v = (torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2))
     triton_step._plan.cache_clear()
     triton_step.recall_step(q, k, v, state, settings, scale=0.1)
@@ -27,4 +27,32 @@ def test_the_index_is_multiplied_in_halves(bits, compiled, monkeypatch):  # noqa
     score = compiled[1]
     assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16" in score.asm["ptx"]
     assert "sub.rn.f16x2" in score.asm["ptx"]
+    assert len(compiled) == 6
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
+    """Those for Hopper: they fit, and tensor cores multiply."""
+    from condense.ops.hopper import recall as hopper_recall
+    from condense.ops.triton import recall_attend, recall_choice
+
+    for module, name, place in (
+        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "_queries", 1),
+    ):  # fmt: skip
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, original=original, place=place: original(*a[:place], True, *a[place + 1 :])
+        )
+    monkeypatch.setattr(hopper_recall, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    q, k = (torch.zeros(1, heads, 2048, width, dtype=torch.bfloat16) for heads in (8, 2))
+    groups = k.unflatten(2, (-1, 16))
+    index = IndexSettings("bounds", 16, 8, 8)
+    hopper_recall.attend_recall_hopper(
+        q, Source(groups.mean(3), groups.mean(3)), Source(k, k), Source(k, k), RuleSpans(UniformRule(16, 64), 0, 0),
+        IndexChoice(q, build_index(groups, index), index, 0.1, 8), scale=0.1, pool=True, return_lse=False,
+    )  # fmt: skip
+    assert len(compiled) == 6
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2

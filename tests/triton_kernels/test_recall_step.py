@@ -6,7 +6,7 @@ kernel opened other groups, the scores are compared.
 
 import pytest
 import torch
-from ops.test_recall_step import CASES, empty_state, settings_of
+from ops.test_recall_step import CASES, check_slots, empty_state, settings_of
 
 from condense.ops.recall import RecallSettings, choose_groups, index_scores
 from condense.ops.spans import UniformRule
@@ -221,3 +221,20 @@ def test_refusals():
         triton_step.recall_step(q, k, v, bad, settings, scale=1.0)
     with pytest.raises(ValueError, match="real must be"):
         triton_step.recall_step(q, k, v, state, settings, scale=1.0, real=torch.ones(2, dtype=torch.bool))
+
+
+def test_slots(scratch):
+    """Fewer than groups that open, more than there are: the same bits as without, and the slots of the definition."""
+    settings, (q, k, v) = settings_of(CASES["g-1"]), random_qkv(1, 2, 1, 20, 16, 24)
+    made = {"rows": 1, "widths": (16, 24), "dtype": torch.float32, "device": DEVICE}
+    states = [empty_state(settings, 20, 1, slots=n, **made) for n in (0, 6, 60)]
+    theirs = empty_state(settings, 20, 1, slots=6, **made)
+    for t in range(20):
+        new, alive = [x[:, :, t : t + 1] for x in (q, k, v)], torch.tensor([t % 7 != 5], device=DEVICE)
+        outs = [triton_step.recall_step(*new, state, settings, scale=SCALE, real=alive) for state in states]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        torch_step.recall_step(*new, theirs, settings, scale=SCALE, real=alive)
+        for state in states:
+            check_slots(state, settings.rule.chunk)
+        assert torch.equal(states[1].held, theirs.held)
+        assert torch.equal(states[1].order, theirs.order)

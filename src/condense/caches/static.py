@@ -258,13 +258,17 @@ class StaticCondensedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything, in place."""
         if self.buffers is not None:
-            for tensor in (*self.buffers, self.num_slots):
-                tensor.zero_()
+            self._clear(self.buffers)
+            self.num_slots.zero_()
             if self.method.prompt is not None:
                 self._set_bias(0)
         self.awaits_prompt = self.method.prompt is not None
         # a graph of somebody else's could be replayed before the next prompt
         self._known_slots = None if self._is_replayed else 0
+
+    def _clear(self, buffers: Buffers) -> None:
+        for tensor in buffers:
+            tensor.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""

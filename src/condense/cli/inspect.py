@@ -93,6 +93,9 @@ def _print(reports: list[LayerReport], title: str) -> None:
         f"all layers: cache {cache / 2**20:,.1f} of {dense / 2**20:,.1f} MiB ({cache / dense:.1%}), "
         f"attention {flops / 1e12:,.2f} of {dense_flops / 1e12:,.2f} TFLOP ({flops / dense_flops:.1%})"
     )
+    host = sum(r.host_bytes for r in reports)
+    if host > 0:
+        console.print(f"in host memory: {host / 2**20:,.1f} MiB, pinned on CUDA")
     for remark in dict.fromkeys(report.remark for report in reports if report.remark is not None):
         console.print(remark)
 

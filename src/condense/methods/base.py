@@ -134,6 +134,9 @@ class Method(MethodConfig):
             return_lse=return_lse,
         )
 
+    def check_attention(self, *, scale: float, dropout_p: float) -> None:
+        """Raise ValueError for a scale or dropout that `attend` cannot take. Models ask before they store tokens."""
+
     def for_latents(self, latent_width: int) -> Method:
         """The method for MLA: one KV head with keys ``[c ; k_rope]``, values (of width 0) being part of the keys.
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from condense.config import check_choice, check_int
@@ -46,6 +47,8 @@ class Recall(Method):
     of the keys), 8 or 4 per number.
     rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens; or "none".
     unchosen: "pool", or "drop" to leave the entries of groups that are not open out (Quest).
+    store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
+    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0.
     Raises ValueError for a field out of range.
     """
 
@@ -58,6 +61,8 @@ class Recall(Method):
     index_bits: int = 8
     rep_bias: Literal["none", "log_size"] = "log_size"
     unchosen: Unchosen = "pool"
+    store: Literal["device", "host"] = "device"
+    slots: int = 64
 
     def __post_init__(self) -> None:
         check_int("group_size", self.group_size, 1)
@@ -71,6 +76,8 @@ class Recall(Method):
             raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
         check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
+        check_choice("store", self.store, ("device", "host"))
+        check_int("slots", self.slots, 0)
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
     @property
@@ -89,6 +96,11 @@ class Recall(Method):
         return IndexSettings(self.index, self.group_size, size, self.index_bits)
 
     @property
+    def store_slots(self) -> int:
+        """Slots that a cache has per KV head and row: none where the store itself is on the device."""
+        return self.slots if self.store == "host" else 0
+
+    @property
     def step_settings(self) -> RecallSettings:
         """The method's settings as `condense.ops.recall.recall_step` takes them."""
         layout = self.layout
@@ -96,7 +108,7 @@ class Recall(Method):
         return RecallSettings(layout.rule, self.index_settings, self.num_recall, bias, self.unchosen == "pool")
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Mean keys and values, one per group; the group's index ``codes`` and ``grid``; its exact keys and values."""
+        """Mean keys and values, one per group; its index ``codes`` and ``grid``; its tokens, keys beside values."""
         k, v = pool_groups(
             chunks.window_k,
             chunks.window_v,
@@ -110,7 +122,15 @@ class Recall(Method):
             backend=backend,
         )
         tokens_k, tokens_v = chunks.tokens()
-        return k, v, *build_index(tokens_k, self.index_settings), tokens_k.flatten(2, 3), tokens_v.flatten(2, 3)
+        tokens = torch.cat([tokens_k, tokens_v], dim=4).flatten(2, 3)
+        return k, v, *build_index(tokens_k, self.index_settings), tokens
+
+    def check_attention(self, *, scale: float, dropout_p: float) -> None:
+        """Raise ValueError for attention dropout and for a scale that is not positive."""
+        if dropout_p > 0:
+            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
+        if scale <= 0:
+            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
 
     def attend(
         self,
@@ -124,22 +144,20 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Once there are groups to choose from,
-        raises ValueError for attention dropout, for a scale that is not positive, and for backend "hopper".
+        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`
+        does and, once there are groups to choose from, for a backend that cannot run.
         """
+        self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
-            return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
-        if dropout_p > 0:
-            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
-        if scale <= 0:
-            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
-        codes, grid, store_k, store_v = context.extra
-        if store_v.shape[3] == 0:  # latents: values are the first columns of their keys
-            store_v = store_k[..., : context.entries.v.shape[3]]
+            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
+        codes, grid, store = context.extra
+        D, Dv = context.entries.k.shape[3], context.entries.v.shape[3]
+        # of latents, the values are the first columns of their keys
+        store_v = store[..., D:] if store.shape[3] > D else store[..., :Dv]
         return attend_recall(
             q,
             context.entries,
-            Source(store_k, store_v),
+            Source(store[..., :D], store_v),
             context.window,
             context.spans,
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.num_recall),

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer, StaticRecallLayer
+from condense.caches import CondensedLayer, ReadRequest, RecallLayer, StaticCondensedLayer, StaticRecallLayer
 from condense.functional import extend
 from condense.methods import Context, Method, Recall, StreamingLLM
 from condense.models.forward import AttentionCall
@@ -83,7 +83,7 @@ def _room(cache: Cache) -> int:
 
 def _condensed_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLayer | StaticCondensedLayer:
     if not isinstance(layer, StaticLayer | StaticCondensedLayer):
-        return CondensedLayer(method)
+        return RecallLayer(method) if isinstance(method, Recall) else CondensedLayer(method)
     if isinstance(method, Recall):
         return StaticRecallLayer(method, room)
     condensed = StaticCondensedLayer(method, room)
