@@ -1,0 +1,42 @@
+"""Reading new tokens of many requests into their pages, and their attention: the choice of a backend.
+
+Shapes: T new tokens of all requests, H query heads, K KV heads, D and Dv widths, g tokens per group.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from condense.ops.backends import check_backend
+from condense.ops.paged.pages import NewTokens, PagedState
+from condense.ops.paged.requests import read_requests
+from condense.ops.reference import paged as reference
+from condense.ops.types import StepSettings
+
+
+def read_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: PagedState,
+    new: NewTokens,
+    settings: StepSettings,
+    *,
+    scale: float,
+    out: Tensor,
+    backend: str = "auto",
+) -> None:
+    """Reads the new tokens of all requests into ``state``, in place, and writes their attention to ``out``.
+
+    q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``, out ``[T, H, Dv]``, one dtype; K divides H. settings: of groups
+    with ``summary_delay`` a multiple of g, at most g summary queries and no focal tokens. For every new token, in order
+    of position: its key and value go to the window and its mean query to the ring; a group that is due becomes an
+    entry; its query attends to the entries of closed groups and the tokens behind them, as in
+    `condense.ops.attend`. All groups of a prompt are made at once where that gives the same.
+    backend: "reference", or as of `condense.ops.attend`, for requests with several new tokens.
+    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    """
+    if check_backend(backend) == "reference":
+        out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
+        return
+    read_requests((q, k, v), state, new, settings, out, first=0, scale=scale, backend=backend)

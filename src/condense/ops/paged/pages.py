@@ -1,0 +1,57 @@
+"""Pages: where the tokens, entries and mean queries of a request lie, and which tokens of it are new.
+
+Shapes: R requests, T new tokens of all requests, K KV heads, P pages, N slots of a page, C columns of a slot, D and Dv
+widths, g tokens per group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Pages(NamedTuple):
+    """Pages of one kind, and those of each request.
+
+    cache ``[P, K, N, C]``, any strides but for the last, 1. table int32 ``[R, n]``, on its device: the page of slots
+    ``[i * N, (i + 1) * N)`` of a request.
+    """
+
+    cache: Tensor
+    table: Tensor
+
+    @property
+    def slots(self) -> int:
+        """Slots of a page, N."""
+        return self.cache.shape[2]
+
+
+class PagedState(NamedTuple):
+    """What one layer keeps of all requests; all tensors in the dtype of k, on one device.
+
+    window: the token at position t of its request in slot t, ``[k | v]``, C = D + Dv. entries: the entry of group j in
+    slot ``j + summary_delay / g``, likewise. ring: the mean query of position t in the first D columns of slot
+    ``t % N`` of the request's only page; None for methods that need one query or none (`condense.serving.plan`).
+    Only slots that a request has filled, and still needs, are read: the others may hold anything.
+    """
+
+    window: Pages
+    entries: Pages
+    ring: Pages | None
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Which new tokens belong to which request; they are packed, one request after another.
+
+    starts: R + 1 ints: request r has new tokens ``[starts[r], starts[r + 1])``. seen: R ints, tokens of each request,
+    the new ones included. seen_on_device: the same, int32 ``[R]``. num_steps: the first so many requests have one new
+    token each, or, where ``seen_on_device`` is 0, none but a place among the packed tokens.
+    """
+
+    starts: list[int]
+    seen: list[int]
+    seen_on_device: Tensor
+    num_steps: int = 0
