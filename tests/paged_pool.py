@@ -1,4 +1,4 @@
-"""A pool of pages for tests: as an engine has it, with shuffled pages, window pages taken back, and NaN in all the rest.
+"""A pool of pages for tests, as an engine has it: shuffled pages, window pages taken back, NaN in all the rest.
 
 Shapes: R requests, T new tokens, H query heads, K KV heads, D and Dv widths, P pages, N slots of a page.
 """
