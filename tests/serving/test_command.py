@@ -68,7 +68,7 @@ def overrides(command):
 
 def test_a_saved_model_is_served_as_it_was_saved(serve, saved):
     command, err = serve(saved, "--port", "8123", "--enable-prefix-caching")
-    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(saved)]
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(saved)]
     assert command[-3:] == ["--port", "8123", "--enable-prefix-caching"]
     assert overrides(command)["architectures"] == ["CondensedLlamaForCausalLM"]
     assert parse_saved(overrides(command)["condense"]) == {0: METHOD, 2: METHOD}

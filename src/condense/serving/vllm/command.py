@@ -31,7 +31,7 @@ def server_command(model: str, architecture: str, saved: dict[str, Any], flags: 
             raise ValueError(f"{_OVERRIDES} must leave out {key!r}, which condense serve fills in: use --method")
     overrides |= {"architectures": [name], "condense": saved}
     batch = [] if any(flag.split("=")[0] == _BATCH for flag in flags) else [_BATCH, _BATCHED_TOKENS]
-    server = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     return [*server, _OVERRIDES, json.dumps(overrides), *batch, *flags]
 
 
