@@ -80,10 +80,16 @@ class Request:
 
     def share(self, other, tokens):
         assert tokens % self.pool.plan.tokens_per_page == 0
-        assert tokens <= other.seen
         self.seen, self.shared = tokens, tokens
         self.entries = other.entries[: tokens // self.pool.plan.tokens_per_page]
         self.window = other.window[: tokens // self.pool.plan.slots]
+
+    def reserve(self, stop):
+        """Takes pages for tokens up to ``stop``."""
+        while len(self.window) * self.pool.plan.slots < stop:
+            self.window.append(self.pool.take())
+        while len(self.entries) * self.pool.plan.tokens_per_page < stop:
+            self.entries.append(self.pool.take())
 
     def prepare(self, num_new):
         """Gives back window pages that no later token needs, then takes pages for the new tokens."""
@@ -92,7 +98,4 @@ class Request:
             if self.window[i] != NULL:
                 self.pool.give_back(self.window[i])
                 self.window[i] = NULL
-        while len(self.window) * plan.slots < stop:
-            self.window.append(self.pool.take())
-        while len(self.entries) * plan.tokens_per_page < stop:
-            self.entries.append(self.pool.take())
+        self.reserve(stop)

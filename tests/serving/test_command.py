@@ -139,5 +139,5 @@ def test_own_overrides_and_batch_are_kept():
 
 def test_names_are_new():
     assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 8
-    with pytest.raises(ValueError, match="use model.generate"):
+    with pytest.raises(ValueError, match=r"use model\.generate"):
         condensed_name("MambaForCausalLM")

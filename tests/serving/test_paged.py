@@ -106,6 +106,23 @@ def test_a_shared_prefix_is_exact_and_never_written(method, backend):
     torch.testing.assert_close(rest, whole(first, method)[prefix:], **EXACT)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_that_is_written_in_the_same_step(method, backend):
+    """An engine hands out the pages of a prompt as soon as it is to be read, and may put who takes them first."""
+    pool = Pool(method, (K, D, DV))
+    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 9, 1)
+    for mine, theirs in zip(other, first, strict=True):
+        mine[:prefix] = theirs[:prefix]
+    a = pool.add(prefix + 30)
+    a.reserve(prefix + 30)
+    b = pool.add(prefix + 9, a, prefix)
+    chunks = [(b, cut(other, prefix, prefix + 9)), (a, first)]
+    rest, out = pool.read(chunks, scale=SCALE, backend=backend)
+    torch.testing.assert_close(out, whole(first, method), **EXACT)
+    torch.testing.assert_close(rest, whole(other, method)[prefix:], **EXACT)
+
+
 def test_bfloat16_is_within_the_budget_of_the_whole():
     """Entries are rounded as in a contiguous cache: the same bits, so the same outputs."""
     method = condense.LCA(group_size=4, window=8, rep_bias="log_size")

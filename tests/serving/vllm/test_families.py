@@ -23,16 +23,16 @@ METHOD = condense.CCA(group_size=4, window=24, summary="streaming", key_pooling=
 LENGTHS, NEW = (130, 20), 12
 
 LAYERS = {"num_hidden_layers": 2}
-OWN = {"vocab_size": 199, "initializer_range": 0.2, "tie_word_embeddings": True}
 CONFIGS = {
     "gemma": GemmaConfig(**SIZES, **LAYERS),
-    "gpt2": GPT2Config(n_embd=64, n_head=2, n_layer=2, n_positions=512, **{k: OWN[k] for k in ("vocab_size", "initializer_range")}),
+    "gpt2": GPT2Config(n_embd=64, n_head=2, n_layer=2, n_positions=512, vocab_size=199, initializer_range=0.2),
     "mistral": MistralConfig(**SIZES, **LAYERS, sliding_window=None),
     "opt": OPTConfig(
         vocab_size=199, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=512, word_embed_proj_dim=64, init_std=0.2, do_layer_norm_before=True,
     ),
     "phi3": Phi3Config(**{**SIZES, "num_attention_heads": 2}, **LAYERS, pad_token_id=0, sliding_window=None),
+    # vLLM takes the width of a head from the hidden size
     "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}, **LAYERS),
     "qwen3": Qwen3Config(**SIZES, **LAYERS),
 }  # fmt: skip

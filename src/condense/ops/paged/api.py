@@ -29,10 +29,10 @@ def read_paged(
     """Reads the new tokens of all requests into ``state``, in place, and writes their attention to ``out``.
 
     q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``, out ``[T, H, Dv]``, one dtype; K divides H. settings: of groups
-    with ``summary_delay`` a multiple of g, at most g summary queries and no focal tokens. For every new token, in order
-    of position: its key and value go to the window and its mean query to the ring; a group that is due becomes an
-    entry; its query attends to the entries of closed groups and the tokens behind them, as in
-    `condense.ops.attend`. All groups of a prompt are made at once where that gives the same.
+    with ``summary_delay`` a multiple of g, at most g summary queries and no focal tokens. For every new token, its key
+    and value go to the window and its mean query to the ring, groups that are due become entries, and its query attends
+    to the entries of closed groups and the tokens behind them, as in `condense.ops.attend`. All keys and values are
+    stored first, then all entries, then comes attention: a request may read what another one writes in the same call.
     backend: "reference", or as of `condense.ops.attend`, for requests with several new tokens.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """

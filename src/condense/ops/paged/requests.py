@@ -26,65 +26,87 @@ def read_requests(
     scale: float,
     backend: str,
 ) -> None:
-    """See `condense.ops.paged.read_paged`: requests from ``first`` on, one after another."""
-    for row in range(first, len(new.seen)):
-        start, stop = new.starts[row], new.starts[row + 1]
-        if stop > start:
-            q, k, v = (x[start:stop].transpose(0, 1)[None] for x in qkv)
-            request = _Request(row, new.seen[row] - (stop - start), new.seen[row], state, settings, scale, backend)
-            out[start:stop] = request.read(q, k, v)[0].transpose(0, 1)
+    """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds."""
+    requests = [
+        _Request(row, slice(new.starts[row], new.starts[row + 1]), new.seen[row], qkv, state, settings, scale, backend)
+        for row in range(first, len(new.seen))
+        if new.starts[row + 1] > new.starts[row]
+    ]
+    for request in requests:
+        request.store()
+    for request in requests:
+        request.pool()
+    for request in requests:
+        out[request.tokens] = request.attend()[0].transpose(0, 1)
 
 
 class _Request:
-    """One request, of which tokens ``[before, seen)`` are read."""
+    """One request, of which tokens ``[before, seen)`` are read: q ``[1, H, L, D]``, k and v ``[1, K, L, width]``."""
 
     def __init__(
-        self, row: int, before: int, seen: int, state: PagedState, settings: StepSettings, scale: float, backend: str
+        self,
+        row: int,
+        tokens: slice,
+        seen: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        state: PagedState,
+        settings: StepSettings,
+        scale: float,
+        backend: str,
     ) -> None:
-        self.row, self.before, self.seen, self.state, self.settings = row, before, seen, state, settings
+        self.row, self.tokens, self.state, self.settings = row, tokens, state, settings
+        self.before, self.seen = seen - (tokens.stop - tokens.start), seen
+        self.q, self.k, self.v = (x[tokens].transpose(0, 1)[None] for x in qkv)
         self.scale, self.backend, self.rule = scale, backend, settings.rule
-        self.first_due, self.end_due = (self.rule.pooled(n, settings.summary_delay) for n in (before, seen))
-        # position of the first token that the first new query sees, or that a group which is due begins with
-        self.window_start = min(self.rule.closed(before + 1), self.first_due) * self.rule.chunk
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q ``[1, H, L, D]``, k ``[1, K, L, D]``, v ``[1, K, L, Dv]``: their attention ``[1, H, L, Dv]``."""
-        state, rule, D = self.state, self.rule, k.shape[3]
-        _store(state.window, self.row, self.before, torch.cat([k, v], dim=3))
-        window = _load(state.window, self.row, self.window_start, self.seen)
-        window_k, window_v = window[..., :D], window[..., D:]
-        if self.end_due > self.first_due:
-            entries = torch.cat(self._pool(q, window_k, window_v), dim=3)
-            _store(state.entries, self.row, self.first_due + self._shift, entries)
-        if state.ring is not None:
-            kept = min(self.seen - self.before, self.settings.num_summary)
-            means = head_mean(q[:, :, q.shape[2] - kept :], k.shape[1])
-            _store_ring(state.ring, self.row, self.seen - kept, means)
-        entries = _load(state.entries, self.row, self._shift, self._shift + rule.closed(self.seen))
-        sources = (Source(entries[..., :D], entries[..., D:], self.settings.bias or None), Source(window_k, window_v))
-        spans = RuleSpans(rule, self.before, self.window_start)
-        return attend(q, sources, spans, scale=self.scale, backend=self.backend)[0]
+    def store(self) -> None:
+        """Keys and values into the window's pages."""
+        _store(self.state.window, self.row, self.before, torch.cat([self.k, self.v], dim=3))
+
+    def pool(self) -> None:
+        """Entries of the groups that are due, and the newest mean queries into the ring."""
+        settings, ring = self.settings, self.state.ring
+        first, end = (self.rule.pooled(n, settings.summary_delay) for n in (self.before, self.seen))
+        if end > first:
+            _store(self.state.entries, self.row, first + self._shift, self._entries(first, end))
+        if ring is not None:
+            kept = min(self.seen - self.before, settings.num_summary)
+            means = head_mean(self.q[:, :, self.q.shape[2] - kept :], self.k.shape[1])
+            _store_ring(ring, self.row, self.seen - kept, means)
+
+    def attend(self) -> Tensor:
+        """``[1, H, L, Dv]``."""
+        rule, D = self.rule, self.k.shape[3]
+        window_start = rule.closed(self.before + 1) * rule.chunk
+        window = _load(self.state.window, self.row, window_start, self.seen)
+        entries = _load(self.state.entries, self.row, self._shift, self._shift + rule.closed(self.seen))
+        sources = (
+            Source(entries[..., :D], entries[..., D:], self.settings.bias or None),
+            Source(window[..., :D], window[..., D:]),
+        )
+        spans = RuleSpans(rule, self.before, window_start)
+        return attend(self.q, sources, spans, scale=self.scale, backend=self.backend)[0]
 
     @property
     def _shift(self) -> int:
         """Slot of the entry of group 0."""
         return self.settings.summary_delay // self.rule.chunk
 
-    def _pool(self, q: Tensor, window_k: Tensor, window_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[1, K, G, D]`` and values ``[1, K, G, Dv]`` of the entries that are due."""
-        settings, num, g = self.settings, self.end_due - self.first_due, self.rule.chunk
+    def _entries(self, first: int, end: int) -> Tensor:
+        """Entries of groups ``[first, end)``, ``[1, K, G, D + Dv]``."""
+        settings, num, (g, D) = self.settings, end - first, (self.rule.chunk, self.k.shape[3])
         assert settings.key_pooling is not None
         assert settings.value_pooling is not None
-        summary = None
+        tokens, summary = _load(self.state.window, self.row, first * g, end * g), None
         if settings.num_summary > 0:
-            start = (self.first_due + 1) * g + settings.summary_delay - settings.num_summary
+            start = (first + 1) * g + settings.summary_delay - settings.num_summary
             spans = SummarySpans(start, self.before, self.seen, num, settings.num_summary, g)
-            summary = summarize(q, self._past_queries(start, window_k), spans, backend=self.backend)
-        return pool_groups(
-            window_k,
-            window_v,
+            summary = summarize(self.q, self._past_queries(start), spans, backend=self.backend)
+        pooled = pool_groups(
+            tokens[..., :D],
+            tokens[..., D:],
             summary,
-            start=self.first_due * g - self.window_start,
+            start=0,
             num_groups=num,
             group_size=g,
             scale=self.scale,
@@ -92,12 +114,13 @@ class _Request:
             value_pooling=settings.value_pooling,
             backend=self.backend,
         )
+        return torch.cat(pooled, dim=3)
 
-    def _past_queries(self, start: int, window_k: Tensor) -> Tensor:
+    def _past_queries(self, start: int) -> Tensor:
         """Mean queries of positions from ``start`` on that were read before, ``[1, K, Q, D]``; Q may be 0."""
         if self.state.ring is None or start >= self.before:
-            return window_k[:, :, :0]
-        return _load_ring(self.state.ring, self.row, start, self.before, window_k.shape[3])
+            return self.k[:, :, :0]
+        return _load_ring(self.state.ring, self.row, start, self.before, self.k.shape[3])
 
 
 def _load(pages: Pages, row: int, start: int, stop: int) -> Tensor:

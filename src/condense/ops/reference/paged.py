@@ -18,36 +18,43 @@ from condense.ops.types import StepSettings
 def read_paged(
     q: Tensor, k: Tensor, v: Tensor, state: PagedState, new: NewTokens, settings: StepSettings, *, scale: float
 ) -> Tensor:
-    """See `condense.ops.paged.read_paged`. One token at a time."""
+    """See `condense.ops.paged.read_paged`. One token at a time, in three rounds over all requests."""
+    tokens = [
+        (i, row, seen - (new.starts[row + 1] - i))
+        for row, seen in enumerate(new.seen)
+        for i in range(new.starts[row], new.starts[row + 1])
+    ]
+    for i, row, t in tokens:
+        _slot(state.window, row, t)[:] = torch.cat([k[i], v[i]], -1)
+    for i, row, t in tokens:
+        _pool(_mean_query(q[i], k.shape[1]), row, t, state, settings, scale)
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
-    for row, seen in enumerate(new.seen):
-        first, stop = new.starts[row], new.starts[row + 1]
-        for i in range(first, stop):
-            out[i] = _read_token(q[i], torch.cat([k[i], v[i]], -1), row, seen - (stop - i), state, settings, scale)
+    for i, row, t in tokens:
+        out[i] = _attend(q[i], row, t, state, settings, scale)
     return out
 
 
-def _read_token(
-    q: Tensor, kv: Tensor, row: int, t: int, state: PagedState, settings: StepSettings, scale: float
-) -> Tensor:
-    """Reads the token at position t of one request; q ``[H, D]``, kv ``[K, D + Dv]``; its attention ``[H, Dv]``."""
-    K, D = kv.shape[0], q.shape[1]
-    rule, delay = settings.rule, settings.summary_delay
-    shift = delay // rule.chunk
-    mean = _mean_query(q, K)
-    _slot(state.window, row, t)[:] = kv
+def _pool(mean: Tensor, row: int, t: int, state: PagedState, settings: StepSettings, scale: float) -> None:
+    """Keeps the mean query of position t ``[K, D]``, and makes the entry of a group that is due."""
+    rule, delay, D = settings.rule, settings.summary_delay, mean.shape[1]
     if state.ring is not None:
         _ring_slot(state.ring, row, t, D)[:] = mean
     group = rule.pooled(t, delay)
     if rule.pooled(t + 1, delay) > group:
         tokens = torch.stack([_slot(state.window, row, group * rule.chunk + i) for i in range(rule.chunk)], dim=1)
         entry = _entry(tokens, _summary(mean, row, t, state.ring, settings), D, settings, scale)
-        _slot(state.entries, row, group + shift)[:] = entry
+        _slot(state.entries, row, group + delay // rule.chunk)[:] = entry
+
+
+def _attend(q: Tensor, row: int, t: int, state: PagedState, settings: StepSettings, scale: float) -> Tensor:
+    """Attention ``[H, Dv]`` of the query ``[H, D]`` at position t."""
+    rule, shift = settings.rule, settings.summary_delay // settings.rule.chunk
     closed = rule.closed(t + 1)
     entries = [_slot(state.entries, row, j + shift) for j in range(closed)]
     window = [_slot(state.window, row, p) for p in range(closed * rule.chunk, t + 1)]
+    like, D = state.window.cache[0, :, 0], q.shape[1]
     bias = settings.bias or None
-    sources = [Source(*_keys_and_values(x, kv, D), b) for x, b in ((entries, bias), (window, None))]
+    sources = [Source(*_keys_and_values(x, like, D), b) for x, b in ((entries, bias), (window, None))]
     sizes = [torch.full((1, 1, 1), len(x), device=q.device) for x in (entries, window)]
     spans = ArraySpans(tuple(Span(torch.zeros_like(size), size) for size in sizes))
     return attend(q[None, :, None], sources, spans, scale=scale, dropout_p=0.0, return_lse=False)[0][0, :, 0]

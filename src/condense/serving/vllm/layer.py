@@ -1,7 +1,7 @@
 """A layer of vLLM with condensed attention: what it asks the cache manager for, and how it comes into a model.
 
-vLLM asks every layer of a model for one kind of cache. A condensed layer has up to three: the window is its own, entries
-and ring are asked for by two modules at its side, which compute nothing.
+vLLM asks every layer of a model for one kind of cache. A condensed layer has up to three: the window is its own,
+entries and ring are asked for by two objects at its side, which compute nothing.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -77,5 +78,5 @@ def _is_stock(layer: object) -> bool:
 
 def _num_steps(starts: list[int]) -> int:
     """How many of the first requests have at most one new token."""
-    longer = (i for i, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)) if stop - start > 1)
+    longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)
     return next(longer, len(starts) - 1)
