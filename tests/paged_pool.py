@@ -7,8 +7,10 @@ import random
 
 import torch
 
+import condense
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.plan import serving_plan
+from condense.testing import oracle
 
 NULL = 0  # a page that belongs to no request
 
@@ -17,7 +19,7 @@ class Pool:
     """Pages of one layer. Every page is given to one request and one kind; a page that is given back becomes NaN."""
 
     def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0):
-        self.plan = serving_plan(method)
+        self.method, self.plan = method, serving_plan(method)
         self.kv_heads, self.width, self.value_width = heads
         shape = (num_pages, self.kv_heads, self.plan.slots, self.width + self.value_width)
         self.cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -99,3 +101,19 @@ class Request:
                 self.pool.give_back(self.window[i])
                 self.window[i] = NULL
         self.reserve(stop)
+
+
+def complete_a_prefix(pool, num_new, heads, tolerance, *, scale, backend):
+    """A request completes a prefix by a single token; in the same step another goes on with ``num_new`` tokens."""
+    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    sizes = (heads, pool.kv_heads, prefix + num_new, pool.width, pool.value_width)
+    qkv = [x[0].transpose(0, 1).to(pool.cache) for x in oracle.random_qkv(1, *sizes)]
+    a = pool.add(prefix)
+    pool.read([(a, [x[: prefix - 1] for x in qkv])], scale=scale, backend=backend)
+    a.reserve(prefix)
+    b = pool.add(prefix + num_new, a, prefix)
+    chunks = [(a, [x[prefix - 1 : prefix] for x in qkv]), (b, [x[prefix:] for x in qkv])]
+    got = torch.cat(pool.read(chunks, scale=scale, backend=backend))
+    rows = [x.double().transpose(0, 1)[None].cpu() for x in qkv]
+    want = condense.attention(*rows, method=pool.method, scale=scale, backend="reference")[0].transpose(0, 1)
+    torch.testing.assert_close(got.double().cpu(), want[prefix - 1 :], **tolerance)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from paged_pool import NULL, Pool
+from paged_pool import NULL, Pool, complete_a_prefix
 
 import condense
 from condense.testing import oracle
@@ -19,7 +19,7 @@ METHODS = {
     "last": condense.CCA(group_size=4, window=8),
     "last-odd-window": condense.CCA(group_size=4, window=5, rep_bias="log_size"),
     "last-window-0": condense.CCA(group_size=5, window=0),
-    "g-1": condense.CCA(group_size=1, window=3),
+    "g-2": condense.CCA(group_size=2, window=3),
     "streaming": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
     "streaming-window-0": condense.LCA(group_size=3, window=0),
     "streaming-1-query": condense.LCA(group_size=4, window=12, num_summary_queries=1),
@@ -121,6 +121,12 @@ def test_a_prefix_that_is_written_in_the_same_step(method, backend):
     rest, out = pool.read(chunks, scale=SCALE, backend=backend)
     torch.testing.assert_close(out, whole(first, method), **EXACT)
     torch.testing.assert_close(rest, whole(other, method)[prefix:], **EXACT)
+
+
+@pytest.mark.parametrize("new", [1, 9])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend, new):
+    complete_a_prefix(Pool(method, (K, D, DV)), new, H, EXACT, scale=SCALE, backend=backend)
 
 
 def test_bfloat16_is_within_the_budget_of_the_whole():

@@ -66,6 +66,7 @@ def test_the_ring_fits_a_page(method, slots, ring):
         (condense.Recall(), "CCA or LCA"),
         (condense.StreamingLLM(), "CCA or LCA"),
         (condense.Dense(), "CCA or LCA"),
+        (condense.CCA(group_size=1), "at least 2"),
         (condense.CCA(summary="prompt"), "summary='streaming'"),
         (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
         (condense.LCA(num_summary_queries=17), "at most group_size, 16"),

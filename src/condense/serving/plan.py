@@ -86,6 +86,8 @@ def serving_plan(method: Method) -> ServingPlan:
         )
     settings = step_settings(method)
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
+    if g < 2:
+        raise ValueError(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
     if delay % g:
         raise ValueError(
             f"window must be a multiple of group_size, {g}, to be served with summary='streaming', got {delay}: use "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from condense.ops.backends import check_backend
+from condense.ops.backends import check_backend, step_backend
 from condense.ops.paged.pages import NewTokens, PagedState
 from condense.ops.paged.requests import read_requests
 from condense.ops.reference import paged as reference
@@ -33,10 +33,28 @@ def read_paged(
     and value go to the window and its mean query to the ring, groups that are due become entries, and its query attends
     to the entries of closed groups and the tokens behind them, as in `condense.ops.attend`. All keys and values are
     stored first, then all entries, then comes attention: a request may read what another one writes in the same call.
-    backend: "reference", or as of `condense.ops.attend`, for requests with several new tokens.
+    backend: "reference"; or as of `condense.ops.attend` for requests with several new tokens, and "triton" or "torch"
+    for those with one, by "auto" the first on CUDA where it can run.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     if check_backend(backend) == "reference":
         out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
         return
-    read_requests((q, k, v), state, new, settings, out, first=0, scale=scale, backend=backend)
+    steps = new.num_steps if _has_kernels(backend, q, k, v, settings) else 0
+    if steps == 0:
+        read_requests((q, k, v), state, new, settings, out, first=0, scale=scale, backend=backend)
+        return
+    from condense.ops.triton import paged_step
+
+    first = PagedState(*(pages and pages.first(steps) for pages in state))
+    rows, seen = [x[:steps] for x in (q, k, v)], new.seen_on_device[:steps]
+    paged_step.store(*rows, first, seen, settings, scale=scale)
+    read_requests((q, k, v), state, new, settings, out, first=steps, scale=scale, backend=backend)
+    paged_step.attend(rows[0], first, seen, settings, scale=scale, out=out[:steps])
+
+
+def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSettings) -> bool:
+    """True if single tokens are read by the Triton kernels."""
+    if backend == "auto":
+        return step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings) == "triton"
+    return backend in ("triton", "hopper")

@@ -27,6 +27,10 @@ class Pages(NamedTuple):
         """Slots of a page, N."""
         return self.cache.shape[2]
 
+    def first(self, count: int) -> Pages:
+        """The same of the first requests."""
+        return Pages(self.cache, self.table[:count])
+
 
 class PagedState(NamedTuple):
     """What one layer keeps of all requests; all tensors in the dtype of k, on one device.

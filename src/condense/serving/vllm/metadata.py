@@ -34,7 +34,7 @@ class CondensedMetadata(AttentionMetadata):
 class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     """Makes the metadata of a step, for one kind of pages, from what vLLM says of the batch."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     # requests with one new token come first
     reorder_batch_threshold: int | None = 1
 
