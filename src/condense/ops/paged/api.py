@@ -46,11 +46,10 @@ def read_paged(
         return
     from condense.ops.triton import paged_step
 
-    first = PagedState(*(pages and pages.first(steps) for pages in state))
-    rows, seen = [x[:steps] for x in (q, k, v)], new.seen_on_device[:steps]
-    paged_step.store(*rows, first, seen, settings, scale=scale)
+    first, seen = state.first(steps), new.seen_on_device[:steps]
+    paged_step.store(q[:steps], k[:steps], v[:steps], first, seen, settings, scale=scale)
     read_requests((q, k, v), state, new, settings, out, first=steps, scale=scale, backend=backend)
-    paged_step.attend(rows[0], first, seen, settings, scale=scale, out=out[:steps])
+    paged_step.attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
 
 
 def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSettings) -> bool:

@@ -45,6 +45,11 @@ class PagedState(NamedTuple):
     entries: Pages
     ring: Pages | None
 
+    def first(self, count: int) -> PagedState:
+        """The same of the first requests."""
+        ring = None if self.ring is None else self.ring.first(count)
+        return PagedState(self.window.first(count), self.entries.first(count), ring)
+
 
 @dataclass(frozen=True)
 class NewTokens:
@@ -52,7 +57,7 @@ class NewTokens:
 
     starts: R + 1 ints: request r has new tokens ``[starts[r], starts[r + 1])``. seen: R ints, tokens of each request,
     the new ones included. seen_on_device: the same, int32 ``[R]``. num_steps: the first so many requests have one new
-    token each, or, where ``seen_on_device`` is 0, none but a place among the packed tokens.
+    token each; those at the end of all requests, if all have one, may be places left empty, with 0 on the device.
     """
 
     starts: list[int]

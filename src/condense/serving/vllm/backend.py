@@ -73,15 +73,5 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         tables = get_forward_context().attn_metadata
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
         state = PagedState(Pages(kv_cache, attn_metadata.table), pages["entries"], pages.get("ring"))
-        T = attn_metadata.num_tokens
-        read_paged(
-            query[:T],
-            key[:T],
-            value[:T],
-            state,
-            attn_metadata.new,
-            layer.plan.settings,
-            scale=self.scale,
-            out=output[:T],
-        )
+        read_paged(query, key, value, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output

@@ -24,10 +24,9 @@ logger = init_logger("vllm.condense")
 
 @dataclass
 class CondensedMetadata(AttentionMetadata):
-    """One kind of pages in one step. num_tokens: new tokens, without padding. table int32 ``[R, n]``."""
+    """One kind of pages in one step; table int32 ``[R, n]``."""
 
     new: NewTokens
-    num_tokens: int
     table: Tensor
 
 
@@ -39,7 +38,7 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     reorder_batch_threshold: int | None = 1
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        super().__init__(*args, **kwargs)
         self._said = False
 
     def build(
@@ -51,9 +50,10 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
             self._said = True
             self._say_concurrency()
         starts = batch.query_start_loc_cpu.tolist()
+        # exact but for speculative decoding, which is refused
         lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
         new = NewTokens(starts, lengths.tolist(), batch.seq_lens, _num_steps(starts))
-        return CondensedMetadata(new, batch.num_actual_tokens, batch.block_table_tensor)
+        return CondensedMetadata(new, batch.block_table_tensor)
 
     def _say_concurrency(self) -> None:
         """Says how many of the longest requests the pages hold, for a model whose layers are all condensed alike.
