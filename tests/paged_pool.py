@@ -109,7 +109,7 @@ def complete_a_prefix(pool, num_new, heads, tolerance, *, scale, backend):
     sizes = (heads, pool.kv_heads, prefix + num_new, pool.width, pool.value_width)
     qkv = [x[0].transpose(0, 1).to(pool.cache) for x in oracle.random_qkv(1, *sizes)]
     a = pool.add(prefix)
-    pool.read([(a, [x[: prefix - 1] for x in qkv])], scale=scale, backend=backend)
+    pool.read([(a, [x[: prefix - 1] for x in qkv])], scale=scale, backend="torch")
     a.reserve(prefix)
     b = pool.add(prefix + num_new, a, prefix)
     chunks = [(a, [x[prefix - 1 : prefix] for x in qkv]), (b, [x[prefix:] for x in qkv])]

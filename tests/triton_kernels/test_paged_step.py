@@ -17,7 +17,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else
 # H, K, D, Dv
 SHAPES = {"gqa": (8, 2, 64, 64), "one-head": (1, 1, 96, 80)}
 METHODS = {
-    "last": condense.CCA(group_size=4, window=8),
     "last-odd-window": condense.CCA(group_size=4, window=5, rep_bias="log_size"),
     "window-0": condense.CCA(group_size=3, window=0),
     "streaming": condense.LCA(group_size=4, window=8, num_summary_queries=4, rep_bias="log_size"),
@@ -65,11 +64,16 @@ def exact(shape, method, dtype, lengths, steps):
     return torch.stack(rows, dim=1)
 
 
+# interpreted, one shape does for all methods but one
+CELLS = [(method, shape) for method in METHODS for shape in SHAPES if DEVICE == "cuda" or shape == "gqa"]
+CELLS += [] if DEVICE == "cuda" else [("streaming", "one-head")]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize(("method", "shape"), CELLS, ids=lambda x: x)
 def test_steps_are_within_the_budget(method, shape, dtype):
-    lengths, steps = (37, 0, 18), 5 if DEVICE == "cpu" else 30
+    method, shape = METHODS[method], SHAPES[shape]
+    lengths, steps = (37, 0, 18), 4 if DEVICE == "cpu" else 30
     got, _ = run(shape, method, dtype, lengths, steps, "triton")
     plain, _ = run(shape, method, dtype, lengths, steps, "torch")
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)

@@ -2,7 +2,7 @@
 
 import math
 
-from small import condensed
+from small_models import condensed
 
 import condense
 from condense.demo import demo_model, demo_prompt

@@ -1,7 +1,7 @@
 """Condensed models in vLLM give the tokens of generate, however their prompts are read and whatever else runs."""
 
 import pytest
-from small import condensed, prompts_of, random_llama
+from small_models import condensed, prompts_of, random_llama
 
 import condense
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small import SIZES, condensed, prompts_of
+from small_models import SIZES, condensed, prompts_of
 from transformers import (
     GemmaConfig,
     GPT2Config,

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -19,8 +20,8 @@ from vllm.v1.request import Request
 
 import condense
 from condense.demo import demo_model
-from condense.serving.plan import serving_plan
-from condense.serving.vllm.layer import _specs
+from condense.serving.plan import EngineSettings, serving_plan
+from condense.serving.vllm.layer import _engine_settings, _specs
 
 PLAN = serving_plan(condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size"))
 # Llama-3.1-8B in bfloat16
@@ -86,6 +87,10 @@ class Reader:
 
 def ids(count, start=0):
     return [(start + i) % 50021 for i in range(count)]
+
+
+def test_settings_that_are_checked(config):
+    assert _engine_settings(config) == EngineSettings(version=vllm.__version__, kv_heads=5)
 
 
 def test_groups(config):

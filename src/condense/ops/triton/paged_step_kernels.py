@@ -48,9 +48,8 @@ def _pages(ptr, table_ptr, request, head, strides, N, KIND: tl.constexpr):
 @triton.jit
 def _slot(pages, position):
     """Where the row of one position begins."""
-    return (
-        tl.load(pages.table + position // pages.size).to(tl.int64) * pages.s_page + (position % pages.size) * pages.s_k
-    )
+    page = tl.load(pages.table + position // pages.size).to(tl.int64)
+    return page * pages.s_page + (position % pages.size) * pages.s_k
 
 
 @triton.jit
@@ -129,9 +128,7 @@ def paged_attend_kernel(
         at = request * s_qt + (kvh * R + r) * s_qh
         q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
         softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
-        softmax = _attend_pages(
-            softmax, q, entries, far, lo, tl.minimum(hi, far_tiles), score_scale, bias, KIND
-        )  # fmt: skip
+        softmax = _attend_pages(softmax, q, entries, far, lo, tl.minimum(hi, far_tiles), score_scale, bias, KIND)
         softmax = _attend_pages(
             softmax, q, window, near, tl.maximum(lo - far_tiles, 0), hi - far_tiles, score_scale, 0.0, KIND
         )  # fmt: skip
