@@ -10,12 +10,12 @@ from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.cli.main import main
-from condense.methods import parse_saved, saved_form
+from condense.methods import methods_in, settings_of
 from condense.serving.vllm.command import server_command
 from condense.serving.vllm.register import ARCHITECTURES, condensed_name
 
 METHOD = condense.CCA(summary="streaming")
-SAVED = saved_form({0: METHOD, 1: METHOD})
+SAVED = settings_of({0: METHOD, 1: METHOD})
 
 
 class TakenOver(Exception):  # noqa: N818
@@ -71,19 +71,19 @@ def test_a_saved_model_is_served_as_it_was_saved(serve, saved):
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(saved)]
     assert command[-3:] == ["--port", "8123", "--enable-prefix-caching"]
     assert overrides(command)["architectures"] == ["CondensedLlamaForCausalLM"]
-    assert parse_saved(overrides(command)["condense"]) == {0: METHOD, 2: METHOD}
+    assert methods_in(overrides(command)["condense"]) == {0: METHOD, 2: METHOD}
     assert err == ""
 
 
 def test_a_method_replaces_the_saved_one(serve, saved):
     command, err = serve(saved, "--method", "lca:window=32", "--layers", "1-2")
-    assert parse_saved(overrides(command)["condense"]) == {i: condense.LCA(window=32) for i in (1, 2)}
+    assert methods_in(overrides(command)["condense"]) == {i: condense.LCA(window=32) for i in (1, 2)}
     assert err == ""
 
 
 def test_an_unadapted_model_is_warned_of(serve, stock):
     command, err = serve(stock, "--method", "cca:summary=streaming")
-    assert parse_saved(overrides(command)["condense"]) == dict.fromkeys(range(3), METHOD)
+    assert methods_in(overrides(command)["condense"]) == dict.fromkeys(range(3), METHOD)
     assert "condense train adapt" in err
     assert err.count("\n") == 1
 

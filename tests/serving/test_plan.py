@@ -3,7 +3,7 @@
 import pytest
 
 import condense
-from condense.methods import parse_saved, saved_form
+from condense.methods import methods_in, settings_of
 from condense.serving.plan import EngineSettings, check_engine, serving_plan
 
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
@@ -117,10 +117,10 @@ def test_engines_that_are_refused(engine, words):
         check_engine(engine)
 
 
-def test_the_saved_form_is_read_back():
+def test_the_settings_of_is_read_back():
     choice = {0: condense.CCA(), 2: condense.LCA(window=32), 5: condense.CCA()}
-    saved = saved_form(choice)
+    saved = settings_of(choice)
     assert [part["layers"] for part in saved["methods"]] == [[0, 5], [2]]
-    assert parse_saved(saved) == choice
+    assert methods_in(saved) == choice
     with pytest.raises(ValueError, match=r"config\.condense must be"):
-        parse_saved({"method": "cca"})
+        methods_in({"method": "cca"})

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli.options import LAYERS_HELP, POOLING_HELP, parse_layers, parse_method, read_skeleton
+from condense.cli.options import LAYERS_HELP, POOLING_HELP, parse_layers, read_skeleton
+from condense.methods import Method
 from condense.models import apply, restore
 from condense.serving.vllm.command import server_command
 
@@ -40,7 +41,7 @@ def serve_command(
             file=sys.stderr,
         )
     if method is not None:
-        apply(restore(skeleton), parse_method(method), None if layers is None else parse_layers(layers))
+        apply(restore(skeleton), Method.parse(method), None if layers is None else parse_layers(layers))
     folder = str(Path(model).expanduser()) if model.startswith("~") else model
     command = server_command(folder, config.architectures[0], config.condense, context.args)
     os.execv(command[0], command)

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from condense.methods import parse_saved
+from condense.methods import methods_in
 from condense.serving.plan import serving_plan
 from condense.serving.vllm.register import condensed_name
 
@@ -22,7 +22,7 @@ def server_command(model: str, architecture: str, saved: dict[str, Any], flags: 
     flags that cannot be served.
     """
     name = condensed_name(architecture)
-    for method in set(parse_saved(saved).values()):
+    for method in set(methods_in(saved).values()):
         serving_plan(method)
     given, flags = _take(_OVERRIDES, flags)
     overrides = {} if given is None else _parsed(given)

@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, FullAttentionSpec, SlidingWindowSpec
 
-from condense.methods import Method, parse_saved
+from condense.methods import Method, methods_in
 from condense.serving.plan import EngineSettings, ServingPlan, check_engine, serving_plan
 from condense.serving.vllm.backend import CondensedBackend
 
@@ -94,7 +94,7 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         raise ValueError(
             "the model's configuration must name its methods as `condense`, got none: start it with `condense serve`"
         )
-    methods = parse_saved(settings)
+    methods = methods_in(settings)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Attention):
