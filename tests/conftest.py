@@ -112,7 +112,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
         if not torch.cuda.is_available():
             return True
-        if collection_path == tests / "gpu" / "test_hopper.py" and torch.cuda.get_device_capability() != (9, 0):
+        hopper = {tests / "gpu" / "test_hopper.py", tests / "gpu" / "test_recall_hopper.py"}
+        if collection_path in hopper and torch.cuda.get_device_capability() != (9, 0):
             return True
     return None
 

@@ -6,6 +6,7 @@
     condense bench model --shape deepseek-v2-lite --lengths 128K --runners condensed_graph --method lca:group_size=4 ...
     condense bench kernel --lengths 32K,128K --ops layer,decode --method dga --method dga:group_size=4 ...
     python benchmarks/experiments report  --results RESULTS.json --times BENCH.json --kernels BENCH2.json --output X.md
+    python benchmarks/experiments zero-shot --results RESULTS.json --page docs/recall.md
 
 `run` goes on where an interrupted one stopped. `--only WORD` takes the runs whose names begin with it, and their bases.
 """
@@ -24,6 +25,7 @@ from pool import cut_off, start, work
 from report import write_report
 from studies import SEEDS, Run, all_runs
 from zero_shot import zero_shot_runs
+from zero_shot_page import fill
 
 from condense.results import refuse_existing, write_results
 from condense.tasks import load_corpus
@@ -78,6 +80,9 @@ def main() -> None:
     command.add_argument("--times", type=Path, required=True, help="result of condense bench model: LCA's settings")
     command.add_argument("--kernels", type=Path, nargs="+", required=True, help="of condense bench kernel: DGA's")
     command.add_argument("--output", type=Path, required=True, help="Markdown; pictures go beside it")
+    command = commands.add_parser("zero-shot")
+    command.add_argument("--results", type=Path, required=True)
+    command.add_argument("--page", type=Path, required=True, help="Markdown whose tables are written anew")
 
     options = parser.parse_args()
     if options.command == "run":
@@ -102,6 +107,8 @@ def main() -> None:
         unfinished = cut_off(options.work, {run["run"]["name"] for run in runs})
         content = {"measured": origin, "runs": runs, "failed": errors, "unfinished": unfinished}
         write_results(options.output, content)
+    elif options.command == "zero-shot":
+        fill(options.page, options.results)
     else:
         write_report(options.results, options.times, options.kernels, options.output)
 

@@ -40,12 +40,9 @@ KEYS = 8
 class Setting:
     """What all runs share.
 
-    Attributes:
-        train, test: text files.
-        work: folder of models, claims and results.
-        sequences: held-out sequences per figure.
-        workers: processes per run that build sequences.
-        trial: so many steps of two sequences instead of what the study asks for, to try out a machine.
+    train, test: text files. work: folder of models, claims and results. sequences: held-out sequences per figure.
+    workers: processes per run that build sequences. trial: so many steps of two sequences instead of what the study
+    asks for, to try out a machine.
     """
 
     train: tuple[Path, ...]

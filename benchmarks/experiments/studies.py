@@ -57,15 +57,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 class Run:
     """One training run and what is measured on its model.
 
-    Attributes:
-        name: unique.
-        architecture: of `ARCHITECTURES`.
-        seed: of weights and sequences.
-        phase: how it is trained.
-        base: the run whose model it starts from, None: random weights.
-        methods: what the model is evaluated with, by label; empty: the model only serves as a base.
-        curve: steps between validation losses during training, None: none are taken.
-        noise: whether the effect of noise on keys is measured.
+    name: unique. architecture: of `ARCHITECTURES`. seed: of weights and sequences. phase: how it is trained. base: the
+    run whose model it starts from, None: random weights. methods: what the model is evaluated with, by label; empty:
+    the model only serves as a base. curve: steps between validation losses during training, None: none are taken.
+    noise: whether the effect of noise on keys is measured.
     """
 
     name: str

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.cli.main import main
@@ -361,16 +361,16 @@ def test_files_of_others_are_refused_in_one_line(saved: Path, tmp_path: Path) ->
     nameless = shutil.copytree(saved, tmp_path / "nameless")
     (nameless / "config.json").write_text("{")
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=32, **sizes)).save_pretrained(tmp_path / "neox")
-    tokenizer.save_pretrained(tmp_path / "neox")
+    GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)).save_pretrained(tmp_path / "gptj")
+    tokenizer.save_pretrained(tmp_path / "gptj")
     (tmp_path / "sliding").mkdir()
     (tmp_path / "sliding" / "config.json").write_text('{"model_type": "mistral"}')
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     for arguments, message in (
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
-        (("compare", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
-        (("inspect", "--model", str(tmp_path / "neox")), "no attention that can be condensed; supported are"),
+        (("compare", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
+        (("inspect", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
         (("inspect", "--model", str(tmp_path / "sliding")), "has sliding windows in all layers"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
     ):

@@ -1,12 +1,12 @@
-"""The kernels of Recall's decode step, compiled for Hopper on a machine without one."""
+"""Recall's kernels, compiled for Hopper on a machine without one."""
 
 import pytest
 import torch
 from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
 from ops.test_recall_step import empty_state
 
-from condense.ops.recall import IndexSettings, RecallSettings, limits
-from condense.ops.spans import UniformRule
+from condense.ops.recall import IndexChoice, IndexSettings, RecallSettings, build_index, limits
+from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import host
 from condense.ops.triton import recall_step as triton_step
 
@@ -29,3 +29,30 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     assert "sub.rn.f16x2" in score.asm["ptx"]
     assert len(compiled) == 6
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
+    """Those for Hopper: they fit, and tensor cores multiply."""
+    from condense.ops.hopper import recall as hopper_recall
+    from condense.ops.triton import recall_attend, recall_choice
+
+    for module, name, place in (
+        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "_queries", 1),
+    ):  # fmt: skip
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, original=original, place=place: original(*a[:place], True, *a[place + 1 :])
+        )
+    monkeypatch.setattr(hopper_recall, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    q, k = (torch.zeros(1, heads, 2048, width, dtype=torch.bfloat16) for heads in (8, 2))
+    groups = k.unflatten(2, (-1, 16))
+    index = IndexSettings("bounds", 16, 8, 8)
+    hopper_recall.attend_recall_hopper(
+        q, Source(groups.mean(3), groups.mean(3)), Source(k, k), Source(k, k), RuleSpans(UniformRule(16, 64), 0, 0),
+        IndexChoice(q, build_index(groups, index), index, 0.1, 8), scale=0.1, pool=True, return_lse=False,
+    )  # fmt: skip
+    assert len(compiled) == 6
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2

@@ -14,8 +14,8 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -233,12 +233,12 @@ def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) 
     _, tokenizer = condense.demo_model()
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     models = {
-        "neox": GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=32, **sizes)),
+        "gptj": GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)),
         "gpt2": GPT2LMHeadModel(GPT2Config(n_positions=64, **sizes)),
         "llama": LlamaForCausalLM(LlamaConfig(intermediate_size=32, **sizes)),
     }
     messages = {
-        "neox": "no attention that can be condensed",
+        "gptj": "cannot be condensed: its attention is written out",
         "gpt2": "64 learned positions",
         "llama": "wanted more tokens",
     }

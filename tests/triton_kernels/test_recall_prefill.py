@@ -160,11 +160,11 @@ class Problem:
             assert float(spread.max()) <= 64 * torch.finfo(torch.float32).eps * float(largest)
 
 
-def compare(case, chosen):
+def compare(case, chosen, backend="triton"):
     """Choice, output, log-sum-exp and all gradients."""
     problem = Problem(case)
     inputs, exact, plain = problem.leaves(), problem.leaves(torch.float64), problem.leaves()
-    got = problem.attend(inputs, problem.choice(), "triton")
+    got = problem.attend(inputs, problem.choice(), backend)
     mask = problem.opened(chosen[0])
     problem.check_choice(mask)
     want, yardstick = (problem.attend(x, ArrayChoice(mask), "torch") for x in (exact, plain))

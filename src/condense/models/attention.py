@@ -18,8 +18,8 @@ from transformers import Cache, StaticCache
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.caches.token_store import join_writes
 from condense.methods import Method, Recall
-from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
-from condense.models.forward import AttentionCall, Forward, ForwardBoard, refuse_cached_documents
+from condense.models.families import FAMILIES, REGISTERED, is_latent, sliding_window, stock_class
+from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
@@ -28,6 +28,10 @@ from condense.models.stock import StockAttention
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
+_PROMPT_NOT_COMPILED = (
+    "a prompt is read into a condensed cache with counts on the host; compile single steps instead: "
+    "generate(cache_implementation='static', compile_config=CompileConfig()) or condense.GraphDecoder(compile=True)"
+)
 # arguments of attention functions that change the scores or the softmax
 _EXTRAS = {"softcap": "logit soft-capping", "s_aux": "attention sinks", "position_bias": "bias by position"}
 
@@ -106,7 +110,7 @@ class CacheProxy:
             out = self._step(call)
             if out is not None:
                 return out
-        return self._read_eagerly(call) if isinstance(self.cache, StaticCache) else self._read(call)
+        return self._read(call) if self.cache is None else self._read_eagerly(call)
 
     def _step(self, call: AttentionCall) -> Tensor | None:
         """Attention of one token per row, added to the real cache in place; None if the layer cannot step."""
@@ -144,9 +148,9 @@ class CacheProxy:
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
         return board.forward_of(call, self.cache, self.layer_idx)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_PROMPT_NOT_COMPILED)
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
-        """`_read` outside of compiled graphs, because reading a prompt into a static cache needs counts on the host."""
+        """`_read` outside of compiled graphs, because reading a prompt into a cache needs counts on the host."""
         return self._read(call)
 
     def _read(self, call: AttentionCall) -> Tensor:
@@ -157,6 +161,9 @@ class CacheProxy:
         forward = self._forward_of(call)
         seen = 0 if self.cache is None else num_seen(self.cache, self.layer_idx)
         all_real = ALL_REAL in call.options
+        if torch.compiler.is_compiling() and not all_real:
+            assert_one_document(call)
+            all_real = True
         padding = None if all_real else forward.padding(seen, forward.L)
         documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
         if documents is not None:
@@ -226,7 +233,9 @@ class CondensedAttention(nn.Module):
 def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:
     """The condensed subclass of a stock attention class, made once and stored in this module, where pickle finds it."""
     name = f"Condensed{stock.__name__}"
-    if name not in globals():
+    if stock in REGISTERED:  # it may have the name of a known class
+        name = f"{name}_{stock.__module__.replace('.', '_')}"
+    if name not in globals() or globals()[name].__mro__[2] is not stock:
         globals()[name] = type(name, (CondensedAttention, stock), {"__module__": __name__, "__doc__": stock.__doc__})
     return globals()[name]
 

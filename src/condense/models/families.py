@@ -103,6 +103,8 @@ FAMILIES = {
     "Starcoder2Attention": "starcoder2",
     "YoutuAttention": "youtu",
 }
+# classes that `condense.register` took
+REGISTERED: set[type[nn.Module]] = set()
 _LEARNED_POSITIONS = ("biogpt", "gpt2", "gpt_bigcode", "opt")
 
 
@@ -113,8 +115,10 @@ def stock_class(name: str) -> type[nn.Module]:
 
 
 def is_supported(module: nn.Module) -> bool:
-    """True for an instance of exactly one of the stock classes."""
+    """True for an instance of exactly one of the stock classes, or of a registered one."""
     cls = type(module)
+    if cls in REGISTERED:
+        return True
     family = FAMILIES.get(cls.__name__)
     return family is not None and cls.__module__ == f"transformers.models.{family}.modeling_{family}"
 
@@ -233,12 +237,13 @@ def obstacle(model: nn.Module) -> str | None:
     text: Any = getattr(getattr(model, "config", None), "text_config", None)
     if getattr(text, "use_bidirectional_attention", None) == "vision":
         return _BLOCKS
-    return REFUSED.get(family_of(model))
+    return REFUSED.get(_family_of(model))
 
 
-def family_of(module: nn.Module) -> str:
-    """The folder of transformers.models that a module's class is from; elsewhere, the last part but one of its path."""
-    return type(module).__module__.split(".")[-2:][0]
+def _family_of(module: nn.Module) -> str:
+    """The folder of transformers.models that a module's class is from, "" for a class from elsewhere."""
+    package, _, path = type(module).__module__.partition("transformers.models.")
+    return "" if package else path.partition(".")[0]
 
 
 def sliding_window(module: nn.Module) -> int | None:

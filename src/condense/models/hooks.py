@@ -1,10 +1,11 @@
-"""Changes that `import condense` makes to transformers: two registered functions and four wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and six wrapped methods.
 
-`post_init`: condenses a saved condensed model when it is loaded. `_prepare_cache_for_generation`: puts condensed layers
-into the cache before generate decides whether to compile and whether the cache can be cropped; on CUDA it chooses a
-static cache where its steps can be replayed. `get_compiled_call`: replays these as a CUDA graph, unless the caller gave
-a ``compile_config``.
-`init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything.
+`post_init`: condenses a saved condensed model when it is loaded. `to_dict` of configurations and `save_pretrained`: a
+saved model says what it is, see `condense.models.saving`. `_prepare_cache_for_generation`: puts condensed layers into
+the cache before generate decides whether to compile and whether the cache can be cropped; on CUDA it chooses a static
+cache where its steps can be replayed. `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a
+``compile_config``. `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does
+anything. Adapters are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
 from __future__ import annotations
@@ -12,19 +13,28 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from condense.caches import StaticCondensedLayer
 from condense.methods import Method
+from condense.models import adapters
 from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import max_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 from condense.models.replay import ReplayedForward, can_replay, replayable_cache
+from condense.models.saving import write_card, written
 
 _CACHES = (None, "dynamic", "offloaded", "static")
 
@@ -35,10 +45,33 @@ def install() -> None:
         return
     AttentionInterface.register(IMPLEMENTATION, condense_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
+    PreTrainedConfig.to_dict = _wrap_to_dict(PreTrainedConfig.to_dict)
+    PreTrainedModel.save_pretrained = _wrap_save_pretrained(PreTrainedModel.save_pretrained)
     PreTrainedModel.post_init = _wrap_post_init(PreTrainedModel.post_init)
     GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
     PreTrainedModel.get_compiled_call = _wrap_compiled_call(PreTrainedModel.get_compiled_call)
     GenerationMixin.init_continuous_batching = _wrap_continuous_batching(GenerationMixin.init_continuous_batching)
+    adapters.install()
+
+
+def _wrap_to_dict(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+        return written(self, stock(self))
+
+    return to_dict
+
+
+def _wrap_save_pretrained(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def save_pretrained(self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, save_directory, *args, **kwargs)
+        if _is_condensed(self):
+            write_card(save_directory, condensed_layers(self))
+            adapters.write_record(save_directory, self)
+        return result
+
+    return save_pretrained
 
 
 def _wrap_post_init(stock: Any) -> Any:

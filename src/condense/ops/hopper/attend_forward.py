@@ -459,7 +459,7 @@ _FORWARD = Launcher(attend_fwd_hopper_kernel)
 
 
 @functools.cache
-def _layout(width: int) -> gl.NVMMASharedLayout:
+def shared_layout(width: int) -> gl.NVMMASharedLayout:
     """Layout of 16-bit rows in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
 
@@ -468,7 +468,7 @@ def _described(tensors: list[Tensor], first: int, last: int, BN: int) -> list[Te
     """Descriptors of columns ``[first, last)`` of each source, None for sources that are not there."""
     found: list[TensorDescriptor | None] = [None] * MAX_SOURCES
     if last > first:
-        block, layout = [1, 1, BN, last - first], _layout(last - first)
+        block, layout = [1, 1, BN, last - first], shared_layout(last - first)
         for n, x in enumerate(tensors):
             columns = x[..., first:last] if x.shape[3] > last - first else x
             found[n] = descriptor(TensorDescriptor, columns, block, layout=layout)

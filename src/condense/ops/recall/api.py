@@ -5,12 +5,13 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N wi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from condense.ops.recall.choice import Choice
-from condense.ops.recall.limits import attend_obstacle, step_obstacle
+from condense.ops.recall.limits import attend_obstacle, fills_gpu, hopper_obstacle, step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.reference import recall as reference_recall
 from condense.ops.spans import Source, Spans
@@ -41,12 +42,12 @@ def attend_recall(
     ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
     `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
-    (Quest). backend: "reference", "torch", "triton" or "auto": "triton" on CUDA for more than one query where
-    `condense.ops.recall.limits` allows it, else "torch".
+    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query
+    "hopper" or else "triton" where `condense.ops.recall.limits` allows it; in all other cases "torch".
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
-    Raises ValueError for another backend, an explicit "triton" that cannot run, another ``unchosen`` and a store that
+    Raises ValueError for another backend, an explicit backend that cannot run, another ``unchosen`` and a store that
     does not fit the entries.
     """
     if unchosen not in ("pool", "drop"):
@@ -54,22 +55,40 @@ def attend_recall(
     G, tokens = entries.k.shape[2], store.k.shape[2]
     if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
         raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
-    if backend not in ("auto", "reference", "torch", "triton"):
-        raise ValueError(f"backend must be 'auto', 'reference', 'torch' or 'triton', got {backend!r}")
+    if backend not in ("auto", "reference", "torch", "triton", "hopper"):
+        raise ValueError(f"backend must be 'auto', 'reference', 'torch', 'triton' or 'hopper', got {backend!r}")
     pool = unchosen == "pool"
     if backend == "reference":
         out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
         return out, lse if return_lse else None
+    kernels = _resolve(q, entries, store, window, spans, choice, backend)
     attend = torch_recall.attend_recall
-    if backend == "triton" or (backend == "auto" and q.device.type == "cuda" and q.shape[2] > 1):
-        obstacle = attend_obstacle(q, entries, window, spans, choice)
-        if obstacle is None:
-            from condense.ops.triton import recall_attend
+    if kernels == "triton":
+        from condense.ops.triton import recall_attend
 
-            attend = recall_attend.attend_recall
-        elif backend == "triton":
-            raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+        attend = recall_attend.attend_recall
+    elif kernels == "hopper":
+        from condense.ops.hopper import recall as hopper_recall
+
+        attend = hopper_recall.attend_recall_hopper
     return attend(q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse)
+
+
+def _resolve(
+    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice, backend: str
+) -> str:
+    """The backend that attends. Raises ValueError if an explicit one cannot run."""
+    of_hopper = partial(hopper_obstacle, q, entries, store, window, spans, choice)
+    of_triton = partial(attend_obstacle, q, entries, window, spans, choice)
+    if backend == "auto" and q.device.type == "cuda" and q.shape[2] > 1:
+        if of_hopper() is None and fills_gpu(q, window.k.shape[1]):
+            return "hopper"
+        return "torch" if of_triton() else "triton"
+    if backend == "hopper" and (obstacle := of_hopper()) is not None:
+        raise ValueError(f"backend 'hopper' {obstacle}; use backend='triton'")
+    if backend == "triton" and (obstacle := of_triton()) is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    return "torch" if backend == "auto" else backend
 
 
 def recall_step(

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall.choice import Choice, IndexChoice
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
+from condense.ops.triton.host import gpu_of
 from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, WIDTHS, absence
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
@@ -23,6 +25,8 @@ MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 
 # float32 tiles have 32 rows
 MAX_HEADS_FLOAT32 = 32
+# keys and values of Hopper's kernels; groups are loaded by rows of eight, and a block of 64 keys holds whole groups
+HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
 
 def attend_obstacle(q: Tensor, entries: Source, window: Source, spans: Spans, choice: Choice) -> str | None:
@@ -47,6 +51,33 @@ def attend_obstacle(q: Tensor, entries: Source, window: Source, spans: Spans, ch
     if isinstance(choice, IndexChoice) and choice.settings.num_blocks > MAX_BLOCKS:
         return f"takes an index of up to {MAX_BLOCKS} blocks per group, got {choice.settings.num_blocks}"
     return None
+
+
+def hopper_obstacle(
+    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice
+) -> str | None:
+    """Why the kernels for Hopper cannot attend over a prompt, None if they can; arguments as of `attend_recall`."""
+    if (obstacle := attend_obstacle(q, entries, window, spans, choice)) is not None:
+        return obstacle
+    widths, R = (q.shape[3], window.v.shape[3]), q.shape[1] // window.k.shape[1]
+    if q.device.type != "cuda" or gpu_of(q.device).capability != (9, 0):
+        return "needs a GPU of compute capability 9.0 (H100, H200)"
+    if q.dtype not in hopper_limits.DTYPES:
+        return f"takes {', '.join(map(str, hopper_limits.DTYPES))}, got {q.dtype}"
+    if widths not in HOPPER_WIDTHS:
+        return f"takes keys and values of widths {', '.join(map(str, HOPPER_WIDTHS))}, got {widths}"
+    if R < 2:
+        return "takes at least 2 query heads per KV head, got 1"
+    g = store.k.shape[2] // max(entries.k.shape[2], 1)
+    if g not in HOPPER_GROUPS:
+        return f"takes groups of {', '.join(map(str, HOPPER_GROUPS))} tokens, got {g}"
+    return None
+
+
+def fills_gpu(q: Tensor, K: int) -> bool:
+    """True if there is a tile of Hopper's kernels for every multiprocessor."""
+    tiles = -(-q.shape[2] // (hopper_limits.TILE_ROWS // (q.shape[1] // K)))
+    return tiles * q.shape[0] * K >= gpu_of(q.device).multiprocessors
 
 
 def step_obstacle(

@@ -7,7 +7,7 @@ query opens, D and Dv widths.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend_kernels import recall_dq_kernel, recall_fwd_kernel
 from condense.ops.triton.recall_backward_kernels import recall_dkv_kernel, recall_store_kernel
-from condense.ops.triton.recall_choice import Opened, Positions, choose, opened
+from condense.ops.triton.recall_choice import Opened, Positions, Scoring, choose, opened, score
 
 _FORWARD, _DQ = Launcher(recall_fwd_kernel), Launcher(recall_dq_kernel)
 _DKV, _DSTORE = Launcher(recall_dkv_kernel), Launcher(recall_store_kernel)
@@ -44,7 +44,7 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
     return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if kernel == "fwd" else 2})
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """The arguments of the operations. k, v: of entries, store and window; groups int32 ``[B, K, L, r]``, as `choose`
     gives them; closed: no query sees more groups as closed; level: added to all scores of entries.
     """
@@ -78,6 +78,15 @@ class _Call(NamedTuple):
         """What tiles of queries open."""
         return opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop)
 
+    def blocks(self, tile: int) -> Iterator[tuple[int, int, Opened]]:
+        """Blocks ``[first, stop)`` of queries whose words have a limited size, and what their tiles open."""
+        B, K, L, _ = self.groups.shape
+        # a word for each group takes at most 8 bytes
+        step = max(1, _WORDS // (8 * B * K * max(self.closed, 1))) * tile
+        for first in range(0, L, step):
+            stop = min(first + step, L)
+            yield first, stop, self.opened(tile, first, stop)
+
 
 class _Shared(NamedTuple):
     """Tensors, strides and numbers that the kernels of a call share, in the order in which they take them."""
@@ -87,7 +96,7 @@ class _Shared(NamedTuple):
     precision: str
 
     @classmethod
-    def of(cls, call: _Call, keys: int) -> _Shared:
+    def of(cls, call: Call, keys: int) -> _Shared:
         """keys: rows of a tile of entries and window."""
         of_k, of_v = (not_empty([x[0], x[2]]) for x in (call.k, call.v))
         described_k, described_v = ([described([x], keys) for x in tensors] for tensors in (of_k, of_v))
@@ -101,20 +110,16 @@ class _Shared(NamedTuple):
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a `_Call`."""
-    call = _Call(*arguments)
+    """Output and log-sum-exp of a `Call`."""
+    call = Call(*arguments)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
     (B, H, L, D), K = q.shape, call.groups.shape[1]
     check_programs(B * K)
     R = H // K
     tiles = _tiles("fwd", q.dtype, q.is_cuda, max(D, out.shape[3]), R)
     shared, Q = _Shared.of(call, tiles.keys), tiles.rows // R
-    # queries in a block: a word of each tile for each group takes at most 8 bytes
-    block = max(1, _WORDS // (8 * B * K * max(call.closed, 1))) * Q
     with on_device_of(q):
-        for first in range(0, L, block):
-            stop = min(first + block, L)
-            of_tiles = call.opened(Q, first, stop)
+        for first, stop, of_tiles in call.blocks(Q):
             _FORWARD(
                 (cdiv(stop - first, Q), B * K, 1),
                 (q, *shared.sources, *of_tiles, call.starts, out, lse),
@@ -131,7 +136,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: _Call) -> list[Tensor]:
+def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call) -> list[Tensor]:
     """Gradients of q, of the sources' keys and of their values."""
     d_out, q = whole_rows(d_out), whole_rows(call.q)
     (B, H, L, D), K, Dv = q.shape, call.groups.shape[1], out.shape[3]
@@ -177,7 +182,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: _Cal
 
 
 def _store_gradients(
-    call: _Call, queries: tuple[Tensor, Tensor, Tensor, Tensor], tiles: Tiles, dk: Tensor, dv: Tensor
+    call: Call, queries: tuple[Tensor, Tensor, Tensor, Tensor], tiles: Tiles, dk: Tensor, dv: Tensor
 ) -> None:
     """Writes the gradients of the store's keys and values; queries: numbers per row, q and the output's gradient."""
     (B, K, L, r), G, g = call.groups.shape, call.k[0].shape[2], call.group_size
@@ -201,18 +206,19 @@ def _store_gradients(
     )  # fmt: skip
 
 
-@torch.library.custom_op("condense::attend_recall", mutates_args=())
-def _attend(
-    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], groups: Tensor, starts: Tensor | None, rule: Sequence[int],
-    closed: int, level: float, pool: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exp of a `_Call`."""
-    return _forward(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale)
+def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``forward`` of a `Call` as a torch operation, so that torch.compile keeps it whole; gradients by `_backward`."""
 
+    @torch.library.custom_op(f"condense::{name}", mutates_args=())
+    def op(
+        q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], groups: Tensor, starts: Tensor | None, rule: Sequence[int],
+        closed: int, level: float, pool: bool, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return forward(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale)
 
-@_attend.register_fake
-def _(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
-    return results(q, v)
+    op.register_fake(lambda q, k, v, *_: results(q, v))
+    op.register_autograd(_differentiate, setup_context=_keep)
+    return op
 
 
 @torch.library.custom_op("condense::attend_recall_backward", mutates_args=())
@@ -221,7 +227,7 @@ def _attend_backward(
     groups: Tensor, starts: Tensor | None, rule: Sequence[int], closed: int, level: float, pool: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, of the sources' keys and of their values."""
-    return _backward(d_out, d_lse, out, lse, _Call(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale))
+    return _backward(d_out, d_lse, out, lse, Call(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale))
 
 
 @_attend_backward.register_fake
@@ -232,7 +238,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = _Call(*inputs)
+    call = Call(*inputs)
     ctx.numbers = call[5:]
     ctx.save_for_backward(*output, call.q, *call.k, *call.v, call.groups, call.starts)
 
@@ -244,7 +250,18 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     return dq, grads[:3], grads[3:], *[None] * 7
 
 
-_attend.register_autograd(_differentiate, setup_context=_keep)
+class Kernels(NamedTuple):
+    """The functions of a backend: index scores, attention of a `Call`, the same as an operation with gradients, and
+    attention over two sources as `condense.ops.attend`.
+    """
+
+    score: Callable[[Scoring], None]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    operation: Callable[..., tuple[Tensor, Tensor]]
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+_KERNELS = Kernels(score, _forward, operation("attend_recall", _forward), attend)
 
 
 def attend_recall(
@@ -258,6 +275,7 @@ def attend_recall(
     scale: float,
     pool: bool,
     return_lse: bool,
+    kernels: Kernels = _KERNELS,
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen.
 
@@ -274,25 +292,26 @@ def attend_recall(
             rule = rule if pool else replace(rule, max_chunks=0)
         else:
             entries, rule = store, replace(rule, entries=store.k.shape[2] // G)
-        return attend(
+        return kernels.attend(
             q, [entries, window], replace(spans, rule=rule), scale=scale, dropout_p=0.0, return_lse=return_lse
         )
     starts, numbers = describe(spans, 2, L, q.device)
     positions = Positions(starts, tuple(numbers))
     if isinstance(choice, IndexChoice):
         groups = choose(
-            choice.q, choice.index, choice.settings, positions, scale=choice.scale, num_recall=r, closed=closed
-        )
+            choice.q, choice.index, choice.settings, positions, scale=choice.scale, num_recall=r, closed=closed,
+            score=kernels.score,
+        )  # fmt: skip
     else:
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G).expand(B, K, L, G)
         groups = chosen_groups(chosen, r).to(torch.int32)
     assert entries.bias is None or isinstance(entries.bias, (int, float)), "the backend's limits"
-    call = _Call(
+    call = Call(
         q, [entries.k, store.k, window.k], [entries.v, store.v, window.v], groups, starts, tuple(numbers), closed,
         float(entries.bias or 0.0), pool, scale,
     )  # fmt: skip
     tensors = (q, *call.k, *call.v)
     by_torch = torch.compiler.is_compiling() or type(q) is not Tensor
     by_torch = by_torch or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    out, lse = (_attend if by_torch else _forward)(*call)
+    out, lse = (kernels.operation if by_torch else kernels.forward)(*call)
     return out, lse if return_lse else None

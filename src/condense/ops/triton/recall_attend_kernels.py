@@ -37,7 +37,7 @@ class Store(NamedTuple):
 
 class Opened(NamedTuple):
     """What the queries of a tile open: a word for every group; and those of all groups that any query opens, ``count``
-    of them, with their words. bit: the row's in a word.
+    of them, with their words. bit: the row's in a word, as a number with that bit alone.
     """
 
     words: Any
@@ -48,9 +48,9 @@ class Opened(NamedTuple):
 
 
 @triton.jit
-def opens(word, bit):
-    """Which rows open which groups, ``[BM, n]``."""
-    return ((word[None, :] >> bit[:, None]) & 1) != 0
+def bit_of(i, Q: tl.constexpr, words_ptr):
+    """The bit of query i in the words of its tile of Q queries."""
+    return tl.full(i.shape, 1, words_ptr.dtype.element_ty) << (i % Q)
 
 
 @triton.jit
@@ -66,14 +66,18 @@ def _add_keys(softmax, q, k, v, seen, level, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _forward_entries(softmax, q, source, opened, lo, hi, closed, scale, BN: tl.constexpr, PRECISION: tl.constexpr):
-    """Entries ``[lo, hi)`` of groups that are closed and that the row does not open."""
+def _forward_entries(
+    softmax, q, source, opened, lo, hi, closed, scale, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Entries ``[lo, hi)`` of groups that the row does not open. MASKED: a row's closed groups may end among them."""
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
         k = load_block(source.k, [source.b, source.head, start, 0], BN)
         v = load_block(source.v, [source.b, source.head, start, 0], BN)
-        word = tl.load(opened.words + n, mask=n < hi, other=0)
-        seen = (n[None, :] < closed[:, None]) & ~opens(word, opened.bit)
+        word = tl.load(opened.words + n, mask=n < hi, other=0) if MASKED else tl.load(opened.words + n)
+        seen = (word[None, :] & opened.bit[:, None]) == 0
+        if MASKED:
+            seen = seen & (n[None, :] < closed[:, None])
         softmax = _add_keys(softmax, q, k, v, seen, source.level, scale, PRECISION)
     return softmax
 
@@ -88,7 +92,7 @@ def _load_opened(store, opened, start, g: tl.constexpr, WIDTHS: tl.constexpr, BN
     token = (group * g + t % g).to(tl.int64)
     k = load_rows(store.k, token * store.s_k, inside, WIDTHS[0], WIDTHS[1])
     v = load_rows(store.v, token * store.s_v, inside, WIDTHS[2], WIDTHS[3])
-    return k, v, opens(word, opened.bit)
+    return k, v, (word[None, :] & opened.bit[:, None]) != 0
 
 
 @triton.jit
@@ -112,13 +116,17 @@ def _dq_add(dq, queries, k, v, seen, level, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _dq_entries(dq, queries, source, opened, lo, hi, closed, scale, BN: tl.constexpr, PRECISION: tl.constexpr):
+def _dq_entries(
+    dq, queries, source, opened, lo, hi, closed, scale, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+):
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
         k = load_block(source.k, [source.b, source.head, start, 0], BN)
         v = load_block(source.v, [source.b, source.head, start, 0], BN)
-        word = tl.load(opened.words + n, mask=n < hi, other=0)
-        seen = (n[None, :] < closed[:, None]) & ~opens(word, opened.bit)
+        word = tl.load(opened.words + n, mask=n < hi, other=0) if MASKED else tl.load(opened.words + n)
+        seen = (word[None, :] & opened.bit[:, None]) == 0
+        if MASKED:
+            seen = seen & (n[None, :] < closed[:, None])
         dq = _dq_add(dq, queries, k, v, seen, source.level, scale, PRECISION)
     return dq
 
@@ -138,7 +146,11 @@ def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q: tl.
     """What the queries of this program's tile open."""
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
     return Opened(
-        words_ptr + tile * words, group_ptr + tile * room, word_ptr + tile * room, tl.load(count_ptr + tile), i % Q
+        words_ptr + tile * words,
+        group_ptr + tile * room,
+        word_ptr + tile * room,
+        tl.load(count_ptr + tile),
+        bit_of(i, Q, words_ptr),
     )
 
 
@@ -171,7 +183,11 @@ def recall_fwd_kernel(
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
         source = Source(k, v, row.b, row.head, level, 0)
-        softmax = _forward_entries(softmax, q, source, opened, 0, tl.max(closed), closed, scale, BN, PRECISION)
+        whole = tl.min(closed) // BN * BN
+        softmax = _forward_entries(softmax, q, source, opened, 0, whole, closed, scale, BN, False, PRECISION)
+        softmax = _forward_entries(
+            softmax, q, source, opened, whole, tl.max(closed), closed, scale, BN, True, PRECISION
+        )
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
         s_store[2], s_store[5],
@@ -233,7 +249,9 @@ def recall_dq_kernel(
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
         source = Source(k, v, row.b, row.head, level, 0)
-        dq = _dq_entries(dq, queries, source, opened, 0, tl.max(closed), closed, scale, BN, PRECISION)
+        whole = tl.min(closed) // BN * BN
+        dq = _dq_entries(dq, queries, source, opened, 0, whole, closed, scale, BN, False, PRECISION)
+        dq = _dq_entries(dq, queries, source, opened, whole, tl.max(closed), closed, scale, BN, True, PRECISION)
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
         s_store[2], s_store[5],

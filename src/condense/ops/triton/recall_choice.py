@@ -9,9 +9,11 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups, r groups that a 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -31,9 +33,11 @@ from condense.ops.triton.recall_choice_kernels import (
 _SCORE, _CELLS, _GROUPS = (Launcher(x) for x in (recall_score_kernel, recall_cells_kernel, recall_groups_kernel))
 _MARK, _LIST = Launcher(recall_mark_kernel), Launcher(recall_list_kernel)
 # groups of a cell, of which the best score is kept
-_CELL = 16
-# bytes of the scores of a block of queries
-_SCRATCH = 2**31
+CELL = 16
+# bytes of the scores of a block of queries, which are a multiple of so many
+_SCRATCH, _BLOCK = 2**31, 128
+# a tile of scores has at most so many groups
+_MOST_GROUPS = 128
 
 
 class Tiles(NamedTuple):
@@ -77,13 +81,15 @@ class Positions(NamedTuple):
 
 class _Scratch(NamedTuple):
     """Of n queries: score ``[B * K, n, R, scores]``, best score of every cell ``[B * K, n, R, cells]``, log-sum-exp
-    ``[B * K, n, R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``.
+    ``[B * K, n, R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``, and what their groups must
+    reach, int32 ``[B * K, n]``.
     """
 
     score: Tensor
     cell: Tensor
     lse: Tensor
     picked: Tensor
+    floor: Tensor
 
 
 def _scratch(device: torch.device, heads: int, n: int, R: int, scores: int, picked: int) -> _Scratch:
@@ -91,8 +97,8 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, scores: int, pick
         return torch.empty(shape, dtype=dtype, device=device)
 
     return _Scratch(
-        empty(heads, n, R, scores), empty(heads, n, R, scores // _CELL), empty(heads, n, R),
-        empty(heads, n, picked, dtype=torch.int32),
+        empty(heads, n, R, scores), empty(heads, n, R, scores // CELL), empty(heads, n, R),
+        empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -100,65 +106,104 @@ def _index_rows(index: GroupIndex, settings: IndexSettings, dtype: torch.dtype) 
     """The index as numbers of the dtype of the queries, as `recall_score_kernel` reads it: codes of 8 bits are exact in
     all. The last block is repeated up to a power of two.
     """
-    codes = index.codes.unflatten(3, (-1, settings.num_blocks, index.codes.shape[3] // settings.num_rows))
+    m = settings.num_blocks
+    codes = index.codes.unflatten(3, (-1, m, index.codes.shape[3] // settings.num_rows))
     if settings.bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-    blocks = torch.arange(power_of_2(settings.num_blocks), device=codes.device).clamp(max=settings.num_blocks - 1)
-    codes = codes[:, :, :, :, blocks].transpose(2, 3)
-    return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 4).flatten(1, 2))
+    codes = F.pad(codes, (0, 0, 0, 0, 0, 0, 0, -codes.shape[2] % 8))
+    blocks = torch.arange(power_of_2(m), device=codes.device).clamp(max=m - 1)
+    # [B, K, eights, 8, F / m, m, D] to [B, K * F / m, eights * m * 8, D]
+    codes = codes[:, :, :, :, blocks].unflatten(2, (-1, 8)).permute(0, 1, 4, 2, 5, 3, 6)
+    return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 5).flatten(1, 2))
+
+
+class Scoring(NamedTuple):
+    """A block of queries to score: what all blocks of a call share, and where the results go.
+
+    rows: the index, as `_index_rows` makes it; grid: the index's, None of 16 bits; sizes: what the kernels take as
+    numbers, from K to the rule; scale: of base-2 scores.
+    """
+
+    q: Tensor
+    rows: Tensor
+    grid: Tensor | None
+    settings: IndexSettings
+    positions: Positions
+    scratch: _Scratch
+    first: int
+    stop: int
+    sizes: tuple[int, ...]
+    scale: float
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Rows times KV heads, and query heads per KV head."""
+        return self.scratch.score.shape[0], self.scratch.score.shape[2]
+
+    @property
+    def grid_ptr(self) -> Tensor:
+        """The grid, or any tensor: kernels that get records cannot get None."""
+        return self.scratch.lse if self.grid is None else self.grid
+
+
+def score(call: Scoring) -> None:
+    """Fills the first three of the scratch tensors."""
+    q, (heads, R), D = call.q, call.heads, call.q.shape[3]
+    tiles, blocks = _tiles(q.dtype, q.is_cuda, D, R), power_of_2(call.settings.num_blocks)
+    groups = max(CELL, tiles.columns // blocks)
+    _SCORE(
+        (cdiv(call.stop - call.first, tiles.rows // R), heads, 1),
+        (
+            q, descriptor(TensorDescriptor, call.rows, [1, 1, groups * blocks, tile_width(D)]), call.grid_ptr,
+            call.positions.starts, *call.scratch[:3],
+        ),
+        (q.stride()[:3], *call.sizes, call.scale),
+        (
+            R, call.settings.num_blocks, blocks, D, tile_width(D), call.settings.kind == "bounds",
+            call.grid is not None, call.positions.kind,
+            "tf32x3" if q.dtype == torch.float32 else "tf32", tiles.rows, groups, CELL,
+        ),
+        tiles.options,
+    )  # fmt: skip
 
 
 def choose(
     q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, num_recall: int,
-    closed: int,
+    closed: int, score: Callable[[Scoring], None] = score,
 ) -> Tensor:  # fmt: skip
     """The groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``min(num_recall, G)``; G
     where there are fewer.
 
-    q ``[B, H, L, D]``; closed: no query sees more groups as closed. 1 <= num_recall; scale > 0.
+    q ``[B, H, L, D]``; closed: no query sees more groups as closed; score: the function that scores a block of queries.
+    1 <= num_recall; scale > 0.
     """
     q = whole_rows(q)
-    (B, H, L, D), (_, K, G, _) = q.shape, index.codes.shape
+    (B, H, L, _), (_, K, G, _) = q.shape, index.codes.shape
     R, r, heads = H // K, min(num_recall, G), B * K
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
-    rows = _index_rows(index, settings, q.dtype)
-    of_score, blocks = _tiles(q.dtype, q.is_cuda, D, R), power_of_2(settings.num_blocks)
-    tile = max(_CELL, of_score.columns // blocks)
-    precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
-    scores = cdiv(max(closed, 1), tile) * tile
-    cells = power_of_2(scores // _CELL)
+    rows, grid = _index_rows(index, settings, q.dtype), index.grid.contiguous() if settings.bits < 16 else None
+    scores = cdiv(max(closed, 1), _MOST_GROUPS) * _MOST_GROUPS
+    cells = power_of_2(scores // CELL)
     picked = power_of_2(min(r, cells))
-    Q = of_score.rows // R
-    n = max(1, _SCRATCH // (heads * R * scores * 4) // Q) * Q
-    described = descriptor(TensorDescriptor, rows, [1, 1, tile * blocks, tile_width(D)])
-    grid = index.grid.contiguous() if settings.bits < 16 else None
-    scratch = _scratch(q.device, heads, min(n, L), R, scores, picked)
+    looked = picked * CELL
+    n = min(L, max(1, _SCRATCH // (heads * R * scores * 4) // _BLOCK) * _BLOCK)
+    scratch = _scratch(q.device, heads, n, R, scores, picked)
     with on_device_of(q):
         for first in range(0, L, n):
             stop = min(first + n, L)
-            sizes = (K, L, G, first, stop, scores, scores // _CELL, *positions.rule)
-            _SCORE(
-                (cdiv(stop - first, Q), heads, 1),
-                (q, described, grid, positions.starts, *scratch[:3]),
-                (q.stride()[:3], *sizes, scale * LOG2E),
-                (
-                    R, settings.num_blocks, blocks, D, tile_width(D), settings.kind == "bounds", positions.kind,
-                    precision, of_score.rows, tile, _CELL,
-                ),
-                of_score.options,
-            )  # fmt: skip
+            sizes = (K, L, G, first, stop, scores, scores // CELL, *positions.rule)
+            score(Scoring(q, rows, grid, settings, positions, scratch, first, stop, sizes, scale * LOG2E))
             _CELLS(
                 (cdiv(stop - first, _queries(cells, q.is_cuda)), heads, 1),
-                (scratch.cell, scratch.lse, positions.starts, scratch.picked), sizes,
-                (R, positions.kind, _CELL, cells, picked, r, _queries(cells, q.is_cuda)),
+                (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), sizes,
+                (R, positions.kind, CELL, cells, picked, r, _queries(cells, q.is_cuda)),
                 {"num_warps": _warps(cells)},
             )  # fmt: skip
-            looked = picked * _CELL
             _GROUPS(
                 (cdiv(stop - first, _queries(looked, q.is_cuda)), heads, 1),
-                (scratch.score, scratch.lse, scratch.picked, positions.starts, groups), sizes,
-                (R, positions.kind, _CELL, picked, power_of_2(r), r, _queries(looked, q.is_cuda)),
+                (scratch.score, scratch.lse, scratch.picked, scratch.floor, positions.starts, groups), sizes,
+                (R, positions.kind, CELL, picked, power_of_2(r), r, _queries(looked, q.is_cuda)),
                 {"num_warps": _warps(looked)},
             )  # fmt: skip
     return groups

@@ -68,7 +68,7 @@ class _Scored(NamedTuple):
 @triton.jit
 def _score_groups(
     queries, index, lse, lo, hi, closed, m: tl.constexpr, MP: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    GRID: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores and writes groups ``[lo, hi)``, and adds them to lse: the largest score of each row and the sum of
     ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
@@ -84,24 +84,26 @@ def _score_groups(
             x = index.rows.load([index.b, index.head + 1, group * MP, 0])
             x = x.reshape(x.shape[2], x.shape[3])
             s = tl.dot(queries.q[1], tl.trans(x), s, input_precision=PRECISION)
-        s = tl.reshape(s, [BM, BG, MP])
+        # eight groups by their blocks: adjacent columns, which a thread has, are adjacent groups
+        s = tl.reshape(s, [BM, BG // 8, MP, 8])
         if len(queries.q) == 2:
             # step > 0 and zero are the group's, so that the best block is known before them
-            s = tl.max(s, 2)
-            if index.grid is not None:
+            s = tl.reshape(tl.max(s, 2), [BM, BG])
+            if GRID:
                 step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0) * queries.scale
                 zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0) * queries.scale
                 s = s * step[None, :] + queries.sum_q[:, None] * zero[None, :]
             else:
                 s = s * queries.scale
         else:
-            if index.grid is not None:
+            if GRID:
                 step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0)
                 zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0)
-                s = s * step[None, :, None] + (queries.sum_q[:, None] * zero[None, :])[:, :, None]
-            s = tl.where(tl.arange(0, MP)[None, None, :] < m, s * queries.scale, float("-inf"))
+                base = tl.reshape(queries.sum_q[:, None] * zero[None, :], [BM, BG // 8, 1, 8])
+                s = s * tl.reshape(step, [1, BG // 8, 1, 8]) + base
+            s = tl.where(tl.arange(0, MP)[None, None, :, None] < m, s * queries.scale, float("-inf"))
             largest = tl.max(s, 2)
-            s = largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, None]), 2))
+            s = tl.reshape(largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, None, :]), 2)), [BM, BG])
         if MASKED:
             s = tl.where(n[None, :] < closed[:, None], s, float("-inf"))
         tl.store(queries.score[:, None] + n[None, :], s, mask=queries.real[:, None])
@@ -121,14 +123,16 @@ def recall_score_kernel(
     s_q, K, L, G, first, stop, scores, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
     R: tl.constexpr, m: tl.constexpr, MP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BOUNDS: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
+    GRID: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Of queries ``[first, stop)``: scores float32 ``[B * K, n, R, scores]`` of closed groups, base 2; the best of
     every cell ``[B * K, n, R, cells]``; the log-sum-exp ``[B * K, n, R]``.
 
     rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, G * MP, D]``, first the lowest and then the
-    highest keys, else ``[B, K, G * MP, D]``; MP: m as a power of two. A quantised index holds its codes, and grid
-    float32 ``[B, K, G, 2]`` their step and zero: ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
+    highest keys, else ``[B, K, G * MP, D]``; MP: m as a power of two; the blocks of eight groups, as ``[MP, 8]``, then
+    of the next eight. A quantised index holds its codes, and grid float32 ``[B, K, G, 2]`` (not read unless GRID) their
+    step and zero: ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
     Scores of tiles of groups beyond the last closed one of a tile of queries are not written.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
@@ -142,9 +146,7 @@ def recall_score_kernel(
     q = _load_queries(q_ptr, b * s_q[0] + (kvh * R + r) * s_q[1] + i.to(tl.int64) * s_q[2], real, D, P)
     sum_q = tl.sum(q.to(tl.float32), 1)
     at = (tl.program_id(1).to(tl.int64) * (stop - first) + (i - first)) * R + r
-    index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr, G)
-    if grid_ptr is not None:
-        index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + (b * K + kvh) * G * 2, G)
+    index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + (b * K + kvh) * G * 2, G)
     negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
     queries = _Scored(
         parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + at * scores,
@@ -152,8 +154,8 @@ def recall_score_kernel(
     )  # fmt: skip
     lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     whole = tl.min(closed) // BG * BG
-    lse = _score_groups(queries, index, lse, 0, whole, closed, m, MP, BG, C, False, PRECISION)
-    lse = _score_groups(queries, index, lse, whole, tl.max(closed), closed, m, MP, BG, C, True, PRECISION)
+    lse = _score_groups(queries, index, lse, 0, whole, closed, m, MP, BG, C, GRID, False, PRECISION)
+    lse = _score_groups(queries, index, lse, whole, tl.max(closed), closed, m, MP, BG, C, GRID, True, PRECISION)
     # 0 where no group is closed
     total = lse[1]
     tl.store(lse_ptr + at, tl.where(total > 0, lse[0], 0.0) + tl.log2(tl.where(total > 0, total, 1.0)), mask=real)
@@ -173,14 +175,15 @@ def _best_share(score_ptr, lse_ptr, query, width, n, valid, R: tl.constexpr):
 
 
 @triton.jit
-def _best(share, valid, wanted):
+def _best(share, valid, wanted, floor):
     """Which of each row of ``[BQ, N]`` are among the best ``wanted`` of the valid, ties to the first; their places in
-    order. A row without that many has all of its valid ones.
+    order; and the key of the worst of them. A row without that many has all of its valid ones. floor: a key that at
+    least ``wanted`` of a row reach, where it has that many.
     """
     # floats as integers in the same order: of negative ones, all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
-    lo = tl.min(tl.where(valid, key, _INT_MAX), 1).to(tl.int64)
+    lo = tl.maximum(tl.min(tl.where(valid, key, _INT_MAX), 1), floor).to(tl.int64)
     # rows with fewer, which keep all, need no search
     hi = tl.where(tl.sum(valid.to(tl.int32), 1) > wanted, tl.max(key, 1).to(tl.int64) + 1, lo)
     # at least ``wanted`` keys reach lo, fewer reach hi
@@ -197,18 +200,19 @@ def _best(share, valid, wanted):
     before = tl.cumsum(flags, 1) - flags
     room = (wanted - tl.sum(better.to(tl.int32), 1))[:, None]
     is_best = better | (equal & ((before & 0xFFFF) < room))
-    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room)
+    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room), lo.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_cells_kernel(
-    cell_ptr, lse_ptr, starts_ptr, picked_ptr,
+    cell_ptr, lse_ptr, starts_ptr, picked_ptr, floor_ptr,
     K, L, G, first, stop, scores, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, r: tl.constexpr,
     BQ: tl.constexpr,
 ):  # fmt: skip
-    """The r cells with the best shares in rising order, int32 ``[B * K, n, PICKED]``; CELLS where there are fewer.
+    """The r cells with the best shares in rising order, int32 ``[B * K, n, PICKED]``; CELLS where there are fewer. And
+    the floor for `_best` among their groups, int32 ``[B * K, n]``.
 
     CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
     """
@@ -221,7 +225,10 @@ def recall_cells_kernel(
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
     share = _best_share(cell_ptr, lse_ptr, query, cells, n, valid, R)
-    picked, place = _best(share, valid, r)
+    picked, place, worst = _best(share, valid, r, _INT_MIN)
+    # r cells have a group that is as good as the best of the worst of them
+    floor = tl.where(tl.cdiv(closed, C) > r, worst, _INT_MIN)
+    tl.store(floor_ptr + query, floor, mask=i < stop)
     tl.store(picked_ptr + query[:, None] * PICKED + place, n + tl.zeros_like(place), mask=picked)
     unused = (slot >= tl.minimum(r, tl.cdiv(closed, C))[:, None]) & (i < stop)[:, None]
     tl.store(picked_ptr + query[:, None] * PICKED + slot, tl.full([BQ, PICKED], CELLS, tl.int32), mask=unused)
@@ -229,7 +236,7 @@ def recall_cells_kernel(
 
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_groups_kernel(
-    score_ptr, lse_ptr, picked_ptr, starts_ptr, groups_ptr,
+    score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
     K, L, G, first, stop, scores, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, r: tl.constexpr,
@@ -249,7 +256,7 @@ def recall_groups_kernel(
     group = tl.load(picked_ptr + query[:, None] * PICKED + slot // C) * C + slot % C
     valid = group < closed[:, None]
     share = _best_share(score_ptr, lse_ptr, query, scores, group, valid, R)
-    is_open, at = _best(share, valid, r)
+    is_open, at, _ = _best(share, valid, r, tl.load(floor_ptr + query))
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     tl.store(groups_at + at, group, mask=is_open)
     unused = (place >= tl.minimum(r, closed)[:, None]) & (place < r) & (i < stop)[:, None]

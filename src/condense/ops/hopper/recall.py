@@ -1,0 +1,88 @@
+"""The `hopper` backend of Recall's attention over a prompt: scores and forward by kernels for Hopper.
+
+Scores of an index that they do not take, the choice and gradients are by Triton's kernels.
+
+Shapes as in `condense.ops.triton.recall_attend`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from condense.ops.hopper.attend import attend as attend_sources
+from condense.ops.hopper.attend_forward import ROWS, shared_layout
+from condense.ops.hopper.recall_attend import PART, recall_fwd_hopper_kernel
+from condense.ops.hopper.recall_score import recall_score_hopper_kernel
+from condense.ops.triton.attend import not_empty, results
+from condense.ops.triton.descriptors import descriptor
+from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_attend import Call, Kernels, attend_recall, operation
+from condense.ops.triton.recall_choice import CELL, Scoring, score
+
+_SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hopper_kernel)
+_TILE = 2 * ROWS.value
+# rows of the index and keys per block, and blocks that are loaded ahead
+_INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 4
+# 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
+_OPTIONS = {"num_warps": 4, "maxnreg": 168}
+
+
+def _score(call: Scoring) -> None:
+    """Bounds of up to 8 blocks per group of keys that are 64 or 128 wide; Triton's kernel scores the others."""
+    q, (heads, R), D = call.q, call.heads, call.q.shape[3]
+    blocks = power_of_2(call.settings.num_blocks)
+    if call.settings.kind != "bounds" or blocks > 8 or D not in (64, 128):
+        score(call)
+        return
+    tiles = cdiv(call.stop - call.first, _TILE // R)
+    rows = descriptor(TensorDescriptor, call.rows, [1, 1, _INDEX_ROWS, D], layout=shared_layout(D))
+    _SCORE(
+        (min(tiles * heads, gpu_of(q.device).multiprocessors), 1, 1),
+        (q, rows, call.grid_ptr, q if call.positions.starts is None else call.positions.starts, *call.scratch[:3]),
+        (q.stride()[:3], *call.sizes, call.scale, tiles, tiles * heads),
+        (R, D, blocks, call.grid is not None, call.positions.kind, _INDEX_ROWS, CELL, _INDEX_STAGES),
+        _OPTIONS,
+    )  # fmt: skip
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a `Call`."""
+    call = Call(*arguments)
+    q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
+    (B, H, L, D), K, g = q.shape, call.groups.shape[1], call.group_size
+    R = H // K
+    Q = _TILE // R
+    near = [not_empty([x[0], x[2]]) for x in (call.k, call.v)]
+    store = [whole_rows(x[1]) for x in (call.k, call.v)]
+
+    def described(x: Tensor, keys: int) -> TensorDescriptor:
+        return descriptor(TensorDescriptor, x, [1, 1, keys, PART.value], layout=shared_layout(PART.value))
+
+    sources = (
+        *[described(x[0], _KEYS) for x in near], *[described(x, g) for x in store],
+        *[described(x[1], _KEYS) for x in near],
+    )  # fmt: skip
+    with on_device_of(q):
+        for first, stop, opened in call.blocks(Q):
+            tiles = cdiv(stop - first, Q)
+            _FORWARD(
+                (min(tiles * B * K, gpu_of(q.device).multiprocessors), 1, 1),
+                (q, *sources, *opened, q if call.starts is None else call.starts, out, lse),
+                (
+                    q.stride()[:3], call.level * LOG2E, K, L, first, stop, *opened.numbers, *call.rule,
+                    call.scale * LOG2E, tiles, tiles * B * K,
+                ),
+                (R, g, D // PART.value, call.pool, call.kind, _KEYS, _STAGES),
+                _OPTIONS,
+            )  # fmt: skip
+    return out, lse
+
+
+attend_recall_hopper = partial(
+    attend_recall, kernels=Kernels(_score, _forward, operation("attend_recall_hopper", _forward), attend_sources)
+)

@@ -1,0 +1,408 @@
+"""Recall's attention over a prompt for Hopper: one warp loads, two warp groups multiply in turn.
+
+Computes the same as `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel` and is arranged as
+`condense.ops.hopper.attend_forward`: a persistent program loops over tiles of ``2 * 64`` rows. A tile reads blocks of
+BN keys: those of the window, of the entries, and of the tokens of groups that any of its queries opens, which the
+loading warp fetches group by group from their places in the store.
+
+Rows of keys and values are cut into parts of 64 columns, a buffer each: a group's part of a row block is then one
+stretch of shared memory.
+
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, G groups of g tokens, T tiles of Q
+queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from condense.ops.hopper.attend_forward import ROWS, _fetch_queries, _packed, _rows, _tile
+from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.device.records import Rule, Spans, Start
+from condense.ops.triton.device.rule import start_of_row, visible
+from condense.ops.triton.recall_attend_kernels import BLOCK
+
+PART = gl.constexpr(64)
+
+
+class Problem(NamedTuple):
+    """The numbers that are the same for all tiles: heads, ratio, the end of the block of queries, tiles of queries,
+    tiles in all rows and heads; the block's first query, groups that have a word, room of a list; spans without the
+    start of a row.
+    """
+
+    K: Any
+    R: Any
+    L: Any
+    tiles: Any
+    works: Any
+    first: Any
+    words: Any
+    room: Any
+    spans: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory: rings of keys and values, in parts, barriers that mark a slot as full or empty, and barriers by
+    which the two groups take turns.
+    """
+
+    k: Any
+    v: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    turns: Any
+
+
+class Lists(NamedTuple):
+    """Pointers to what tiles open: words, groups, their words, counts."""
+
+    words: Any
+    groups: Any
+    of_groups: Any
+    counts: Any
+
+
+class Stream(NamedTuple):
+    """The blocks that a tile reads: the first key of the window's; up to which block there are the window's, entries
+    that all rows see but for open groups, entries, all.
+    """
+
+    window: Any
+    near: Any
+    whole: Any
+    entries: Any
+    blocks: Any
+
+
+class View(NamedTuple):
+    """A tile of queries: in shared memory; the window that each row sees, its closed groups, its bit; pointers to the
+    ``size`` words of the tile, and to those of the groups in its list, of which there are ``count``.
+    """
+
+    q: Any
+    lo: Any
+    hi: Any
+    closed: Any
+    bit: Any
+    words: Any
+    size: Any
+    of_groups: Any
+    count: Any
+
+
+class Online(NamedTuple):
+    """An online softmax: weighted values in parts, weights of the newest block, largest score and sum of weights."""
+
+    acc: Any
+    p: Any
+    m: Any
+    total: Any
+
+
+@gluon.jit
+def _spans_of(row, problem, KIND: gl.constexpr):
+    spans = problem.spans
+    start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
+    return Spans(spans.rule, start, 0, 0)
+
+
+@gluon.jit
+def _stream(first, row, count, problem, g: gl.constexpr, BN: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr):
+    """The `Stream` of a tile whose first query is ``first`` and which opens ``count`` groups.
+
+    Spans never decrease, so that those of a tile's first and last query bound those of all.
+    """
+    last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
+    spans = _spans_of(row, problem, KIND)
+    lo, _ = visible(1, first, row, spans, KIND)
+    _, hi = visible(1, last, row, spans, KIND)
+    # a tile that sees nothing reads one block, all masked
+    near = gl.maximum(gl.cdiv(gl.maximum(hi - lo, 0), BN), 1)
+    whole, entries = near, near
+    if POOL:
+        closed = gl.minimum(visible(0, first, row, spans, KIND)[1], problem.words)
+        closed_last = gl.minimum(visible(0, last, row, spans, KIND)[1], problem.words)
+        whole, entries = near + closed // BN, near + gl.cdiv(closed_last, BN)
+    return Stream(lo, near, whole, entries, entries + gl.cdiv(count * g, BN))
+
+
+@gluon.jit
+def _load(source, row, start, rings, full, empty, count, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Loads BN rows from ``start`` on into a slot of the rings."""
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+    mbarrier.expect(full.index(stage), len(rings) * source.block_type.nbytes)
+    for part in gl.static_range(len(rings)):
+        place = rings[part].index(stage)
+        tma.async_copy_global_to_shared(source, [row.b, row.head, start, part * PART], full.index(stage), place)
+
+
+@gluon.jit
+def _load_groups(
+    source, row, groups, rings, full, empty, count, g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr
+):
+    """Loads the tokens of ``BN // g`` groups into a slot of the rings."""
+    stage = count % STAGES
+    mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+    mbarrier.expect(full.index(stage), BN // g * len(rings) * source.block_type.nbytes)
+    for n in gl.static_range(BN // g):
+        for part in gl.static_range(len(rings)):
+            place = rings[part].index(stage).slice(n * g, g, dim=2)
+            at = [row.b, row.head, groups[n] * g, part * PART]
+            tma.async_copy_global_to_shared(source, at, full.index(stage), place)
+
+
+@gluon.jit
+def _produce(
+    sources, lists, problem, memory,
+    g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr,
+):  # fmt: skip
+    """The loading warp. sources: descriptors of keys and values of entries, store and window."""
+    entries_k, entries_v, store_k, store_v, window_k, window_v = sources
+    at = 0
+    for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
+        first, row = _tile(work, problem)
+        tile = (row.b * problem.K + row.head) * problem.tiles + first // (2 * ROWS // problem.R)
+        count = gl.load(lists.counts + tile)
+        list_ptr = lists.groups + tile.to(gl.int64) * problem.room
+        stream = _stream(problem.first + first, row, count, problem, g, BN, POOL, KIND)
+        for t in range(stream.near):
+            start = stream.window + t * BN
+            _load(window_k, row, start, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
+            _load(window_v, row, start, memory.v, memory.v_full, memory.v_empty, at, BN, STAGES)
+            at += 1
+        for t in range(stream.entries - stream.near):
+            _load(entries_k, row, t * BN, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
+            _load(entries_v, row, t * BN, memory.v, memory.v_full, memory.v_empty, at, BN, STAGES)
+            at += 1
+        for t in range(stream.blocks - stream.entries):
+            groups = ()
+            for n in gl.static_range(BN // g):
+                # past the end of the list the last group is read once more, which no row sees
+                groups += (gl.load(list_ptr + gl.minimum(t * (BN // g) + n, count - 1)),)
+            _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, g, BN, STAGES)
+            _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, g, BN, STAGES)
+            at += 1
+
+
+@gluon.jit
+def _scores(q, memory, at, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Starts the product of queries and one block of keys."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    stage = at % STAGES
+    mbarrier.wait(memory.k_full.index(stage), at // STAGES & 1)
+    s = gl.zeros([ROWS, BN], gl.float32, layout)
+    for part in gl.static_range(len(q)):
+        k = memory.k[part].index(stage).reshape([BN, PART])
+        s = hopper.warpgroup_mma(q[part], k.permute([1, 0]), s, use_acc=part > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _add_values(p, acc, memory, at, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Starts adding one block's values, weighted, to the accumulators; they have arrived."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    p = gl.convert_layout(p.to(memory.v[0].dtype), operand)
+    found = ()
+    for part in gl.static_range(len(acc)):
+        v = memory.v[part].index(at % STAGES).reshape([BN, PART])
+        found += (hopper.warpgroup_mma(p, v, acc[part], is_async=True),)
+    return found
+
+
+@gluon.jit
+def _softmax(s, m, total, seen, level, scale):
+    """One step of the online softmax, scores base 2: weights, new maximum and sum, and the factor for earlier sums."""
+    s = gl.where(seen, s, float("-inf"))
+    # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
+    m_new = gl.maximum(m, gl.max(s, 1) * scale + level)
+    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * scale - (safe - level)[:, None])
+    alpha = gl.exp2(m - safe)
+    return p, m_new, total * alpha + gl.sum(p, 1), alpha
+
+
+@gluon.jit
+def _first(view, stream, scale, memory, at, rows, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Reads the first block of a tile, of the window, up to its values."""
+    s = _scores(view.q, memory, at, BN, STAGES)
+    s = hopper.warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(memory.k_empty.index(at % STAGES))
+    n = stream.window + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
+    seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
+    p, m, total, _ = _softmax(s, rows[0], rows[1], seen, 0.0, scale)
+    mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
+    return p, m, total
+
+
+@gluon.jit
+def _step(
+    online, count, now, view, level, scale, memory, piece,
+    start, g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Reads ``count`` blocks of one source from key ``start`` on. On entry and exit, the values of the block before are
+    not added yet. now: number of the first among all blocks that the program has loaded.
+    """
+    acc, p, m, total = online.acc, online.p, online.m, online.total
+    rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    for t in range(count):
+        at = now + t
+        mbarrier.wait(memory.turns.index(GROUP), ((at - 1 - piece) & 1) ^ (1 - GROUP))
+        s = _scores(view.q, memory, at, BN, STAGES)
+        added = _add_values(p, acc, memory, at - 1, BN, STAGES)
+        mbarrier.arrive(memory.turns.index(1 - GROUP))
+        n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+        if SOURCE == "opened":
+            word = gl.load(view.of_groups + n // g, mask=n < view.count * g, other=0)
+            seen = (word[None, :] & view.bit[:, None]) != 0
+        elif SOURCE == "window":
+            seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
+        else:
+            word = gl.load(view.words + n, mask=n < view.size, other=0)
+            seen = (word[None, :] & view.bit[:, None]) == 0
+            if SOURCE == "edge":
+                seen = seen & (n[None, :] < view.closed[:, None])
+        s = hopper.warpgroup_mma_wait(len(acc), deps=[s])
+        mbarrier.arrive(memory.k_empty.index(at % STAGES))
+        p, m, total, alpha = _softmax(s, m, total, seen, level, scale)
+        # the softmax stands before this wait, see `condense.ops.hopper.attend_forward`
+        mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
+        alpha = gl.convert_layout(alpha, rows)[:, None]
+        if len(acc) == 1:
+            first, p = hopper.warpgroup_mma_wait(0, deps=[added[0], p])
+            acc = (first * alpha,)
+        else:
+            first, second, p = hopper.warpgroup_mma_wait(0, deps=[added[0], added[1], p])
+            acc = (first * alpha, second * alpha)
+        mbarrier.arrive(memory.v_empty.index((at - 1) % STAGES))
+    return Online(acc, p, m, total)
+
+
+@gluon.jit
+def _consume(
+    tensors, queries, lists, problem, level, scale, memory,
+    g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """A multiplying warp group: 64 of the 128 rows of each tile."""
+    q_ptr, s_q, out_ptr, lse_ptr, length = tensors
+    K, R, L = problem.K, problem.R, problem.L
+    PARTS: gl.constexpr = len(queries)
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    packed: gl.constexpr = _packed(PART)
+    of_rows: gl.constexpr = gl.SliceLayout(1, narrow)
+    q = [place.index(GROUP) for place in queries]
+    packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed))
+    j = GROUP * ROWS + gl.arange(0, ROWS, layout=of_rows)
+    d = gl.arange(0, PART, layout=gl.SliceLayout(0, packed))[None, :]
+    Q = 2 * ROWS // R
+    at, piece = 0, 0
+    for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
+        first, row = _tile(work, problem)
+        tile = ((row.b * K + row.head) * problem.tiles + first // Q).to(gl.int64)
+        first += problem.first
+        count = gl.load(lists.counts + tile)
+        head = (row.b.to(gl.int64) * K + row.head.to(gl.int64)) * R
+        for part in gl.static_range(PARTS):
+            _fetch_queries(q[part], q_ptr, s_q, first, row, R, L, part * PART, PART, GROUP)
+        hopper.fence_async_shared()
+        stream = _stream(first, row, count, problem, g, BN, POOL, KIND)
+        spans = _spans_of(row, problem, KIND)
+        i, r, real = _rows(first, j, L, R)
+        lo, hi = visible(1, i, row, spans, KIND)
+        _, closed = visible(0, i, row, spans, KIND)
+        bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
+        words_ptr = lists.words + tile * problem.words
+        view = View(q, lo, hi, closed, bit, words_ptr, problem.words, lists.of_groups + tile * problem.room, count)
+        nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
+        p, m, total = _first(view, stream, scale, memory, at, nothing, BN, STAGES)
+        acc = (gl.zeros([ROWS, PART], gl.float32, wide),)
+        for _ in gl.static_range(1, PARTS):
+            acc += (gl.zeros([ROWS, PART], gl.float32, wide),)
+        online = Online(acc, p, m, total)
+        online = _step(
+            online, stream.near - 1, at + 1, view, 0.0, scale, memory, piece,
+            stream.window + BN, g, BN, STAGES, "window", GROUP,
+        )  # fmt: skip
+        online = _step(
+            online, stream.whole - stream.near, at + stream.near, view, level, scale, memory, piece,
+            0, g, BN, STAGES, "entries", GROUP,
+        )  # fmt: skip
+        online = _step(
+            online, stream.entries - stream.whole, at + stream.whole, view, level, scale, memory, piece,
+            (stream.whole - stream.near) * BN, g, BN, STAGES, "edge", GROUP,
+        )  # fmt: skip
+        online = _step(
+            online, stream.blocks - stream.entries, at + stream.entries, view, 0.0, scale, memory, piece,
+            0, g, BN, STAGES, "opened", GROUP,
+        )  # fmt: skip
+        at, piece = at + stream.blocks, piece + 1
+        added = _add_values(online.p, online.acc, memory, at - 1, BN, STAGES)
+        acc = hopper.warpgroup_mma_wait(0, deps=[added[0], added[PARTS - 1]])
+        mbarrier.arrive(memory.v_empty.index((at - 1) % STAGES))
+
+        safe = gl.where(online.total > 0, online.total, 1.0)
+        lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
+        gl.store(lse_ptr + (head + r) * length + i, lse, mask=real)
+        i, r, real = _rows(first, packed_j, L, R)
+        out_at = ((head + r) * length + i) * (PARTS * PART)
+        safe = gl.convert_layout(safe, gl.SliceLayout(1, wide))[:, None]
+        for part in gl.static_range(PARTS):
+            # via the shared memory of the queries, so that whole rows are stored
+            q[part].store((acc[part] / safe).to(dtype))
+            gl.store(out_ptr + out_at[:, None] + part * PART + d, q[part].load(packed), mask=real[:, None])
+
+
+@gluon.jit(do_not_specialize=(*VARYING, *BLOCK, "tiles", "works"))
+def recall_fwd_hopper_kernel(
+    q_ptr, entries_k, entries_v, store_k, store_v, window_k, window_v, words_ptr, group_ptr, word_ptr, count_ptr,
+    starts_ptr, out_ptr, lse_ptr,
+    s_q, level, K, L, first, stop, words, room,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
+    R: gl.constexpr, g: gl.constexpr, PARTS: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr, BN: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """See `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel`. Keys and values are ``PARTS * 64`` wide; BN is
+    a multiple of g; tiles: of queries in the block; works: tiles times B times K.
+    """
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    problem = Problem(K, R, stop, tiles, works, first, words, room, Spans(rule, start, starts_ptr, 0))
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
+    queries, k_rings, v_rings = (), (), ()
+    for _ in gl.static_range(PARTS):
+        queries += (gl.allocate_shared_memory(dtype, [2, ROWS, PART], of_queries),)
+        k_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_k.layout),)
+        v_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_v.layout),)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    hopper.fence_async_shared()
+    sources = (entries_k, entries_v, store_k, store_v, window_k, window_v)
+    tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(words_ptr, group_ptr, word_ptr, count_ptr)
+    memory = Memory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
+    gl.warp_specialize([
+        (_consume, (tensors, queries, lists, problem, level, scale, memory, g, BN, STAGES, POOL, KIND, 0)),
+        (_consume, (tensors, queries, lists, problem, level, scale, memory, g, BN, STAGES, POOL, KIND, 1)),
+        (_produce, (sources, lists, problem, memory, g, BN, STAGES, POOL, KIND)),
+    ], [4, 1], [232, 40])  # fmt: skip

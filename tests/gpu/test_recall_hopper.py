@@ -1,0 +1,48 @@
+"""Recall's kernels for Hopper, held to what Triton's are held to."""
+
+import pytest
+import torch
+from triton_kernels.test_recall_prefill import Case, Problem, chosen, compare, poisoned  # noqa: F401
+
+from condense.ops.recall import IndexSettings, limits
+
+
+@pytest.mark.parametrize(
+    "index", [("bounds", 8, 8), ("bounds", 2, 4), ("bounds", 16, 16), ("sub_means", 8, 8)], ids=str
+)
+@pytest.mark.parametrize(
+    ("heads", "width", "dtype"),
+    [((8, 2), 128, torch.bfloat16), ((7, 1), 128, torch.float16), ((4, 2), 64, torch.bfloat16)],
+    ids=str,
+)
+def test_choice_output_and_gradients(heads, width, dtype, index, chosen):  # noqa: F811
+    settings = IndexSettings(index[0], 16, *index[1:])
+    case = Case(heads, settings, 1500, 0, 100, 20, (0, 301), widths=(width, width), dtype=dtype)
+    compare(case, chosen, "hopper")
+
+
+@pytest.mark.parametrize("g", [8, 32, 64])
+def test_other_groups(g, chosen):  # noqa: F811
+    settings = IndexSettings("bounds", g, g, 8)
+    compare(Case((4, 1), settings, 333, 2048, g, 9, widths=(128, 128), dtype=torch.bfloat16), chosen, "hopper")
+
+
+def test_entries_left_out(chosen):  # noqa: F811
+    settings = IndexSettings("bounds", 16, 8, 8)
+    case = Case((4, 1), settings, 901, 0, 0, 9, unchosen="drop", widths=(128, 128), dtype=torch.bfloat16)
+    compare(case, chosen, "hopper")
+
+
+def test_is_chosen_for_long_prompts_and_agrees_with_the_plain_kernels(chosen):  # noqa: F811
+    """Several tiles per program, so that the rings of keys go on from one to the next."""
+    settings = IndexSettings("bounds", 16, 8, 8)
+    problem = Problem(Case((32, 8), settings, 5000, 0, 1024, 32, (0,), widths=(128, 128), dtype=torch.bfloat16))
+    assert limits.fills_gpu(problem.inputs[0], 8)
+    assert not limits.fills_gpu(problem.inputs[0][:, :, :50], 8)
+    with torch.no_grad():
+        got, named, want = (problem.attend(problem.inputs, problem.choice(), x) for x in ("auto", "hopper", "triton"))
+    assert all(torch.equal(x, y) for x, y in zip(got, named, strict=True))
+    assert torch.equal(chosen[0], chosen[1])
+    # both round weights and outputs to bfloat16
+    assert float((got[0].float() - want[0].float()).abs().max()) <= 2**-6 * float(want[0].abs().max())
+    assert float((got[1] - want[1]).abs().max()) < 1e-5
