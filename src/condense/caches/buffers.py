@@ -58,10 +58,16 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, s
     )
 
 
-def forget_slots(buffers: RecallState) -> None:
-    """Empty the slots of a store, whose groups may not be what they were; in place."""
-    buffers.held.fill_(-1)
-    buffers.order.copy_(torch.arange(buffers.order.shape[2], device=buffers.order.device))
+def clear_buffers(buffers: Buffers) -> None:
+    """Make buffers in place what new ones are, but for pinned memory, which takes seconds: no kernel reads groups there
+    that are not closed.
+    """
+    for x in buffers:
+        if x.device == buffers.seen.device:
+            x.zero_()
+    if isinstance(buffers, RecallState):
+        buffers.held.fill_(-1)
+        buffers.order.copy_(torch.arange(buffers.order.shape[2], device=buffers.order.device))
 
 
 def read_state(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.buffers import Buffers, empty_buffers, read_state, static_bias, write_state
+from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_state, static_bias, write_state
 from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
@@ -258,17 +258,13 @@ class StaticCondensedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything, in place."""
         if self.buffers is not None:
-            self._clear(self.buffers)
+            clear_buffers(self.buffers)
             self.num_slots.zero_()
             if self.method.prompt_reader is not None:
                 self._set_bias(0)
         self.awaits_prompt = self.method.prompt_reader is not None
         # a graph of somebody else's could be replayed before the next prompt
         self._known_slots = None if self._is_replayed else 0
-
-    def _clear(self, buffers: Buffers) -> None:
-        for tensor in buffers:
-            tensor.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
