@@ -5,7 +5,6 @@ import torch
 from models import tiny
 
 import condense
-from condense.models.padding import ALL_REAL
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=8),
@@ -60,17 +59,56 @@ def test_attention_by_the_default_compiler(method):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def test_training_forward_of_a_model(method):
-    model = condense.apply(tiny.model("llama"), method)
-    ids = tiny.tokens()
+def _compiled_loss(model):
+    def loss(ids, labels, mask=None, **kwargs):
+        return model(input_ids=ids, labels=labels, attention_mask=mask, use_cache=False, **kwargs).loss
 
-    def loss(ids):
-        return model(input_ids=ids, labels=ids, use_cache=False, **{ALL_REAL: True}).loss
+    return loss, torch.compile(loss, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "right-padded"])
+def test_training_forward_of_a_model(method, padded):
+    """As one graph, with what a data collator gives: labels, and a mask with padding on the right."""
+    model, ids = condense.apply(tiny.model("llama"), method), tiny.tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 40:] = 0
+    inputs = (ids, ids.masked_fill(mask == 0, -100), mask) if padded else (ids, ids)
 
     def loss_and_gradients(function):
-        value = function(ids)
+        value = function(*inputs)
         return [value, *torch.autograd.grad(value, list(model.parameters()))]
 
-    got = loss_and_gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"))
-    for x, y in zip(got, loss_and_gradients(loss), strict=True):
+    eager, compiled = _compiled_loss(model)
+    got = loss_and_gradients(compiled)
+    for x, y in zip(got, loss_and_gradients(eager), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
+    torch._dynamo.reset()
+    ids = tiny.tokens()
+    _, compiled = _compiled_loss(condense.apply(tiny.model("llama"), METHODS["cca"]))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with pytest.raises(RuntimeError, match="padding on the left"):
+        compiled(ids, ids, mask)
+    positions = torch.arange(ids.shape[1])[None] % 20
+    with pytest.raises(RuntimeError, match="several documents"):
+        compiled(ids[:1], ids[:1], position_ids=positions)
+
+
+def test_a_prompt_is_not_compiled_as_one_graph():
+    torch._dynamo.reset()
+    model = condense.apply(tiny.model("llama"), METHODS["cca"])
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile single steps instead"):
+        forward(input_ids=tiny.tokens(), use_cache=True)
+
+
+def test_export_of_a_forward_without_a_cache():
+    model, ids = condense.apply(tiny.model("llama"), METHODS["cca"]), tiny.tokens()
+    exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False).module()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            exported(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=False).logits
+        )

@@ -319,7 +319,7 @@ BAD = {
     "w_uv latent": ({"w_uv": f64(3, 6, 4)}, r"w_uv must have shape \(3, 7, 4\)"),
     "nothing": ({"w_uv": f64(3, 7, 0)}, "must have at least 1 in every dimension"),
     "scale": ({"scale": float("nan")}, "scale must be a finite number"),
-    "method": ({"method": "lca"}, "method must be a condense method"),
+    "method": ({"method": ["lca"]}, "method must be a condense method"),
     "backend": ({"backend": "cuda"}, "backend must be 'auto' or one of"),
     "both": ({"padding": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 20])}, "exclude each other"),
     "padding": ({"padding": torch.tensor([0])}, "padding must be a tensor of integers"),

@@ -6,6 +6,7 @@
     condense bench model --shape deepseek-v2-lite --lengths 128K --runners condensed_graph --method lca:group_size=4 ...
     condense bench kernel --lengths 32K,128K --ops layer,decode --method dga --method dga:group_size=4 ...
     python benchmarks/experiments report  --results RESULTS.json --times BENCH.json --kernels BENCH2.json --output X.md
+    python benchmarks/experiments zero-shot --results RESULTS.json --page docs/recall.md
 
 `run` goes on where an interrupted one stopped. `--only WORD` takes the runs whose names begin with it, and their bases.
 """
@@ -22,7 +23,9 @@ from bundled import evaluate_bundled
 from execute import Setting, load_tokenizer
 from pool import cut_off, start, work
 from report import write_report
-from studies import Run, all_runs
+from studies import SEEDS, Run, all_runs
+from zero_shot import zero_shot_runs
+from zero_shot_page import fill
 
 from condense.results import refuse_existing, write_results
 from condense.tasks import load_corpus
@@ -30,12 +33,16 @@ from condense.tasks import load_corpus
 
 def chosen(only: Sequence[str] | None) -> list[Run]:
     """All runs, or those whose names begin with one of ``only``, in that order, after their bases."""
-    runs = {run.name: run for run in all_runs()}
+    runs = {run.name: run for run in (*all_runs(), *(run for seed in SEEDS for run in zero_shot_runs(seed)))}
     if not only:
         return list(runs.values())
-    wanted = [run for start in only for run in runs.values() if run.name.startswith(start)]
-    bases = [runs[run.base] for run in wanted if run.base is not None]
-    return list({run.name: run for run in (*bases, *wanted)}.values())
+    found: dict[str, Run] = {}
+    for run in (run for begin in only for run in runs.values() if run.name.startswith(begin)):
+        chain = [run]
+        while chain[0].base is not None:
+            chain.insert(0, runs[chain[0].base])
+        found |= {run.name: run for run in chain}
+    return list(found.values())
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
@@ -73,6 +80,9 @@ def main() -> None:
     command.add_argument("--times", type=Path, required=True, help="result of condense bench model: LCA's settings")
     command.add_argument("--kernels", type=Path, nargs="+", required=True, help="of condense bench kernel: DGA's")
     command.add_argument("--output", type=Path, required=True, help="Markdown; pictures go beside it")
+    command = commands.add_parser("zero-shot")
+    command.add_argument("--results", type=Path, required=True)
+    command.add_argument("--page", type=Path, required=True, help="Markdown whose tables are written anew")
 
     options = parser.parse_args()
     if options.command == "run":
@@ -97,6 +107,8 @@ def main() -> None:
         unfinished = cut_off(options.work, {run["run"]["name"] for run in runs})
         content = {"measured": origin, "runs": runs, "failed": errors, "unfinished": unfinished}
         write_results(options.output, content)
+    elif options.command == "zero-shot":
+        fill(options.page, options.results)
     else:
         write_report(options.results, options.times, options.kernels, options.output)
 

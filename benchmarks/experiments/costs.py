@@ -19,11 +19,9 @@ from condense.plots import plot_lines
 class Cost:
     """LCA with one setting changed: what the small model lost by it, and what a large one takes.
 
-    Attributes:
-        sweep: the setting, "g" or "w".
-        value: of the setting.
-        loss: nats per token, mean over seeds; None where the small model was not evaluated with it.
-        first_s, step_ms, cache_bytes: the large model's first token, time per further token, and cache.
+    sweep: the setting, "g" or "w". value: of the setting. loss: nats per token, mean over seeds; None where the small
+    model was not evaluated with it. first_s, step_ms, cache_bytes: the large model's first token, time per further
+    token, and cache.
     """
 
     sweep: str

@@ -40,12 +40,9 @@ KEYS = 8
 class Setting:
     """What all runs share.
 
-    Attributes:
-        train, test: text files.
-        work: folder of models, claims and results.
-        sequences: held-out sequences per figure.
-        workers: processes per run that build sequences.
-        trial: so many steps of two sequences instead of what the study asks for, to try out a machine.
+    train, test: text files. work: folder of models, claims and results. sequences: held-out sequences per figure.
+    workers: processes per run that build sequences. trial: so many steps of two sequences instead of what the study
+    asks for, to try out a machine.
     """
 
     train: tuple[Path, ...]
@@ -117,7 +114,8 @@ def execute(run: Run, setting: Setting, *, keep_model: bool) -> None:
 
 def _evaluate(model: PreTrainedModel, run: Run, testing: SequenceBuilder, count: int) -> dict[str, Any]:
     length = run.phase.sequence_length
-    edges = [0, *(edge for edge in (256, 512, 1024) if edge < length)]
+    edges = sorted({0, length // 2, *(edge for edge in (256, 512, 1024) if edge < length)})
+    count = max(1, count * min(4096, length) // length)  # as many tokens of long texts as of 4,096
     content: dict[str, Any] = {
         "text": text_loss(model, run.methods, text_sequences(testing, count, seed=2), edges=edges)
     }

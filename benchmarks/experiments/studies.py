@@ -20,9 +20,14 @@ STEPS = 1500
 LONG = 2500  # with latents retrieval appears later
 SEEDS = (0, 1, 2)
 
+_POSITIONS: Mapping[str, Any] = {"max_position_embeddings": 16384}
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "llama": DEMO_ARCHITECTURE,
     "mla": TINY_MLA_ARCHITECTURE,
+    # for longer texts; the second with four query heads per KV head
+    "llama-16k": {**DEMO_ARCHITECTURE, **_POSITIONS},
+    "gqa4-16k": {**DEMO_ARCHITECTURE, **_POSITIONS, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "mla-16k": {**TINY_MLA_ARCHITECTURE, **_POSITIONS},
     # GPT-2 small and OPT-125M with the bundled vocabulary of 4,096 tokens, without dropout
     "gpt2": {
         "model_type": "gpt2",
@@ -52,15 +57,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 class Run:
     """One training run and what is measured on its model.
 
-    Attributes:
-        name: unique.
-        architecture: of `ARCHITECTURES`.
-        seed: of weights and sequences.
-        phase: how it is trained.
-        base: the run whose model it starts from, None: random weights.
-        methods: what the model is evaluated with, by label; empty: the model only serves as a base.
-        curve: steps between validation losses during training, None: none are taken.
-        noise: whether the effect of noise on keys is measured.
+    name: unique. architecture: of `ARCHITECTURES`. seed: of weights and sequences. phase: how it is trained. base: the
+    run whose model it starts from, None: random weights. methods: what the model is evaluated with, by label; empty:
+    the model only serves as a base. curve: steps between validation losses during training, None: none are taken.
+    noise: whether the effect of noise on keys is measured.
     """
 
     name: str

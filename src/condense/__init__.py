@@ -10,7 +10,7 @@ from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
 from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
-from condense.models import GraphDecoder, apply, install, restore, use
+from condense.models import GraphDecoder, apply, install, register, restore, use
 from condense.version import __version__
 
 install()
@@ -31,6 +31,7 @@ __all__ = [
     "cache_nbytes",
     "demo_model",
     "latent_attention",
+    "register",
     "restore",
     "use",
 ]

@@ -54,6 +54,33 @@ def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
     return cls(**fields)
 
 
+def method_from_text(text: str) -> MethodConfig:
+    """A method from ``name`` or ``name:setting=value,...``, as on the command line.
+
+    Raises ValueError for anything else, as `method_from_dict`.
+    """
+    name, _, settings = text.partition(":")
+    fields: dict[str, Any] = {"method": name.strip()}
+    for part in filter(None, settings.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"method settings must look like name=value, got {part!r} in {text!r}")
+        fields[key.strip()] = _value(value.strip())
+    return method_from_dict(fields)
+
+
+def _value(text: str) -> bool | int | float | str:
+    named = {"true": True, "false": False}
+    if text.lower() in named:
+        return named[text.lower()]
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text
+
+
 def method_class(name: object) -> type[MethodConfig]:
     """The registered class of that name. Raises ValueError naming the known methods."""
     if not isinstance(name, str) or name not in _REGISTRY:

@@ -28,9 +28,7 @@ _TEXT = "text.json"
 class DemoText:
     """A long text and the numbers hidden in it.
 
-    Attributes:
-        text: about 3,900 tokens of the bundled tokenizer.
-        keys: the hidden numbers, in the order in which to ask for them.
+    text: about 3,900 tokens of the bundled tokenizer. keys: the hidden numbers, in the order in which to ask for them.
     """
 
     text: str
@@ -44,11 +42,8 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
     dense attention and with ``CCA(group_size=16, window=256, summary="streaming", key_pooling="select",
     rep_bias="log_size")``; ``condense.train.recipes.demo_model`` made it.
 
-    Args:
-        dtype: of the weights, which are stored in bfloat16.
-
-    Raises:
-        ValueError: the installation lacks the model's files.
+    dtype: of the weights, which are stored in bfloat16.
+    Raises ValueError if the installation lacks the model's files.
     """
     folder = _asset("config.json").parent
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
@@ -58,8 +53,7 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
 def demo_config() -> PreTrainedConfig:
     """The bundled model's configuration, without its weights.
 
-    Raises:
-        ValueError: the installation lacks the file.
+    Raises ValueError if the installation lacks the file.
     """
     return AutoConfig.from_pretrained(_asset("config.json").parent, local_files_only=True)
 
@@ -67,8 +61,7 @@ def demo_config() -> PreTrainedConfig:
 def demo_text() -> DemoText:
     """The bundled text: the opening of a public-domain novel that the model was not trained on.
 
-    Raises:
-        ValueError: the installation lacks the file.
+    Raises ValueError if the installation lacks the file.
     """
     content = json.loads(_asset(_TEXT).read_text(encoding="utf-8"))
     return DemoText(content["text"], tuple(Key(*key) for key in content["keys"]))
@@ -77,8 +70,7 @@ def demo_text() -> DemoText:
 def demo_prompt() -> Prompt:
     """`demo_text` with its questions and right answers, ready for `condense.evaluate.compare`.
 
-    Raises:
-        ValueError: the installation lacks the file.
+    Raises ValueError if the installation lacks the file.
     """
     demo = demo_text()
     questions = tuple(question_prompt(key, "question") for key in demo.keys)

@@ -99,48 +99,20 @@ def plot_demo_model(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_bench(results: Mapping[str, Any], path: Path) -> None:
-    """Times over length, both on log scales, one line per runner: a panel per operation, or per figure of a model.
-
-    results: the content of a result file of `condense bench`. Condensed lines are solid, baselines dashed.
-    """
-    rows = results["rows"]
-    if results["kind"] == "kernel":
-        panels = {
-            op: ("times", [row for row in rows if row["op"] == op]) for op in dict.fromkeys(r["op"] for r in rows)
-        }
-    else:
-        panels = {"time to first token": ("first", rows), "time per token": ("step", rows)}
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(dict.fromkeys(row["runner"] for row in rows))}
-    figure, axes = _figure(len(panels), width=3.6)
-    for axis, (title, (time, shown)) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
-        for name in dict.fromkeys(row["runner"] for row in shown if row.get(time)):
-            line = [row for row in shown if row["runner"] == name and row.get(time)]
-            axis.loglog(
-                [row["length"] for row in line],
-                [row[time]["median_ms"] for row in line],
-                "o-" if line[0]["condensed"] else "o--",
-                markersize=3,
-                color=colours[name],
-                label=name,
-            )
-        axis.set_title(f"{title}, ms", fontsize=10)
-        axis.set_xlabel("tokens", fontsize=8)
-        axis.tick_params(labelsize=8)
-        if axis.has_data():
-            axis.legend(fontsize=7)
-    _save(figure, path)
-
-
 Line = tuple[Sequence[float], Sequence[float]]
 
 
-def plot_lines(panels: Mapping[str, Mapping[str, Line]], path: Path, *, x_label: str, y_label: str) -> None:
-    """Lines in panels: title -> label -> x and y."""
+def plot_lines(
+    panels: Mapping[str, Mapping[str, Line]], path: Path, *, x_label: str, y_label: str, log: bool = False
+) -> None:
+    """Lines in panels: title -> label -> x and y; log: both on log scales."""
     figure, axes = _figure(len(panels), width=3.6)
     for axis, (title, lines) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
         for i, (label, (x, y)) in enumerate(lines.items()):
             axis.plot(x, y, "o-", markersize=3, color=_COLOURS[i % len(_COLOURS)], label=label)
+        if log:
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel(x_label, fontsize=8)
         axis.set_ylabel(y_label, fontsize=8)

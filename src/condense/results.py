@@ -24,9 +24,8 @@ _EXISTS = "{}: wanted a path that does not exist yet, got {}"
 def provenance(seed: int | None = None, device: torch.device | None = None) -> dict[str, Any]:
     """Where a number comes from: versions, device, git commit, seed and the date (UTC, ISO 8601).
 
-    Args:
-        seed: the seed that the run was started with; ``None`` if it drew no random numbers.
-        device: where it ran; by default the current CUDA device if there is one.
+    seed: the seed that the run was started with; ``None`` if it drew no random numbers. device: where it ran; by
+    default the current CUDA device if there is one.
     """
     return {
         "condense": __version__,
@@ -63,18 +62,10 @@ def write_results(
     none. Dataclasses, paths, methods (anything with ``to_dict``), tuples and scalars of NumPy or PyTorch are
     converted; a number that is not finite becomes ``null``, because JSON has no other way to say it.
 
-    Args:
-        path: where to; missing folders are made.
-        content: what was measured.
-        seed: recorded in the provenance.
-        device: likewise.
-        overwrite: replace an existing file.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ValueError: as `refuse_existing`, also for a file that somebody else wrote in the meantime.
+    path: where to; missing folders are made. content: what was measured. seed, device: recorded in
+    the provenance. overwrite: replace an existing file.
+    Returns the path.
+    Raises ValueError as `refuse_existing`, also for a file that somebody else wrote in the meantime.
     """
     target = Path(path)
     refuse_existing(target, "path", overwrite=overwrite)

@@ -19,11 +19,15 @@ METHODS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("length", [256, 300])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_output_is_ours(method, length, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+def test_output_is_ours(method, length):
     inputs = SETTING.inputs(length)
     sources = pooled(method, inputs)
     attend = flex.flex_attention(sources, length, scale=inputs.scale)

@@ -1,5 +1,7 @@
 """The gate lets through what is right and nothing else."""
 
+from functools import partial
+
 import pytest
 import torch
 from two_sources import attend_to
@@ -10,6 +12,8 @@ from condense.bench.problems import HeadShape, Setting, pooled
 from condense.functional import attention
 from condense.methods import Context
 from condense.ops import Source
+from condense.ops.recall import GroupIndex, choose_groups, index_scores
+from condense.testing import oracle_recall
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=20),
@@ -103,3 +107,37 @@ def test_what_is_not_finite_is_wrong():
     assert not verdict.passed
     assert verdict.to_dict()["passed"] is False
     assert gate.judge([want.float()], [want], [want.float()]).passed
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("kind", ["bounds", "sub_means"])
+def test_the_gates_choice_of_groups_is_recalls(kind, bits):
+    """Where it is clear; and a tie is not clear."""
+    inputs = inputs_of(150, torch.float32)
+    method = condense.Recall(group_size=4, window=20, num_recall=5, index=kind, index_bits=bits)
+    context = pooled(method, inputs)
+    codes, grid = context.extra[:2]
+    closed = ((torch.arange(150) - 19) // 4).clamp(min=0)[None, None]
+    scores = index_scores(inputs.q, GroupIndex(codes, grid), method.index_settings, inputs.scale)
+    want = choose_groups(scores, closed, 5, 2)
+    got, clear = oracle_recall.choose(method, inputs.q, codes, grid, closed, scale=inputs.scale)
+    assert torch.equal(got & clear[..., None], want & clear[..., None])
+    assert clear.double().mean() > 0.99
+    codes[:, :, 1:], grid[:, :, 1:] = codes[:, :, :1], grid[:, :, :1]
+    got, clear = oracle_recall.choose(method, inputs.q, codes, grid, closed, scale=inputs.scale)
+    assert torch.equal(got, choose_groups(torch.zeros_like(scores), closed, 5, 2))
+    assert torch.equal(clear, (closed <= 5).expand_as(clear))
+
+
+def test_near_ties_are_counted():
+    inputs = inputs_of(150, torch.float32)
+    method = condense.Recall(group_size=4, window=20, num_recall=5)
+    context = pooled(method, inputs)
+    out = method.attend(inputs.q, context, scale=inputs.scale)[0]
+    check = partial(gate.check_output, q=inputs.q, scale=inputs.scale, method=method)
+    assert "near_ties" not in check(out, sources=context).to_dict()
+    codes, grid, *store = context.extra
+    codes[:, :, 1:], grid[:, :, 1:] = codes[:, :, :1], grid[:, :, :1]
+    tied = context._replace(extra=(codes, grid, *store))
+    # of each head and row, the queries that choose from more than 5 groups
+    assert check(out, sources=tied).to_dict()["near_ties"] == 2 * 4 * (150 - 20 - 6 * 4 + 1)

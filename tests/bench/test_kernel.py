@@ -123,6 +123,8 @@ def test_every_method_is_right_in_every_row():
         "dga": condense.DGA(group_size=4, window=8),
         "log_size": PROMPT.replace(rep_bias="log_size", complementary=False),
         "random": PROMPT.replace(focal="random"),
+        "recall": condense.Recall(group_size=4, window=8, num_recall=3),
+        "drop": condense.Recall(group_size=4, window=8, num_recall=3, index="sub_means", unchosen="drop"),
     }
     plan, content = run(methods=methods, lengths=(64,), baselines=())
     assert len(content["rows"]) == plan.num_rows()
@@ -136,6 +138,8 @@ def test_every_method_is_right_in_every_row():
         "dga": everything | {"pooling"},
         "log_size": whole | {"importance"},
         "random": whole,
+        "recall": everything | {"pooling"},
+        "drop": everything | {"pooling"},
     }
 
 
@@ -236,3 +240,37 @@ def test_an_error_stands_in_its_rows(monkeypatch):
         None,
         *["RuntimeError: on a short problem: RuntimeError: out of luck"] * 2,
     ]
+
+
+@pytest.mark.parametrize(
+    ("part", "ops"),
+    [
+        ("entries", {"pooling", "layer"}),
+        ("index", {"pooling", "layer"}),
+        ("store", {"pooling", "layer"}),
+        ("choice", {"forward", "backward", "layer"}),
+    ],
+)
+def test_a_recall_that_is_wrong_is_not_timed(part, ops, monkeypatch):
+    represent, attend = condense.Recall.represent, condense.Recall.attend
+
+    def wrong(self, *arguments, **options):
+        made = list(represent(self, *arguments, **options))
+        place = {"entries": 1, "index": 2, "store": -1}.get(part)
+        if place is not None:
+            made[place] = made[place].roll(1, 2)
+        return tuple(made)
+
+    def other_groups(self, q, context, **options):
+        if part == "choice" and context.extra:
+            codes, *others = context.extra
+            context = context._replace(extra=(codes.roll(1, 2), *others))
+        return attend(self, q, context, **options)
+
+    monkeypatch.setattr(condense.Recall, "represent", wrong)
+    monkeypatch.setattr(condense.Recall, "attend", other_groups)
+    method = condense.Recall(group_size=4, window=8, num_recall=3)
+    _, content = run(
+        methods={"recall": method}, lengths=(64,), baselines=(), ops=("forward", "backward", "pooling", "layer")
+    )
+    assert {row["op"] for row in content["rows"] if row.get("error", "").startswith("wrong: ")} == ops

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 import condense
 from condense.bench import MODEL_SHAPES, ModelPlan, bench_model, feed_forward, model_gate, random_model, ready, runners
@@ -68,6 +66,7 @@ ALL = {
     "lm_infinite": condense.LMInfinite(n_global=2, window=8),
     "dga": condense.DGA(group_size=4, window=8),
     "dga_prompt": condense.DGA(group_size=4, window=8, min_focal=10, selection="prompt"),
+    "recall": condense.Recall(group_size=4, window=8, num_recall=2),
 }
 
 
@@ -87,38 +86,23 @@ def test_pieces_are_nothing_for_a_method_that_looks_ahead(model):
     plan = ModelPlan((40,), {"prompt": ALL["dga_prompt"]}, ("condensed",), steps=2, prefill_chunk=20)
     content = bench_model(model, plan)
     assert "needs the whole prompt in one forward" in content["rows"][0]["error"]
-    # no row ran whose prompt could be read again
-    assert content["feed_forward"] == []
 
 
 def test_feed_forward_is_measured_apart(model, monkeypatch):
-    monkeypatch.setattr(feed_forward, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    monkeypatch.setattr(feed_forward, "_between_ms", lambda start, stop: stop - start)
-    content = bench_model(model, ModelPlan((40, 60), METHODS, ("dense", "condensed"), steps=2, prefill_chunk=25))
-    figures = content["feed_forward"]
-    assert [figure["length"] for figure in figures] == [40, 60]
-    # nothing looks at the clock in between: 1 per layer and piece
-    assert [figure["first_ms"] for figure in figures] == [2 * 2, 2 * 3]
-    assert all(figure["step_ms"] > 0 for figure in figures)
-    assert {type(mlp) for mlp in feed_forward.feed_forward_modules(model)} == {LlamaMLP}
+    tokens = []
+    for mlp in feed_forward.feed_forward_modules(model):
+        forward = mlp.forward
+        monkeypatch.setattr(mlp, "forward", lambda x, forward=forward: tokens.append(x.shape[1]) or forward(x))
+    # nothing but the modules runs: 1 second between two looks at the clock
+    clock = itertools.count()
+    monkeypatch.setattr(feed_forward, "now", lambda device: next(clock))
+    assert feed_forward.first_ms(model, 60, 25) == 1000
+    assert tokens == [25, 25, 10] * 2 * 2
+    monkeypatch.undo()
+    content = bench_model(model, ModelPlan((40, 60), METHODS, ("dense",), steps=2, prefill_chunk=25))
+    assert [figures["length"] for figures in content["feed_forward"]] == [40, 60]
+    assert all(figures["first_ms"] > 0 and figures["step_ms"] > 0 for figures in content["feed_forward"])
     assert content["experts"] is None
-
-
-def test_what_is_compiled_is_not_compiled_again_to_be_measured(model):
-    counter = CompileCounter()
-    mlps = feed_forward.feed_forward_modules(model)
-    ids = torch.arange(40)[None]
-    try:
-        for mlp in mlps:
-            mlp.compile(backend=counter, dynamic=True)
-        model(ids)
-        frames = counter.frame_count
-        assert frames > 0
-        assert all(feed_forward.first_ms(model, ids, None) > 0 for _ in range(2))
-        assert counter.frame_count == frames
-    finally:
-        for mlp in mlps:
-            mlp._compiled_call_impl = None
 
 
 def test_feed_forward_that_fails_says_why(model, monkeypatch):

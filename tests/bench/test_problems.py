@@ -8,6 +8,7 @@ from condense.bench.problems import (
     HeadShape,
     Setting,
     attention_flops,
+    index_bytes,
     pooled,
     pooling_bytes,
     ranking_flops,
@@ -16,7 +17,7 @@ from condense.bench.problems import (
     step_bytes,
     visible_pairs,
 )
-from condense.testing import cases, oracle
+from condense.testing import cases, oracle, oracle_recall
 
 CPU = torch.device("cpu")
 SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
@@ -42,10 +43,10 @@ COUNTED = cases.PLANS | cases.SELECTIONS
 @pytest.mark.parametrize("method", COUNTED.values(), ids=COUNTED)
 def test_visible_pairs_are_counted_as_the_definition_does(method):
     inputs = SETTING.inputs(37)
-    bounds = pooled(method, inputs).spans
+    sources = pooled(method, inputs)
     q, k = inputs.q.double().unflatten(1, (2, 2)), inputs.k.double()
     want = sum(sum(oracle.num_visible(method, q[0, head], k[0, head], inputs.scale)) for head in range(2))
-    assert visible_pairs(bounds, 37, CPU) == round(want / 2)
+    assert visible_pairs(method, sources, 37) == round(want / 2)
 
 
 def test_flops_of_one_pair():
@@ -56,24 +57,24 @@ def test_flops_of_one_pair():
 
 
 def test_pooling_reads_groups_and_their_queries_once():
-    inputs, shape = SETTING.inputs(37), SETTING.shape
+    inputs = SETTING.inputs(37)
     tokens, entries = 9 * 4 * 2 * (8 + 6), 9 * 2 * (8 + 6)
     last = condense.CCA(group_size=4, window=8)
-    assert pooling_bytes(last, shape, inputs) == 4 * (tokens + entries + 9 * 4 * 8)
+    assert pooling_bytes(last, SETTING, inputs) == 4 * (tokens + entries + 9 * 4 * 8)
     mean = last.replace(key_pooling="mean", value_pooling="max")
-    assert pooling_bytes(mean, shape, inputs) == 4 * (tokens + entries)
+    assert pooling_bytes(mean, SETTING, inputs) == 4 * (tokens + entries)
     streaming = condense.CCA(group_size=4, window=9, summary="streaming")
-    assert pooling_bytes(streaming, shape, inputs) == 4 * (7 * 5 * 2 * (8 + 6) + 28 * 4 * 8)
+    assert pooling_bytes(streaming, SETTING, inputs) == 4 * (7 * 5 * 2 * (8 + 6) + 28 * 4 * 8)
 
 
 def test_a_prompt_reads_all_tokens_and_the_queries_that_rank_and_weigh_them():
-    inputs, shape = SETTING.inputs(37), SETTING.shape
+    inputs = SETTING.inputs(37)
     method = condense.DGA(group_size=4, gamma=0.2, min_focal=0, selection="prompt", num_recent=3, num_random=2)
     # ceil(37 / 5) = 8 focal tokens and the one with which 28 fill 7 groups, written beside their members
     assert reads_at_once(method, 37)
     tokens, written, queries = 37 * 2 * (8 + 6), (9 + 7 + 28) * 2 * (8 + 6), (3 + 2 + 7) * 4 * 8
-    assert pooling_bytes(method, shape, inputs) == 4 * (tokens + written + queries)
-    assert pooling_bytes(method.replace(focal="random"), shape, inputs) == 4 * (tokens + written + 7 * 4 * 8)
+    assert pooling_bytes(method, SETTING, inputs) == 4 * (tokens + written + queries)
+    assert pooling_bytes(method.replace(focal="random"), SETTING, inputs) == 4 * (tokens + written + 7 * 4 * 8)
     assert not reads_at_once(method.replace(min_focal=37), 37)
 
 
@@ -84,15 +85,34 @@ def test_ranking_is_one_product_over_what_the_sampled_queries_see():
     assert ranking_flops(SETTING.shape, 3, at) == 3 * 4 * 2 * 8 * (35 + 36 + 37)
 
 
+RECALL = {
+    "bounds-8": condense.Recall(group_size=4, window=5, num_recall=2),
+    "means-16": condense.Recall(group_size=4, window=5, num_recall=3, index="sub_means", index_bits=16),
+    "drop-4": condense.Recall(group_size=4, window=5, num_recall=2, index_bits=4, unchosen="drop"),
+}
+
+
+@pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)
+def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
+    inputs = SETTING.inputs(37)
+    sources = pooled(method, inputs)
+    q, k, v = inputs.q[0, :2], inputs.k[0, 0], inputs.v[0, 0]
+    seen = [len(oracle_recall.seen(method, q, k, v, t, 1.0)) for t in range(37)]
+    assert visible_pairs(method, sources, 37) == sum(seen)
+    kept = sum(x[0, 0].nbytes for x in sources.extra[:2])
+    assert kept == index_bytes(method, SETTING) * sources.entries.k.shape[2] > 0
+    entries = 8 * 2 * (8 + 6)
+    assert pooling_bytes(method, SETTING, inputs) == 4 * (32 * 2 * (8 + 6) + entries) + 2 * kept
+
+
 @pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
-def test_a_step_is_over_the_cache_that_the_method_keeps(method):
-    q, sources = SETTING.step(method, 37, draw=0)
-    k, v = SETTING.normal(2, 38, 8, draw=1), SETTING.normal(2, 38, 6, draw=2)
+def test_a_step_reads_what_its_query_sees(method):
+    inputs = SETTING.inputs(38)
+    q, k, v = (x[:, :, :-1] for x in inputs)
     cache = condense.caches.CondensedLayer(method)
-    cache.read(k[:, :, :-1], v[:, :, :-1], condense.caches.read_request(SETTING.normal(4, 37, 8, draw=0), scale=1.0))
-    real = cache.read(k[:, :, -1:], v[:, :, -1:], condense.caches.read_request(q, scale=1.0))
-    assert [x.shape for x in sources.tensors] == [x.shape for x in real.tensors]
-    assert sources.spans.hulls([(0, 1)]) == real.spans.hulls([(0, 1)])
-    assert step_bytes(q, sources) == 4 * (
-        oracle.num_visible(method, k[0, :1], k[0, 0], 1.0)[-1] * 2 * (8 + 6) + 4 * (8 + 6)
-    )
+    cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    q, k, v = (x[:, :, -1:] for x in inputs)
+    real = cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    keys = oracle.num_visible(method, inputs.k[0, :1], inputs.k[0, 0], 1.0)[-1]
+    assert visible_pairs(method, real, 1) == keys
+    assert step_bytes(SETTING, keys, 5) == 4 * (keys * 2 * (8 + 6) + 4 * (8 + 6)) + 2 * 5

@@ -14,6 +14,7 @@ import costs
 import figures
 import studies
 import tables
+import zero_shot
 
 RUNS = {run.name: run for run in studies.all_runs()}
 
@@ -107,3 +108,17 @@ def test_times_of_dga_stand_beside_the_losses_of_the_same_setting():
         assert condense.DGA(**changes) == trained.replace(
             window=condense.DGA().window, allow_future=changes.get("allow_future", False)
         )
+
+
+def test_every_length_is_trained_from_the_shorter_one():
+    runs = zero_shot.zero_shot_runs(0)
+    names = [run.name for run in runs]
+    assert len(set(names)) == len(names) == 9
+    for before, run in zip([None, *runs], runs, strict=False):
+        assert run.base == (None if run.phase.sequence_length == 512 else before.name)
+        assert (run.methods == {}) == (run.phase.sequence_length == 512)
+
+
+def test_the_window_of_the_zero_shot_study_holds_as_much_as_cca():
+    rows = zero_shot.methods(4096)
+    assert figures.num_seen(rows["window"], 4096) == figures.num_seen(rows["cca"], 4096)

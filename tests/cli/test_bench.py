@@ -34,7 +34,7 @@ def rows_of(path: Path) -> list[dict[str, object]]:
     return json.loads(path.read_text())["results"]["rows"]
 
 
-def test_kernel_compares_with_the_last_result_and_makes_a_page(tmp_path: Path) -> None:
+def test_kernel_compares_with_the_last_result(tmp_path: Path) -> None:
     folder = tmp_path / "results"
     command = (*KERNEL, "--lengths", "64,128", "--decode-batches", "1,2", "--results", str(folder))
     done = run_here(*command)
@@ -53,18 +53,25 @@ def test_kernel_compares_with_the_last_result_and_makes_a_page(tmp_path: Path) -
         if "times" in old:
             ratio = new["times"]["median_ms"] / old["times"]["median_ms"]  # type: ignore[index]
             assert new["change"] == {"times": pytest.approx(ratio)}
-    page = tmp_path / "docs" / "performance.md"
-    command = ("bench", "report", str(second), "--output", str(page), "--plots")
+
+
+def test_report_fills_a_page_and_draws_its_pictures(tmp_path: Path) -> None:
+    folder, page = tmp_path / "results", tmp_path / "page.md"
+    method = "recall:group_size=4,window=8,num_recall=2"
+    options = ("--method", method, "--lengths", "64", "--ops", "forward,decode", "--baselines", "sdpa")
+    done = run_here(*KERNEL, *options, "--results", str(folder))
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.iterdir()
+    assert all(row["gate"]["passed"] for row in rows_of(path) if row["condensed"])  # type: ignore[index]
+    name = path.stem.removeprefix("bench-").rpartition("-")[0]
+    row = f"Recall = {name} decode {method} / sdpa"
+    page.write_text(f"Before.\n<!-- bench: a step | 64 | step.png\n{row}\n-->\n<!-- /bench -->\nAfter.\n")
+    command = ("bench", "report", str(page), "--results", str(folder))
     assert run_here(*command).returncode == 0
-    assert second.name in page.read_text()
-    (picture,) = page.parent.glob("*.png")
-    # named by what it shows
-    assert picture.name.startswith("kernel-h4-kv2-d16-v16-b1-float32-")
-    assert picture.name.endswith("-cca.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    again = run_here(*command)
-    assert again.returncode == 2
-    assert "wanted a path that does not exist yet" in again.stderr
+    assert "| Recall | " in page.read_text()
+    assert not (tmp_path / "step.png").exists()
+    assert run_here(*command, "--plots").returncode == 0
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_kernel_times_a_prompt_read_at_once_with_both_backends(tmp_path: Path) -> None:
@@ -79,9 +86,7 @@ def test_kernel_times_a_prompt_read_at_once_with_both_backends(tmp_path: Path) -
     (path,) = tmp_path.iterdir()
     layers = {str(row["runner"]): row for row in rows_of(path) if row["op"] == "layer"}
     assert layers[f"{prompt} (torch)"]["per_key"].keys() == {"cca:window=16 (torch)"}  # type: ignore[attr-defined]
-    page = tmp_path / "performance.md"
-    assert run_here("bench", "report", str(path), "--output", str(page)).returncode == 0
-    assert "times cca:window=16 (reference)'s attention, per key" in page.read_text()
+    assert "times cca:window=16 (reference)'s" in done.stdout
 
 
 def test_a_wrong_kernel_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +114,6 @@ def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
     assert [row["runner"] for row in results["rows"]] == ["dense", "condensed cca:group_size=4,window=8"]
     assert results["prefill_chunk"] == 20
     assert "feed-forward modules: time to first token" in done.stdout
-    page = tmp_path / "performance.md"
-    assert run_here("bench", "report", str(path), "--output", str(page), "--plots").returncode == 0
-    assert "time to first token" in page.read_text()
-    assert "### feed-forward modules" in page.read_text()
 
 
 def test_model_runs_a_saved_model_as_it_was_saved(saved: Path, tmp_path: Path) -> None:
@@ -129,9 +130,6 @@ def test_model_runs_a_saved_model_as_it_was_saved(saved: Path, tmp_path: Path) -
     assert condensed["gate"]["passed"]  # type: ignore[index]
     # one of two layers is condensed
     assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]  # type: ignore[operator]
-    page = tmp_path / "performance.md"
-    assert run_here("bench", "report", str(path), "--output", str(page)).returncode == 0
-    assert "float32: CCA(group_size=4, window=8) in layers 1" in page.read_text()
     model = condense.apply(LlamaForCausalLM.from_pretrained(saved), condense.LCA(group_size=4, window=8))
     for name, expected in (("whole", "LCA(group_size=4, window=8)"), ("stock", "cca")):
         model.save_pretrained(tmp_path / name)
@@ -171,10 +169,10 @@ def test_model_runs_a_saved_model_as_it_was_saved(saved: Path, tmp_path: Path) -
         (("model", "--shape", "llama-3.1-8b", "--model", "x"), "shape and model exclude each other"),
         (("model", "--layers", "2", "--model", "x"), "layers belongs to a shape"),
         (("model", "--model", "./missing"), "model: no such folder"),
-        (("report", "file"), "no result file of condense bench"),
-        (("report", "missing.json"), "results: no such file: missing.json"),
-        (("report", "."), "results: no such file: ."),
-        (("report",), "Missing argument"),
+        (("report", "file"), "page must have a block"),
+        (("report", "missing.md"), "page: no such file: missing.md"),
+        (("report", "."), "page: no such file: ."),
+        (("report",), "page: no such file: docs/performance.md"),
         (("nonsense",), "No such command"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",

@@ -20,6 +20,7 @@ METHODS = {
     "dga": condense.DGA(),
     "dga_prompt": condense.DGA(min_focal=256, selection="prompt"),
 }
+RECALL = {"recall": condense.Recall(group_size=16, window=256, num_recall=16)}
 
 
 def test_kernel_rows_are_right_and_every_baseline_runs():
@@ -32,14 +33,23 @@ def test_kernel_rows_are_right_and_every_baseline_runs():
     assert all(0 < row["share_of_copy"] < 1.5 for row in content["rows"] if row["op"] == "decode")
 
 
+def test_recalls_rows_are_right():
+    setting = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
+    content = bench_kernel(KernelPlan(setting, (1024, 4096), RECALL, ("cudnn",), batches=(4,), budget_s=0.02))
+    rows = [row for row in content["rows"] if row["condensed"]]
+    assert {row["op"] for row in rows} == {"forward", "backward", "pooling", "layer", "decode", "decode_b4"}
+    assert [row for row in rows if "error" in row] == []
+
+
 def test_model_rows_are_right():
     device = torch.device("cuda")
     model = random_model("llama-3.1-8b", num_layers=2, dtype=torch.bfloat16, device=device)
-    content = bench_model(model, ModelPlan((2048,), METHODS, ("dense", "condensed"), steps=4))
+    content = bench_model(model, ModelPlan((2048,), METHODS | RECALL, ("dense", "condensed"), steps=4))
     rows = content["rows"]
     assert [row for row in rows if "error" in row] == []
     dense, *condensed = rows
-    assert all(row["cache_bytes"] < dense["cache_bytes"] / 2 for row in condensed)
+    # Recall keeps every token
+    assert all(row["cache_bytes"] < dense["cache_bytes"] / 2 for row in condensed if "recall" not in row["runner"])
     assert all(row["peak_bytes"] > weight_bytes(model) for row in rows)
     (figures,) = content["feed_forward"]
     assert 0 < figures["first_ms"] < dense["first"]["median_ms"]

@@ -69,7 +69,8 @@ def test_generate_in_bfloat16_on_the_bundled_model(method):
     model.to("cuda")
     ids = tokenizer("The number of the quiet bridge is 4821.\n" * 40, return_tensors="pt").input_ids.to("cuda")
     with condense.use(model, method):
-        out = model.generate(ids, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+        settings = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "cache_implementation": "dynamic"}
+        out = model.generate(ids, **settings)
         logits = tiny.in_chunks(model, out, (ids.shape[1], *(1,) * 40))[:, ids.shape[1] - 1 : -1]
     logits[..., model.generation_config.eos_token_id] = -torch.inf
     assert torch.equal(out[:, ids.shape[1] :], logits.argmax(-1))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gpu.test_step import no_waiting
 from models import tiny
+from transformers import CompileConfig
 
 import condense
 
@@ -28,7 +29,8 @@ def model(request):
 
 
 def _greedy(model, ids, mask, steps=STEPS):
-    return model.generate(ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=1)
+    settings = {"max_new_tokens": steps, "do_sample": False, "pad_token_id": 1, "cache_implementation": "dynamic"}
+    return model.generate(ids, attention_mask=mask, **settings)
 
 
 def agree(got, want, model, mask):
@@ -111,7 +113,8 @@ def test_logits_in_bfloat16(compiled):
 def test_generate_with_a_static_cache_compiled_by_transformers(model):
     ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (90, 61)]))
     settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
-    out = model.generate(ids, cache_implementation="static", return_dict_in_generate=True, **settings)
+    settings |= {"cache_implementation": "static", "compile_config": CompileConfig()}
+    out = model.generate(ids, return_dict_in_generate=True, **settings)
     assert out.past_key_values.is_compileable
     assert hasattr(model, "_compiled_call")
     agree(out.sequences, _greedy(model, ids, mask, 60), model, mask)

@@ -86,7 +86,9 @@ def test_recalls_bytes_are_those_of_its_cache(name, method, dtype):
         reports = inspect(model, method, length, itemsize=dtype.itemsize)
         with condense.use(model, method):
             cache = tiny.filled(model, ids[:, :length])
-        assert condense.cache_nbytes(cache) == sum(report.bytes for report in reports)
+        held = sum(x.nbytes for layer in cache.layers for x in layer.state.tensors)
+        assert held == sum(report.bytes for report in reports)
+        assert held <= condense.cache_nbytes(cache)
         for layer, report in zip(cache.layers, reports, strict=True):
             columns = [layer.state.window_k, layer.state.entries[0], *layer.state.entries[4:5]]
             assert report.entries == sum(x.shape[2] for x in columns)
@@ -99,3 +101,14 @@ def test_what_a_step_of_recall_reads():
     assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark
     assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
     assert report.bytes > report.dense_bytes
+
+
+def test_a_store_in_host_memory_is_counted_apart():
+    """92 tokens in 23 groups; on the device entries, window, index, and slots, each with two numbers of 4 bytes."""
+    method = RECALLS["bounds"].replace(store="host", slots=5)
+    report, stored = (inspect(tiny.model("llama"), m, 100)[0] for m in (method, RECALLS["bounds"]))
+    assert report.host_bytes == 92 * 32 * 2
+    assert report.bytes == stored.bytes - 92 * 32 * 2 + 5 * (4 * 32 * 2 + 2 * 8)
+    assert report.entries == stored.entries - 92 + 20
+    assert "of 100 tokens, 5,888 bytes per layer lie in host memory" in report.remark
+    assert stored.host_bytes == 0

@@ -10,7 +10,7 @@ from models import tiny
 from transformers import AutoModelForCausalLM, StaticCache
 
 import condense
-from condense.caches import CondensedLayer, StaticRecallLayer
+from condense.caches import RecallLayer, StaticRecallLayer
 from condense.models import condensed_layers
 
 METHOD = condense.Recall(group_size=4, window=8, num_recall=2)
@@ -104,7 +104,7 @@ def test_tokens_that_are_taken_back(model):
 def test_crop_goes_back_to_what_was(model):
     ids = tiny.tokens(2, 45)
     cache, full = tiny.filled(model, ids), tiny.logits(model, ids)
-    assert {type(layer) for layer in cache.layers} == {CondensedLayer}
+    assert {type(layer) for layer in cache.layers} == {RecallLayer}
     cache.crop(-20)
     torch.testing.assert_close(
         tiny.in_chunks(model, ids[:, 25:], (3, *[1] * 17), cache), full[:, 25:], **tiny.exact(model)
@@ -118,6 +118,26 @@ def test_graph_decoder_gives_the_tokens_of_generate(model):
         assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=tiny.NEW, chunk=chunk), _generate(model))
         want = tiny.generate(model, others)
         assert torch.equal(decoder.generate(others, max_new_tokens=tiny.NEW, chunk=chunk), want)
+
+
+def test_a_store_in_host_memory_gives_the_same_tokens(model):
+    """Growing, static, and by a decoder whose prompt comes in chunks; beams are refused."""
+    want = _generate(model)
+    condense.apply(model, METHOD.replace(store="host", slots=3))
+    assert torch.equal(_generate(model), want)
+    assert torch.equal(_generate(model, cache_implementation="static"), want)
+    decoder = condense.GraphDecoder(model, batch_size=3, max_length=60)
+    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=tiny.NEW, chunk=7), want)
+    with pytest.raises(ValueError, match=r"beams.*store='device'"):
+        _generate(model, num_beams=3)
+
+
+def test_dropout_is_refused_before_a_token_is_stored():
+    model, ids = condense.apply(tiny.model("llama", attention_dropout=0.5), METHOD), tiny.tokens(1, 40)
+    cache = tiny.filled(model, ids)
+    with torch.no_grad(), pytest.raises(ValueError, match="has no attention dropout"):
+        model.train()(ids[:, :5], past_key_values=cache, use_cache=True)
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
 
 
 def test_some_layers_alone():

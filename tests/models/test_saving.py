@@ -1,4 +1,4 @@
-"""Save, and load in a fresh process: condensed after `import condense`, stock without it."""
+"""Save, and load in a fresh process: condensed after `import condense`, refused without it."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from models import tiny
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import condense
-from condense.models import condensed_layers
+from condense.models import condensed_layers, families
 
 SAVED = {
     "llama": {0: tiny.CCA, 2: tiny.STREAMING_6},
@@ -36,7 +36,11 @@ folder = sys.argv[1]
 ids = torch.load(f"{folder}/ids.pt")
 result = {}
 for name in sys.argv[3:]:
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
+    except ValueError as error:
+        result[name] = str(error)
+        continue
     with torch.no_grad():
         result[name] = model(ids).logits
     result[f"{name}-class"] = type(next(m for m in model.modules() if hasattr(m, "layer_idx"))).__name__
@@ -90,16 +94,21 @@ def test_a_fresh_process_loads_condensed_after_import(models, folder):
     _assert_equal(loaded["pickled"], tiny.logits(models["llama"], IDS))
 
 
-def test_a_fresh_process_loads_stock_without_import(models, folder):
+def test_a_fresh_process_without_import_refuses(models, folder):
     loaded = _fresh(folder, "without")
-    for name, model in models.items():
-        methods = condensed_layers(model)
-        stock = tiny.logits(condense.restore(model), IDS)
-        for layer, method in methods.items():
-            condense.apply(model, method, layers=[layer])
-        _assert_equal(loaded[name], stock)
-        assert not loaded[f"{name}-class"].startswith("Condensed"), name
+    for name in models:
+        assert 'attn_implementation="condense"` is not supported' in loaded[name], name
     _assert_equal(loaded["pickled"], tiny.logits(models["llama"], IDS))
+
+
+def test_the_folder_says_how_to_load_it(folder, tmp_path):
+    card = (folder / "llama" / "README.md").read_text(encoding="utf-8")
+    assert "import condense\nfrom transformers import AutoModelForCausalLM" in card
+    assert str(tiny.CCA) in card
+    assert str(tiny.STREAMING_6) in card
+    (tmp_path / "README.md").write_text("mine")
+    AutoModelForCausalLM.from_pretrained(folder / "llama").save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -109,7 +118,46 @@ def test_assignments_survive_and_the_rest_stays_stock(models, folder, name):
     written = json.loads((folder / name / "config.json").read_text())
     assert written["architectures"] == [type(models[name]).__name__]
     assert written["model_type"] == models[name].config.model_type
-    assert "condense" not in json.dumps({k: v for k, v in written.items() if k != "condense"}).lower()
+    assert written["attn_implementation"] == "condense"
+    assert written["condense"]["version"] == condense.__version__
+
+
+def test_what_runs_is_what_is_saved(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path / "off")
+    assert not condensed_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "off"))
+    assert not (tmp_path / "off" / "README.md").exists()
+    model.set_attn_implementation("condense")
+    model.save_pretrained(tmp_path / "on")
+    assert condensed_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "on")) == SAVED["llama"]
+
+
+def test_saved_and_loaded_again_and_again(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder / "gpt2")
+    for name in ("once", "twice"):
+        model.save_pretrained(tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+    assert condensed_layers(model) == SAVED["gpt2"]
+    assert condense.restore(model).config._attn_implementation == "sdpa"
+    model.save_pretrained(tmp_path / "stock")
+    assert "condense" not in (tmp_path / "stock" / "config.json").read_text()
+
+
+def test_settings_of_another_version_name_it(folder, tmp_path):
+    written = json.loads((folder / "qwen3" / "config.json").read_text())
+    written["condense"]["version"] = "99.0"
+    written["condense"]["methods"][0]["method"]["mystery"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=rf"written by condense 99.0, this is {condense.__version__}: .*mystery"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
+def test_unknown_classes_are_not_silently_dense(folder, monkeypatch):
+    monkeypatch.setattr(families, "FAMILIES", {k: v for k, v in families.FAMILIES.items() if v != "llama"})
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama", attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"works through condense\.apply"):
+        tiny.logits(model, IDS)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", None], ids=str)

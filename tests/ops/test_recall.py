@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from condense import Recall
 from condense.ops.recall import (
     ArrayChoice,
     IndexChoice,
@@ -20,6 +21,7 @@ from condense.ops.recall import (
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.torch import recall as torch_recall
+from condense.testing import oracle, oracle_recall
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 B, D, DV, SCALE = 2, 6, 5, 0.6
@@ -62,66 +64,12 @@ def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backe
     return out if lse else out[0]
 
 
-def score(query, keys, settings):
-    """Of one query and one group, number by number."""
-    blocks = [keys[i : i + settings.size] for i in range(0, len(keys), settings.size)]
-    if settings.kind == "bounds":
-        return max(
-            SCALE
-            * sum(
-                max(float(x * column.min()), float(x * column.max())) for x, column in zip(query, block.T, strict=True)
-            )
-            for block in blocks
-        )
-    return math.log(sum(math.exp(SCALE * float(query @ block.mean(0))) for block in blocks))
-
-
-def opened(queries, keys, closed, r, settings):
-    """Groups that the query heads of one KV head open together."""
-    if closed == 0:
-        return []
-    shares = []
-    for query in queries:
-        scores = [
-            score(query, keys[j * settings.group_size : (j + 1) * settings.group_size], settings) for j in range(closed)
-        ]
-        total = math.log(sum(math.exp(s) for s in scores))
-        shares.append([s - total for s in scores])
-    best = [max(of_heads) for of_heads in zip(*shares, strict=True)]
-    return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[:r])
-
-
-def seen_keys(q, k, v, *, g, w, r, settings, unchosen, row, head, t, R):
-    """Keys, values, biases and the positions that each stands for, as one query sees them."""
-    closed = max(0, t + 1 - w) // g
-    chosen = opened(q[row, head * R : (head + 1) * R, t], k[row, head], closed, r, settings)
-    seen = []
-    for j in range(closed):
-        tokens = range(j * g, (j + 1) * g)
-        if j in chosen:
-            seen += [(k[row, head, i], v[row, head, i], 0.0, [i]) for i in tokens]
-        elif unchosen == "pool":
-            at = slice(j * g, (j + 1) * g)
-            seen.append((k[row, head, at].mean(0), v[row, head, at].mean(0), math.log(g), list(tokens)))
-    return seen + [(k[row, head, i], v[row, head, i], 0.0, [i]) for i in range(closed * g, t + 1)]
-
-
-def oracle(q, k, v, *, g, w, r, settings, unchosen="pool"):
-    (rows, H, L, _), K = q.shape, k.shape[1]
-    out, lse = q.new_zeros(rows, H, L, v.shape[3]), q.new_zeros(rows, H, L)
-    for row in range(rows):
-        for h in range(H):
-            for t in range(L):
-                seen = seen_keys(
-                    q, k, v, g=g, w=w, r=r, settings=settings, unchosen=unchosen, row=row, head=h // (H // K), t=t,
-                    R=H // K,
-                )  # fmt: skip
-                if unchosen == "pool":
-                    assert sorted(i for *_, tokens in seen for i in tokens) == list(range(t + 1))
-                scores = torch.stack([SCALE * (q[row, h, t] @ key) + bias for key, _, bias, _ in seen])
-                lse[row, h, t] = scores.logsumexp(0)
-                out[row, h, t] = scores.softmax(0) @ torch.stack([value for _, value, *_ in seen])
-    return out, lse
+def definition(q, k, v, *, g, w, r, settings, unchosen="pool"):
+    """The same by plain loops."""
+    method = Recall(
+        group_size=g, window=w, num_recall=r, index=settings.kind, index_size=settings.size, unchosen=unchosen
+    )
+    return oracle.attention(q, k, v, method=method, scale=SCALE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -131,9 +79,17 @@ def oracle(q, k, v, *, g, w, r, settings, unchosen="pool"):
 def test_against_plain_loops(H, K, kind, unchosen, backend):
     q, k, v = tensors(H, K, 29)
     settings = IndexSettings(kind, 4, 2, 16)
-    want = oracle(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen)
+    want = definition(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen)
     got = recall(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen, backend=backend, lse=True)
     torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_the_definition_counts_each_past_token_once():
+    q, k, v = tensors(6, 2, 29)
+    method = Recall(group_size=4, window=5, num_recall=2)
+    for t in range(29):
+        keys = oracle_recall.seen(method, q[0, :3], k[0, 0], v[0, 0], t, SCALE)
+        assert sorted(i for key in keys for i in key.tokens) == list(range(t + 1))
 
 
 @pytest.mark.parametrize(("g", "w", "size"), [(1, 0, 1), (1, 3, 1), (3, 0, 1), (4, 9, 4), (6, 2, 3)])
@@ -142,7 +98,7 @@ def test_other_groups_and_windows(g, w, size, monkeypatch):
     monkeypatch.setattr(torch_recall, "_BLOCK", 7)
     q, k, v = tensors(2, 1, 29)
     settings = IndexSettings("bounds", g, size, 16)
-    want = oracle(q, k, v, g=g, w=w, r=3, settings=settings)
+    want = definition(q, k, v, g=g, w=w, r=3, settings=settings)
     for backend in BACKENDS:
         got = recall(q, k, v, g=g, w=w, r=3, settings=settings, backend=backend, lse=True)
         torch.testing.assert_close(got, want, **EXACT)
@@ -161,7 +117,7 @@ def test_rows_that_start_apart(backend, monkeypatch):
         assert bool((out[row, :, :pad] == 0).all())
         assert bool((lse[row, :, :pad] == -math.inf).all())
         mine = [x[row : row + 1, :, pad:] for x in (q, k, v)]
-        want = oracle(*mine, g=4, w=5, r=2, settings=settings)
+        want = definition(*mine, g=4, w=5, r=2, settings=settings)
         torch.testing.assert_close((out[row : row + 1, :, pad:], lse[row : row + 1, :, pad:]), want, **EXACT)
 
 
@@ -247,7 +203,7 @@ def test_queries_in_pieces_equal_the_whole(backend):
 def test_gradients(block, pads, monkeypatch):
     """Through queries, entries, store and window; none through the choice, which stands still here."""
     monkeypatch.setattr(torch_recall, "_BLOCK", block)
-    q, k, v = (x[..., :3].clone().requires_grad_() for x in tensors(2, 1, 11))
+    q, k, v = (x[..., :2].clone().requires_grad_() for x in tensors(2, 1, 9))
     settings = IndexSettings("bounds", 2, 1, 16)
 
     def function(*qkv):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ops.test_recall import DV, EXACT, SCALE, B, D, recall, tensors
 
-from condense.ops.recall import IndexSettings, RecallSettings, RecallState
+from condense.ops.recall import IndexSettings, RecallSettings, RecallState, choose_groups, index_scores
 from condense.ops.recall import recall_step as dispatched_step
 from condense.ops.spans import UniformRule
 from condense.ops.torch.recall_step import recall_step
@@ -32,7 +32,9 @@ def settings_of(case, unchosen="pool"):
     return RecallSettings(UniformRule(g, w), IndexSettings(kind, g, size, bits), r, math.log(g), unchosen == "pool")
 
 
-def empty_state(settings, length, K, *, rows=B, widths=(D, DV), dtype=torch.float64, groups=None, device="cpu"):
+def empty_state(
+    settings, length, K, *, rows=B, widths=(D, DV), dtype=torch.float64, groups=None, slots=0, device="cpu"
+):
     """Buffers for ``length`` tokens."""
     g, width = settings.rule.chunk, widths[0]
     G = settings.rule.closed(length) if groups is None else groups
@@ -44,23 +46,35 @@ def empty_state(settings, length, K, *, rows=B, widths=(D, DV), dtype=torch.floa
         *(torch.zeros(rows, K, G, x, dtype=dtype, device=device) for x in widths),
         torch.zeros(rows, K, G, num_codes, dtype=codes, device=device),
         torch.zeros(rows, K, G, num_grid, dtype=wide, device=device),
-        *(torch.zeros(rows, K, G * g, x, dtype=dtype, device=device) for x in widths),
+        torch.zeros(rows, K, G * g, sum(widths), dtype=dtype, device=device),
         *(torch.zeros(rows, K, W, x, dtype=dtype, device=device) for x in widths),
         torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.zeros(rows, K, slots * g, sum(widths), dtype=dtype, device=device),
+        torch.full((rows, K, slots), -1, dtype=torch.int32, device=device),
+        torch.arange(slots, dtype=torch.int32, device=device).repeat(rows, K, 1),
     )
 
 
 @pytest.mark.parametrize("unchosen", ["pool", "drop"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_300_steps_equal_the_whole(case, unchosen):
-    qkv, (g, w, *_) = tensors(4, 2, 300), case
+def test_many_steps_equal_the_whole(case, unchosen):
+    check_steps(case, unchosen, 100)
+
+
+@pytest.mark.slow
+def test_300_steps_equal_the_whole():
+    check_steps(CASES["bounds-8"], "pool", 300)
+
+
+def check_steps(case, unchosen, L):
+    qkv, (g, w, *_) = tensors(4, 2, L), case
     settings = settings_of(case, unchosen)
     want = recall(*qkv, g=g, w=w, r=settings.num_recall, settings=settings.index, unchosen=unchosen)
-    state = empty_state(settings, 300, 2)
+    state = empty_state(settings, L, 2)
     addresses = [x.data_ptr() for x in state]
-    out = [recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE) for t in range(300)]
+    out = [recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE) for t in range(L)]
     torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
-    assert state.seen.tolist() == [300] * B
+    assert state.seen.tolist() == [L] * B
     assert [x.data_ptr() for x in state] == addresses
 
 
@@ -94,8 +108,8 @@ def test_groups_beyond_the_capacity_are_never_seen():
     for t in range(60):
         out = recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE)
         if t == 20:
-            before = [x.clone() for x in (state.entries_k, state.codes, state.store_v)]
-    assert all(torch.equal(x, y) for x, y in zip(before, (state.entries_k, state.codes, state.store_v), strict=True))
+            before = [x.clone() for x in (state.entries_k, state.codes, state.store)]
+    assert all(torch.equal(x, y) for x, y in zip(before, (state.entries_k, state.codes, state.store), strict=True))
     assert bool(out.isfinite().all())
 
 
@@ -139,3 +153,55 @@ def test_backends_of_a_step():
         dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="reference")
     with pytest.raises(ValueError, match="backend 'triton'"):  # no CUDA, or float64
         dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["bounds-8", "sub_means-8", "g-1", "none-open", "all-open"])
+def test_slots_change_no_bit(name):
+    """None, fewer than groups that open, some more, more than there are groups; a row pauses."""
+    settings = settings_of(CASES[name])
+    qkv, real = tensors(4, 2, 90), torch.rand(B, 90, generator=torch.Generator().manual_seed(2)) < 0.9
+    states = [empty_state(settings, 90, 2, slots=n) for n in (0, 1, 3, 5, 120)]
+    for t in range(90):
+        new = [x[:, :, t : t + 1] for x in qkv]
+        outs = [recall_step(*new, state, settings, scale=SCALE, real=real[:, t]) for state in states]
+        for out, state in zip(outs, states, strict=True):
+            assert torch.equal(out, outs[0])
+            check_slots(state, settings.rule.chunk)
+    assert name == "none-open" or int((states[-1].held >= 0).sum(-1).min()) > 5
+
+
+def check_slots(state, g):
+    """Every slot holds the tokens of its group, no two the same group, and each slot stands once in the order."""
+    for held, order, slots, store in zip(
+        *(x.flatten(0, 1) for x in (state.held, state.order, state.slots, state.store)), strict=True
+    ):
+        assert order.sort().values.tolist() == list(range(len(order)))
+        groups = held[held >= 0].tolist()
+        assert len(set(groups)) == len(groups)
+        for slot, group in enumerate(held.tolist()):
+            if group >= 0:
+                assert torch.equal(slots[slot * g : (slot + 1) * g], store[group * g : (group + 1) * g])
+
+
+def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
+    """Against a plain list: hits move to the end in their old order, then those that come."""
+    settings = settings_of(CASES["g-1"])
+    qkv = tensors(2, 1, 60)
+    state = empty_state(settings, 60, 1, slots=7)
+    held = [[(slot, -1) for slot in range(7)] for _ in range(B)]
+    for t in range(60):
+        chosen = []
+        before = state._replace(held=state.held.clone(), order=state.order.clone())
+        recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE)
+        scores = index_scores(qkv[0][:, :, t : t + 1], before.group_index, settings.index, SCALE)
+        closed = settings.rule.closed(state.seen)
+        chosen = choose_groups(scores, closed[:, None, None], settings.num_recall, 1)[:, 0, 0]
+        for row in range(B):
+            groups = chosen[row].nonzero()[:, 0].tolist()
+            hits = [pair for pair in held[row] if pair[1] in groups]
+            others = [pair for pair in held[row] if pair[1] not in groups]
+            missing = [group for group in groups if group not in [pair[1] for pair in held[row]]]
+            taken = [(slot, group) for (slot, _), group in zip(others, missing, strict=False)]
+            held[row] = others[len(taken) :] + hits + taken
+            assert state.order[row, 0].tolist() == [slot for slot, _ in held[row]]
+            assert [int(state.held[row, 0, slot]) for slot, _ in held[row]] == [group for _, group in held[row]]

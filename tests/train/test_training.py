@@ -14,8 +14,8 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -178,6 +178,7 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
 
 
 def test_another_run_is_not_resumed(config: TrainConfig) -> None:
+    config = config.with_steps(2)
     run_training(config, until="dense")
     with pytest.raises(ValueError, match="got another phases; resume with the same settings, delete that folder or"):
         run_training(config.with_steps(5), resume=True)
@@ -189,6 +190,7 @@ def test_another_run_is_not_resumed(config: TrainConfig) -> None:
 
 
 def test_a_run_on_other_data_of_the_same_name_is_not_resumed(config: TrainConfig, text: str, tmp_path: Path) -> None:
+    config = config.with_steps(2)
     run_training(config, until="dense")
     (data,) = config.data
     other, same = tmp_path / "other" / data.name, tmp_path / "same" / data.name
@@ -231,12 +233,12 @@ def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) 
     _, tokenizer = condense.demo_model()
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     models = {
-        "neox": GPTNeoXForCausalLM(GPTNeoXConfig(intermediate_size=32, **sizes)),
+        "gptj": GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)),
         "gpt2": GPT2LMHeadModel(GPT2Config(n_positions=64, **sizes)),
         "llama": LlamaForCausalLM(LlamaConfig(intermediate_size=32, **sizes)),
     }
     messages = {
-        "neox": "no attention that can be condensed",
+        "gptj": "cannot be condensed: its attention is written out",
         "gpt2": "64 learned positions",
         "llama": "wanted more tokens",
     }

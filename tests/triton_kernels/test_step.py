@@ -34,7 +34,7 @@ def plan_of(method):
         bias,
         num_focal=method.layout.rule.entries - 1,
         weight_scale=getattr(method, "weight_scale", None),
-        reads_prompt=method.prompt is not None,
+        reads_prompt=method.prompt_reader is not None,
     )
 
 
@@ -120,9 +120,15 @@ def exact_to_rounding(out, want, largest, width=128):
     return float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(torch.float32).eps * float(largest)
 
 
+def _enough(rule):
+    """Tokens until two chunks are closed and seen; interpreted, which is slow, of large chunks one."""
+    return 64 if DEVICE == "cuda" else min(40, (rule.window or 0) + 2 * rule.chunk + 2)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_sixty_four_steps_against_the_definition(name):
-    method, (B, H, K, L, D, Dv) = CASES[name], (1, 1, 1, 64, 16, 24)
+def test_every_step_against_the_definition(name):
+    method, (B, H, K, D, Dv) = CASES[name], (1, 1, 1, 16, 24)
+    L = _enough(method.layout.rule)
     q, k, v = oracle.random_qkv(B, H, K, L, D, Dv, dtype=torch.float32)
     state = empty_state(method, B, K, D, Dv, L, dtype=torch.float32)
     out = decode(method, *(x.to(DEVICE) for x in (q, k, v)), state)
@@ -212,22 +218,24 @@ def after_prompts(method, q, k, v, lengths, tokens):
     B, K, _, D = past.entries[0].shape
     spare = most_entries(method, L + tokens) - method.layout.rule.visible_entries(tokens // method.layout.rule.chunk)
     state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=k.dtype, spare=spare)
-    made = [method.prompt.num_entries(n) for n in lengths]
+    made = [method.prompt_reader.num_entries(n) for n in lengths]
     for b, n in enumerate(made):
         state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries[0][b, :, :n], past.entries[1][b, :, :n]
-    state.prompt.copy_(torch.tensor([[n, m, method.prompt.num_focal(n)] for n, m in zip(lengths, made, strict=True)]))
+    state.prompt.copy_(
+        torch.tensor([[n, m, method.prompt_reader.num_focal(n)] for n, m in zip(lengths, made, strict=True)])
+    )
     return past, state
 
 
 @pytest.mark.parametrize("name", ["cca", "lca-9-queries", "dga-streaming", "streaming_llm"])
 def test_tokens_are_taken_back_from_larger_rings(name):
     """Others stood in the slots behind ``seen``, and their entries in the prefix: neither is seen."""
-    method, L = CASES[name], 40
+    method, L = CASES[name], 28
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, L, 16, 16, dtype=torch.float32))
     state = empty_state(method, 1, 1, 16, 16, L, dtype=torch.float32, spare=6)
     state = state._replace(ring_q=state.ring_q.repeat(1, 1, 3, 1)[:, :, : method.layout.num_summary + 6])
     out = torch.empty_like(q)
-    for start, end in ((0, 17), (17, 30), (30, L)):
+    for start, end in ((0, 13), (13, 22), (22, L)):
         for t in range(start, end):
             out[:, :, t] = step_at(method, q, k, v, state, t)
         for t in range(end, min(end + 6, L)):
@@ -243,9 +251,9 @@ def step_at(method, q, k, v, state, t):
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
-    method, lengths, steps = SELECTIONS[name], (31, 22, 1), 26
+    method, lengths, (K, steps) = SELECTIONS[name], (31, 22, 1), (2, 26) if DEVICE == "cuda" else (1, 10)
     L = max(lengths)
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(3, 4, 2, L + steps, 16, 24, dtype=torch.float32))
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(3, 2 * K, K, L + steps, 16, 24, dtype=torch.float32))
     past, state = after_prompts(method, q, k, v, lengths, steps)
     for t in range(L, L + steps):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
@@ -484,7 +492,7 @@ def test_prompts_with_gaps_between_them():
 
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31, sys.maxsize])
 def test_a_window_longer_than_any_text(window):
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, 16, 16, dtype=torch.float32))
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 12, 16, 16, dtype=torch.float32))
     outs = []
     for method in (condense.CCA(group_size=8, window=window), condense.CCA(group_size=8, window=20)):
         # the same buffers, and so the same splits

@@ -6,8 +6,8 @@ from condense.bench.kernel import KernelPlan, bench_kernel
 from condense.bench.model import ModelPlan, bench_model
 from condense.bench.model_shapes import MODEL_SHAPES, check_shape, random_model, ready
 from condense.bench.problems import HeadShape, Setting
-from condense.bench.report import newest, picture_name, render
-from condense.bench.rows import OPS, check_names
+from condense.bench.report import fill_page, milliseconds
+from condense.bench.rows import OPS, check_names, op_title
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
 
 __all__ = [
@@ -25,13 +25,13 @@ __all__ = [
     "bench_model",
     "check_names",
     "check_shape",
+    "fill_page",
     "last_result",
-    "newest",
-    "picture_name",
+    "milliseconds",
+    "op_title",
     "random_model",
     "read_result",
     "ready",
-    "render",
     "result_path",
     "with_changes",
 ]

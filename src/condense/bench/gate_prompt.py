@@ -1,24 +1,26 @@
 """Checking methods that read whole prompts before they are timed: scores, the choice of tokens, and the entries.
 
 A choice is not continuous, so two precisions need not choose the same tokens. The scores are compared with float64, and
-so are the entries, given the same choice. The choice must be exactly the one that its own scores determine.
+so are the entries, given the same choice. The choice must be exactly the one that its own scores determine. The
+definition is `condense.testing.oracle_dga`.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, S sampled queries, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 from torch import Tensor
 
 from condense.bench import gate
-from condense.bench.gate import mean_queries
 from condense.bench.problems import Inputs, reads_at_once, sampled
 from condense.methods import DGA, Context, Method
 from condense.methods.prompt import FocalPrompt
 from condense.ops import ArraySpans
+from condense.testing import oracle_dga
 from condense.testing.budget import Verdict, judge
 
 
@@ -27,51 +29,48 @@ def ranked(method: DGA, inputs: Inputs, backend: str) -> Tensor:
     q, k, _ = inputs
     reader = FocalPrompt(method)
     if method.focal == "random":
-        return reader.random_scores(_tokens(inputs), k)
+        return reader.random_scores(torch.full((k.shape[0],), k.shape[2]), k)
     sample = sampled(method, q.shape[0], q.shape[2], q.device)
     return reader.ranking(q, k, sample, scale=inputs.scale, backend=backend)
 
 
 def check_ranking(method: DGA, inputs: Inputs, scores: Tensor) -> Verdict:
     """Check the importance ``[B, K, L]`` of every token; affordable at any length, as few queries are sampled."""
-    q, k, _ = inputs
-    K = k.shape[1]
-    at = sampled(method, 1, q.shape[2], q.device).columns[0]
-    asked = q[:, :, at].unflatten(1, (K, -1))
+    (B, K, L, _), dtype = inputs.k.shape, inputs.q.dtype
+    at = torch.tensor(oracle_dga.sampled(method, L), device=scores.device)
+    asked = inputs.q[:, :, at].unflatten(1, (K, -1))
     wants, yardsticks = (
-        [_importance(asked[:, head].to(dtype), k[:, head].to(dtype), at, inputs.scale) for head in range(K)]
-        for dtype in (torch.float64, q.dtype)
+        [
+            oracle_dga.importance(asked[b, head].to(wide), inputs.k[b, head].to(wide), at, inputs.scale)
+            for b, head in itertools.product(range(B), range(K))
+        ]
+        for wide in (torch.float64, dtype)
     )
-    return judge(list(scores.unbind(1)), wants, yardsticks)
+    return judge([*scores.flatten(0, 1)], wants, yardsticks)
 
 
 def check_prompt(method: Method, inputs: Inputs, sources: Context, backend: str) -> Verdict:
-    """Check the steps before a prompt's attention, at any length: scores, choice, entries and grouped tokens."""
-    assert reads_at_once(method, inputs.k.shape[2])
-    scores = ranked(method, inputs, backend)
+    """Check what comes before a prompt's attention: scores, choice, grouped tokens, entries (of many the newest)."""
+    L = inputs.k.shape[2]
+    assert reads_at_once(method, L)
+    scores, focal = ranked(method, inputs, backend), chosen(sources)
     verdict = check_ranking(method, inputs, scores) if method.focal == "top" else Verdict(0.0)
-    focal = chosen(sources)
-    if not _is_highest(focal, scores, int(FocalPrompt(method).num_focal(focal.shape[2]))):
+    grouped = [x[~focal].unflatten(0, (*focal.shape[:2], -1)) for x in (inputs.k, inputs.v)]
+    if not _is_highest(focal, scores, oracle_dga.num_focal(method, L)):
         return Verdict(math.inf)
-    shares, mean = [verdict.share], mean_queries(inputs)
-    for head in range(inputs.k.shape[1]):  # one at a time: float64 of long prompts is large
-        only = slice(head, head + 1)
-        want, yardstick = around(method, Inputs(*(x[:, only] for x in mean)), focal[:, only])
-        shares.append(judge(*([x[:, only] for x in sources.tensors], want.tensors, yardstick.tensors)).share)
-    return Verdict(max(shares))
+    if not all(map(torch.equal, grouped, sources.window[:2])):
+        return Verdict(math.inf)
+    newest = L if L <= gate.WHOLE else gate.TAIL
+    wants = [_entries(method, inputs, focal, newest, wide) for wide in (torch.float64, torch.float32)]
+    return verdict.and_also(judge([x[:, :, -newest:] for x in sources.entries[:2]], *wants))
 
 
-def around(method: DGA, inputs: Inputs, focal: Tensor) -> tuple[Context, Context]:
-    """Sources given the choice, in float64 and in plain operations; q: the mean queries, ``[B, K, L, D]``."""
-
-    def made(x: Inputs, backend: str) -> Context:
-        q, k, v = x
-        prompt = FocalPrompt(method).grouped_around(focal, q, k, v, _tokens(x), scale=x.scale, backend=backend)
-        return prompt.context
-
-    # the definition loops over groups, too slow for a long prompt; a short problem of the same row is checked by it
-    exact = "reference" if focal.shape[2] <= gate.WHOLE else "torch"
-    return made(Inputs(*(x.double() for x in inputs)), exact), made(inputs, "torch")
+def around(method: DGA, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
+    """``sources`` with entries by the definition, given their choice, in float64 and in plain operations."""
+    focal = chosen(sources)
+    made = (_entries(method, inputs, focal, focal.shape[2], wide) for wide in (torch.float64, torch.float32))
+    want, plain = (gate.with_entries(sources, *pair) for pair in made)
+    return want, plain
 
 
 def chosen(sources: Context) -> Tensor:
@@ -81,24 +80,20 @@ def chosen(sources: Context) -> Tensor:
     return grouped.diff(dim=-1, prepend=torch.zeros_like(grouped[..., :1])) == 0
 
 
+def _entries(method: DGA, inputs: Inputs, focal: Tensor, newest: int, wide: torch.dtype) -> list[Tensor]:
+    """Keys and values of the newest entries by the definition, in float64, or in float32 and rounded."""
+    q, k, v = gate.mean_queries(inputs, wide)
+    made = []
+    for b, head in itertools.product(*map(range, k.shape[:2])):
+        tokens = focal[b, head].nonzero()[:, 0].tolist()
+        row = (q[b, head], k[b, head], v[b, head])
+        made.append(oracle_dga.prompt_entries(method, tokens, *row, scale=inputs.scale, newest=newest))
+    narrow = wide if wide == torch.float64 else inputs.k.dtype
+    return [torch.stack(x).unflatten(0, k.shape[:2]).to(focal.device, narrow) for x in zip(*made, strict=True)]
+
+
 def _is_highest(focal: Tensor, scores: Tensor, num_focal: int) -> bool:
     """True if in every row and head ``num_focal`` tokens are chosen and none of the others has a higher score."""
     lowest = scores.masked_fill(~focal, torch.inf if scores.is_floating_point() else torch.iinfo(scores.dtype).max)
     highest = scores.masked_fill(focal, -1)
     return bool((focal.sum(2) == num_focal).all() and (lowest.amin(2) >= highest.amax(2)).all())
-
-
-def _importance(q: Tensor, k: Tensor, at: Tensor, scale: float) -> Tensor:
-    """The mean attention that each token gets from the sampled queries that see it, summed over heads, ``[B, L]``.
-
-    q ``[B, R, S, D]``, k ``[B, L, D]``, at ``[S]``: plain operations in their dtype.
-    """
-    hidden = torch.arange(k.shape[1], device=k.device) > at[:, None]
-    total = k.new_zeros(k.shape[:2])
-    for head in q.unbind(1):
-        total += (head @ k.mT * scale).masked_fill_(hidden, -math.inf).softmax(-1).sum(1)
-    return total / (~hidden).sum(0).clamp(min=1)
-
-
-def _tokens(inputs: Inputs) -> Tensor:
-    return torch.full((inputs.k.shape[0],), inputs.k.shape[2])

@@ -42,11 +42,12 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ValueError(f"results: no such file: {path}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if document["results"]["kind"] in ("kernel", "model") and document["provenance"] is not None:
-            return document
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"results: {path} is no result file of condense bench") from error
-    raise ValueError(f"results: {path} is no result file of condense bench")
+        known = document["results"]["kind"] in ("kernel", "model") and document["provenance"] is not None
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise ValueError(f"results: {path} is no result file of condense bench")
+    return document
 
 
 def with_changes(rows: Sequence[Row], last: Sequence[Row], times: Sequence[str]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from condense.bench.feed_forward import experts_implementation, feed_forward_modules, first_ms, step_ms
 from condense.bench.model_gate import ModelGate, random_tokens
-from condense.bench.rows import Row, condensed_runners, crossover, first_line, medians
+from condense.bench.rows import Row, crossovers, first_line, speedups
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS, Reading
 from condense.bench.timing import Times
 from condense.models import MethodChoice, use_choice
@@ -23,6 +23,20 @@ from condense.testing.budget import Verdict
 
 # prompts that take longer than the first number of seconds are read twice, longer than the second once
 _LONG_S, _VERY_LONG_S = 3.0, 20.0
+# what is timed of a row
+FIGURES = ("first", "step")
+
+
+class Case(NamedTuple):
+    """Name of the row, runner, and method; None: stock attention."""
+
+    name: str
+    runner: str
+    method: MethodChoice | None
+
+    def on(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[Any]:
+        """The model with this method, as long as the context lasts."""
+        return contextlib.nullcontext() if self.method is None else use_choice(model, self.method)
 
 
 @dataclass(frozen=True)
@@ -41,14 +55,14 @@ class ModelPlan:
     compile_feed_forward: bool = False
     seed: int = 0
 
-    def cases(self) -> list[tuple[str, str, MethodChoice | None]]:
-        """Name of the row, runner and method."""
-        cases: list[tuple[str, str, MethodChoice | None]] = []
+    def cases(self) -> list[Case]:
+        """What runs at every length."""
+        cases = []
         for runner in self.runners:
             if runner.startswith("dense"):
-                cases.append((runner, runner, None))
+                cases.append(Case(runner, runner, None))
             else:
-                cases += [(f"{runner} {label}", runner, method) for label, method in self.methods.items()]
+                cases += [Case(f"{runner} {label}", runner, method) for label, method in self.methods.items()]
         return cases
 
 
@@ -64,22 +78,18 @@ def bench_model(
     if plan.compile_feed_forward:
         for module in feed_forward_modules(model):
             module.compile(dynamic=True)
-    verdicts = {name: _verdict(model, runner, method, plan) for name, runner, method in plan.cases()}
+    verdicts = {case.name: _verdict(model, case, plan) for case in plan.cases()}
     rows, feed_forward = [], []
     for length in plan.lengths:
         ids = random_tokens(model, length, plan.seed)
-        ran: list[MethodChoice | None] = []
-        for name, runner, method in plan.cases():
-            row = _row(model, ids, name, runner, method, verdicts[name], plan)
+        for case in plan.cases():
+            row = _row(model, ids, case, verdicts[case.name], plan)
             on_row(row)
             rows.append(row)
-            ran += [method] if "first" in row else []
-        if feed_forward_modules(model) and ran:
-            # timed under a condensed method if one ran: the feed-forward work is the same and the prefill shorter
-            feed_forward.append(
-                _feed_forward(model, ids, next((method for method in ran if method is not None), None), plan)
-            )
+        if feed_forward_modules(model):
+            feed_forward.append(_feed_forward(model, length, plan.prefill_chunk))
     rows = _with_ratios(rows)
+    dense = [row["runner"] for row in rows if not row["condensed"]]
     config = model.config.get_text_config(decoder=True)
     return {
         "kind": "model",
@@ -96,30 +106,19 @@ def bench_model(
         "methods": plain(plan.methods),
         "rows": rows,
         "feed_forward": feed_forward,
-        "crossover": crossovers(rows),
+        "crossover": {time: crossovers(rows, dense, time=time) for time in FIGURES},
     }
 
 
-def crossovers(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
-    """Per figure and condensed row the length from which it is faster than the fastest dense runner."""
-    dense = [row["runner"] for row in rows if not row["condensed"]]
-    result: dict[str, dict[str, float | None]] = {}
-    for time in ("first", "step"):
-        baseline = medians(rows, dense, time=time)
-        ours = {name: medians(rows, [name], time=time) for name in condensed_runners(rows)}
-        result[time] = {name: crossover(mine, baseline) for name, mine in ours.items() if mine.keys() & baseline.keys()}
-    return result
-
-
-def _verdict(model: PreTrainedModel, runner: str, method: MethodChoice | None, plan: ModelPlan) -> Verdict | str | None:
+def _verdict(model: PreTrainedModel, case: Case, plan: ModelPlan) -> Verdict | str | None:
     """The gate's verdict, or the error in one line; None where there is nothing to check."""
-    compile = RUNNERS[runner].compile
-    try:
-        if method is not None:
-            return ModelGate(model, method, plan.seed).check(compile)
-        if compile is not None:
-            return ModelGate(model, next(iter(plan.methods.values())), plan.seed).check_dense_graph(compile)
+    compile, condensed = RUNNERS[case.runner].compile, case.method is not None
+    if compile is None and not condensed:
         return None
+    try:
+        # the stock model reads a text that is long enough for the first method
+        gate = ModelGate(model, next(iter(plan.methods.values())) if case.method is None else case.method, plan.seed)
+        return gate.check(compile, condensed=condensed)
     except Exception as error:
         return first_line(error)
     finally:
@@ -127,15 +126,11 @@ def _verdict(model: PreTrainedModel, runner: str, method: MethodChoice | None, p
 
 
 def _row(
-    model: PreTrainedModel,
-    ids: Tensor,
-    name: str,
-    runner: str,
-    method: MethodChoice | None,
-    verdict: Verdict | str | None,
-    plan: ModelPlan,
+    model: PreTrainedModel, ids: Tensor, case: Case, verdict: Verdict | str | None, plan: ModelPlan
 ) -> dict[str, Any]:
-    row: dict[str, Any] = {"runner": name, "condensed": method is not None, "method": method, "length": ids.shape[1]}
+    """One row in JSON's types. An exception becomes the row's ``error``."""
+    row: dict[str, Any] = {"runner": case.name, "condensed": case.method is not None, "method": case.method}
+    row["length"] = ids.shape[1]
     if isinstance(verdict, str):
         return plain(row | {"error": verdict})
     if verdict is not None:
@@ -146,8 +141,8 @@ def _row(
     try:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(ids.device)
-        with use_choice(model, method) if method is not None else contextlib.nullcontext():
-            readings = _readings(model, ids, runner, plan)
+        with case.on(model):
+            readings = _readings(model, ids, case.runner, plan)
         last = readings[-1]
         row |= {
             "first": Times.of([reading.first_s for reading in readings]),
@@ -163,16 +158,14 @@ def _row(
     return plain(row)
 
 
-def _feed_forward(model: PreTrainedModel, ids: Tensor, method: MethodChoice | None, plan: ModelPlan) -> dict[str, Any]:
+def _feed_forward(model: PreTrainedModel, length: int, chunk: int | None) -> dict[str, Any]:
     """Milliseconds of the feed-forward modules alone, of a prompt and of a step."""
-    figures: dict[str, Any] = {"length": ids.shape[1]}
+    figures: dict[str, Any] = {"length": length}
     try:
-        figures["step_ms"] = step_ms(model)
-        with use_choice(model, method) if method is not None else contextlib.nullcontext():
-            figures["first_ms"] = first_ms(model, ids, plan.prefill_chunk)
+        figures |= {"first_ms": first_ms(model, length, chunk), "step_ms": step_ms(model)}
     except Exception as error:
         figures["error"] = first_line(error)
-    _release(ids.device)
+    _release(model.device)
     return figures
 
 
@@ -188,15 +181,11 @@ def _readings(model: PreTrainedModel, ids: Tensor, runner: str, plan: ModelPlan)
 
 def _with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows, each condensed one with ``speedup`` per figure and dense runner."""
-    dense = {(row["runner"], row["length"]): row for row in rows if not row["condensed"]}
     result = []
     for row in rows:
-        speedup: dict[str, dict[str, float]] = {"first": {}, "step": {}}
-        for (name, length), other in dense.items():
-            for time, ratios in speedup.items():
-                if row["condensed"] and length == row["length"] and row.get(time) and other.get(time):
-                    ratios[name] = other[time]["median_ms"] / row[time]["median_ms"]
-        result.append({**row, "speedup": speedup} if row["condensed"] else dict(row))
+        dense = [other for other in rows if not other["condensed"] and other["length"] == row["length"]]
+        ratios = {"speedup": {time: speedups(row, dense, time) for time in FIGURES}} if row["condensed"] else {}
+        result.append({**row, **ratios})
     return result
 
 

@@ -7,10 +7,13 @@ the condensed logits before and after every embedding is moved by one unit in th
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from condense.methods import Recall
 from condense.models import GraphDecoder, MethodChoice, methods_of, use_choice
 from condense.testing.budget import Verdict
 
@@ -20,34 +23,29 @@ class ModelGate:
 
     def __init__(self, model: PreTrainedModel, method: MethodChoice, seed: int) -> None:
         self.model, self.method = model, method
-        rules = [each.layout.rule for each in methods_of(method)]
-        chunk = max(rule.chunk for rule in rules)
-        # long enough to leave the window, with groups that end in each piece and in the steps
+        methods = methods_of(method)
+        chunk = max(each.layout.rule.chunk for each in methods)
+        # long enough to leave the window, with groups that end in each piece and in the steps, and to choose from
         self.steps = chunk + 3
-        length = max(rule.window or 0 for rule in rules) + 4 * chunk + self.steps
+        length = max(each.layout.rule.window or 0 for each in methods) + 4 * chunk + self.steps
+        length += max(each.num_recall * chunk if isinstance(each, Recall) else 0 for each in methods)
         self.ids = random_tokens(model, length, seed)
 
-    def check(self, compile: bool | None) -> Verdict | None:
-        """Compare the condensed model's logits read at once with those in pieces, or by a graph if compile is not None.
+    def check(self, compile: bool | None, *, condensed: bool = True) -> Verdict | None:
+        """Compare the logits read at once with those in pieces, or by a graph if ``compile`` is not None.
 
-        None for methods that read prompts differently from steps by definition.
+        condensed: under the method; else of the stock model. None for methods that read prompts differently from steps
+        by definition.
         """
-        if any(method.layout.lookahead for method in methods_of(self.method)):
+        if condensed and any(method.layout.lookahead for method in methods_of(self.method)):
             return None
         dense = _rms(self._at_once() - self._in_pieces())
-        with use_choice(self.model, self.method):
+        with use_choice(self.model, self.method) if condensed else contextlib.nullcontext():
             want = self._at_once()
             moved = _rms(want - self._at_once(nudged=True))
             got = self._in_pieces() if compile is None else self._by_graph(compile)
         bound = 2 * (dense + moved) + torch.finfo(self.model.dtype).eps * _rms(want)
         return Verdict(_rms(got - want) / bound)
-
-    def check_dense_graph(self, compile: bool) -> Verdict:
-        """Compare the stock model's logits in a graph with those read at once."""
-        want = self._at_once()
-        moved = _rms(want - self._at_once(nudged=True)) + _rms(want - self._in_pieces())
-        bound = 2 * moved + torch.finfo(self.model.dtype).eps * _rms(want)
-        return Verdict(_rms(self._by_graph(compile) - want) / bound)
 
     def _at_once(self, *, nudged: bool = False) -> Tensor:
         embeddings = self.model.get_input_embeddings()(self.ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
 from typing import Any
 
 import torch
@@ -9,67 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from condense.config import check_int
 
-# the sizes that decide time and memory, from the models' public configurations
-MODEL_SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-    "qwen2.5-7b": {
-        "model_type": "qwen2",
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
-    "deepseek-v2-lite": {
-        "model_type": "deepseek_v2",
-        "vocab_size": 102400,
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "minicpm3-4b": {
-        "model_type": "minicpm3",
-        "vocab_size": 73448,
-        "hidden_size": 2560,
-        "intermediate_size": 6400,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-        "q_lora_rank": 768,
-        "kv_lora_rank": 256,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "initializer_range": 0.02,  # with 0.1 no comparison of logits is meaningful
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-}
+# The sizes that decide time and memory, from the models' public configurations; but for minicpm3-4b's
+# initializer_range: with its own, 0.1, no comparison of logits is meaningful.
+MODEL_SHAPES: dict[str, dict[str, Any]] = json.loads(
+    resources.files("condense").joinpath("assets/model_shapes.json").read_text(encoding="utf-8")
+)
 # a large number costs nothing, because rotary tables are computed per call
 _MAX_POSITIONS = 2**21
 

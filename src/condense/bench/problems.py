@@ -1,6 +1,6 @@
 """Inputs of kernel benchmarks: head shapes, random tensors, and the FLOPs and bytes of their work.
 
-Shapes: B rows, H query heads, K KV heads, L tokens, D key width, Dv value width, M entries, N tokens of the window.
+Shapes: B rows, H query heads, K KV heads, L tokens, D key width, Dv value width.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from condense.functional import extend
-from condense.methods import DGA, Context, Method, entry_bias
+from condense.methods import DGA, Context, Method, Recall
 from condense.methods.prompt import FocalPrompt
-from condense.ops import RuleSpans, Source, Spans
 from condense.ops.tensors.sampling import Sample, sampled_queries
-from condense.state import SLACK, first_needed, num_entries, prompt_entries
+from condense.state import num_entries, prompt_entries
 
 
 @dataclass(frozen=True)
@@ -69,38 +68,18 @@ class Setting:
     device: torch.device
     seed: int
 
-    def inputs(self, length: int) -> Inputs:
-        """Normal q, k and v of whole sequences, made on the device."""
+    def inputs(self, length: int, *, draw: int = 0) -> Inputs:
+        """Normal q, k and v of whole sequences, made on the device; the same for the same length and ``draw``."""
         heads = self.shape
-        q = self.normal(heads.num_q, length, heads.width, draw=0)
-        k = self.normal(heads.num_kv, length, heads.width, draw=1)
-        return Inputs(q, k, self.normal(heads.num_kv, length, heads.value_width, draw=2))
+        q = self.normal(heads.num_q, length, heads.width, draw=5 * draw)
+        k = self.normal(heads.num_kv, length, heads.width, draw=5 * draw + 1)
+        return Inputs(q, k, self.normal(heads.num_kv, length, heads.value_width, draw=5 * draw + 2))
 
     def normal(self, heads: int, length: int, width: int, *, draw: int) -> Tensor:
         """``[B, heads, length, width]``; the same numbers for the same sizes and ``draw``."""
         generator = torch.Generator(self.device).manual_seed(self.seed * 1000 + draw)
         size = (self.batch, heads, length, width)
         return torch.randn(size, generator=generator, dtype=self.dtype, device=self.device)
-
-    def step(self, method: Method, length: int, draw: int) -> tuple[Tensor, Context]:
-        """One query ``[B, H, 1, D]`` after ``length`` tokens, and a cache as the method keeps it, with random content.
-
-        The window holds the newest token already, and as many older ones as a growing cache keeps.
-        """
-        seen, heads = torch.tensor([length + 1]), self.shape
-        M = int(num_entries(method, seen))
-        N = int(seen - first_needed(method, seen - 1 - SLACK))
-        q = self.normal(heads.num_q, 1, heads.width, draw=5 * draw)
-        entries_k, entries_v, window_k, window_v = (
-            self.normal(heads.num_kv, size, width, draw=5 * draw + 1 + i)
-            for i, (size, width) in enumerate(
-                ((M, heads.width), (M, heads.value_width), (N, heads.width), (N, heads.value_width))
-            )
-        )
-        pads = torch.zeros(1, dtype=torch.int64)
-        spans = RuleSpans(method.layout.rule, seen - 1, seen - N, pads)
-        entries = Source(entries_k, entries_v, entry_bias(method, M, self.device))
-        return q, Context((entries, Source(window_k, window_v)), spans)
 
 
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
@@ -112,8 +91,15 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
     """True if prompts of so many tokens are read at once and not all of their tokens stay exact."""
     return (
-        isinstance(method, DGA) and method.prompt is not None and bool(FocalPrompt(method).num_focal(length) < length)
+        isinstance(method, DGA)
+        and method.prompt_reader is not None
+        and bool(FocalPrompt(method).num_focal(length) < length)
     )
+
+
+def sees_by_position(method: Method) -> bool:
+    """True if a query's position alone says what it sees, whatever the tokens are."""
+    return method.prompt_reader is None and not isinstance(method, Recall)
 
 
 def sampled(method: DGA, rows: int, length: int, device: torch.device) -> Sample:
@@ -127,12 +113,19 @@ def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:
     return 2 * batch * shape.num_q * shape.width * int((positions + 1).sum())
 
 
-def visible_pairs(spans: Spans, length: int, device: torch.device) -> int:
-    """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads)."""
-    total = 0.0
+def visible_pairs(method: Method, sources: Context, length: int) -> int:
+    """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads).
+
+    Of Recall, an open group counts as its tokens.
+    """
+    total, device = 0.0, sources.window.k.device
     for start in range(0, length, 1 << 20):
-        for lo, hi in spans.at(start, min(start + (1 << 20), length), device):
-            total += float((hi - lo).sum(-1).double().mean())
+        spans = sources.spans.at(start, min(start + (1 << 20), length), device)
+        entries, window = (span.hi - span.lo for span in spans)
+        if isinstance(method, Recall):
+            opened = entries.clamp(max=method.num_recall)
+            entries = opened * method.group_size + (entries - opened) * (method.unchosen == "pool")
+        total += sum(float(seen.sum(-1).double().mean()) for seen in (entries, window))
     return round(total)
 
 
@@ -144,8 +137,8 @@ def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool)
     return 2 * batch * shape.num_q * pairs * per_key
 
 
-def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
-    """Bytes that pooling must move: keys, values and summary queries read once, entries written once.
+def pooling_bytes(method: Method, setting: Setting, inputs: Inputs) -> int:
+    """Bytes that pooling must move: keys, values and summary queries read once, entries (and an index) written once.
 
     For a prompt that is read at once, the bytes of all steps before its attention: the sampled queries are read too,
     and the grouped tokens are written.
@@ -153,22 +146,32 @@ def pooling_bytes(method: Method, shape: HeadShape, inputs: Inputs) -> int:
     B, H, L, D = inputs.q.shape
     if reads_at_once(method, L):
         focal = int(FocalPrompt(method).num_focal(L))
-        written = int(prompt_entries(method, L)) + L - focal
+        index, read, written = 0, L, int(prompt_entries(method, L)) + L - focal
         queries = (L - focal) // method.group_size + (method.num_recent + method.num_random) * (method.focal == "top")
-        widths = shape.num_kv * (shape.width + shape.value_width)
-        return B * ((L + written) * widths + min(L, queries) * H * D) * inputs.q.itemsize
-    entries = int(num_entries(method, torch.tensor([L])))
-    groups = entries // method.layout.rule.entries
-    per_entry = shape.num_kv * (shape.width + shape.value_width)
-    # with summary="prompt" all groups share one summary query; otherwise each group has its own
-    queries = method.layout.num_summary * (1 if method.layout.lookahead else groups)
-    read = groups * method.layout.rule.chunk * per_entry + min(L, queries) * H * D
-    return B * (read + entries * per_entry) * inputs.q.itemsize
+    else:
+        written = int(num_entries(method, torch.tensor([L])))
+        groups = written // method.layout.rule.entries
+        index, read = groups * index_bytes(method, setting), groups * method.layout.rule.chunk
+        # with summary="prompt" all groups share one summary query; otherwise each group has its own
+        queries = method.layout.num_summary * (1 if method.layout.lookahead else groups)
+    K, widths = setting.shape.num_kv, setting.shape.width + setting.shape.value_width
+    return B * (((read + written) * K * widths + min(L, queries) * H * D) * setting.dtype.itemsize + K * index)
 
 
-def step_bytes(q: Tensor, sources: Context) -> int:
-    """Bytes that one decode step must move: every visible key and value once, the query and its output."""
-    B, H, _, D = q.shape
-    K, Dv = sources.window.v.shape[1], sources.window.v.shape[3]
-    keys = visible_pairs(sources.spans, 1, q.device)
-    return B * (K * keys + H) * (D + Dv) * q.itemsize
+def index_bytes(method: Method, setting: Setting) -> int:
+    """Bytes of one group's index in one KV head; 0 for methods without one."""
+    if not isinstance(method, Recall):
+        return 0
+    codes, grid = method.index_settings.widths(setting.shape.width)
+    per_code = setting.dtype.itemsize if method.index_settings.bits == 16 else 1
+    return codes * per_code + grid * torch.promote_types(setting.dtype, torch.float32).itemsize
+
+
+def step_bytes(setting: Setting, keys: int, index: int = 0) -> int:
+    """Bytes that one decode step must move: per row the query and its output, and per KV head ``keys`` keys and values.
+
+    index: bytes of `condense.Recall`'s index that a row reads per KV head, on top.
+    """
+    heads = setting.shape
+    vectors = (heads.num_kv * keys + heads.num_q) * (heads.width + heads.value_width)
+    return setting.batch * (vectors * setting.dtype.itemsize + heads.num_kv * index)

@@ -1,264 +1,124 @@
-"""Result files as tables: the same ones for the terminal and for a page."""
+"""A page's tables from result files: prose stays as it is, marked blocks are written anew.
+
+A block says what its table holds, one line per row, and ends where its table ends:
+
+    <!-- bench: one decode step | 4096, 131072 | images/decode.png
+    cuDNN, dense = kernel-h32-kv8-d128-v128-b1-bfloat16-nvidia-h200 decode cudnn
+    CCA = kernel-h32-kv8-d128-v128-b1-bfloat16-nvidia-h200 decode cca / cudnn
+    -->
+    <!-- /bench -->
+
+Its head: title, lengths, and a picture if it has one. A row: its label, the name of the result files between ``bench-``
+and the time, the figure (an operation of the kernel benchmark, or one of ``first``, ``step``, ``cache``, ``peak``), the
+runner, and the baseline whose ratio stands beside the time. Each cell is from the newest file that holds it, whose time
+and commit stand below the table; a ratio is always of one run.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from condense.bench.published import HARDWARE, PAPER, fastest, published
-from condense.bench.rows import Row, op_title
+from condense.bench.history import read_result
+from condense.bench.rows import Row
 
-_HEAD = """# Performance
-
-Drawn from result files by `condense bench report`. Every figure is a median, with the 20th and 80th percentile in
-the files; baselines ran on the same shapes in the same run. TFLOP/s count visible keys only, TB/s the bytes that
-cannot be avoided. Condensed rows were held to float64 before they were timed. "1.2 times cca's attention, per key":
-time over visible keys, against CCA's attention alone in the same run, as if both saw the same number of keys.
-"""
-_FEED_FORWARD = (
-    "Measured apart: of a prompt between events around each module, of a step as one graph of them all. Below, the "
-    "part of each runner's time."
-)
+_BLOCK = re.compile(r"(<!-- bench: ([^\n]*)\n(.*?)\n-->\n).*?(<!-- /bench -->)", re.DOTALL)
+_ROW = re.compile(r"(?P<label>.+?) = (?P<files>\S+) (?P<figure>\S+) (?P<runner>.+?)(?: / (?P<baseline>.+))?")
+_FIGURES = {"first": "first", "step": "step", "cache": "cache_bytes", "peak": "peak_bytes"}
 
 
-class Table(NamedTuple):
-    """Lines of text per row and column, both by name; ``remarks`` stand below. Condensed rows are between asterisks."""
+class Cell(NamedTuple):
+    """What stands in a table, the number that a picture shows, and the file that it is from."""
 
-    heading: str
-    cells: Mapping[str, Mapping[str, Sequence[str]]]
-    remarks: Sequence[str] = ()
-    introduction: str = ""
-
-    @property
-    def columns(self) -> list[str]:
-        """Of all rows, in the order in which they come up."""
-        return list(dict.fromkeys(column for row in self.cells.values() for column in row))
-
-    def markdown(self) -> str:
-        """A section of a page."""
-        columns = self.columns
-        lines = [["", *columns]]
-        lines += [[name, *("<br>".join(row.get(x, "-")) for x in columns)] for name, row in self.cells.items()]
-        head, *body = (f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
-        table = "\n".join([head, "|---" * len(lines[0]) + "|", *body])
-        paragraphs = [f"### {self.heading}", self.introduction, table, *self.remarks]
-        return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
+    text: str
+    number: float
+    source: str
 
 
-def tables(results: Mapping[str, Any], *, details: bool = False) -> list[Table]:
-    """One per operation of a kernel, or per figure of a model: runners down, lengths across.
+# label to lengths and numbers
+Lines = dict[str, tuple[list[float], list[float]]]
 
-    details: with percentiles, memory and changes since an earlier run too.
+
+def fill_page(page: str, folder: Path) -> tuple[str, dict[str, dict[str, Lines]]]:
+    """The page with all tables from the result files of a folder; and what each picture shows, panel by panel.
+
+    Raises ValueError for a page without blocks, and for a head or a row that no figure fits.
     """
-    rows, crossover = results["rows"], results["crossover"]
-    if results["kind"] == "kernel":
-        by_op: dict[str, list[Row]] = {}
-        for row in rows:
-            by_op.setdefault(row["op"], []).append(row)
-        return [
-            Table(
-                op_title(op),
-                _cells(of_op, ("times",), lambda row: _kernel_lines(row, details)),
-                [_crossing(*x) for x in crossover.get(op, {}).items()],
-            )
-            for op, of_op in by_op.items()
-        ]
-    found = [
-        Table(
-            heading,
-            _cells(rows, (time,), lambda row, time=time: _time_lines(row, time, details)),  # type: ignore[misc]
-            [_crossing(*x) for x in crossover[time].items()],
-        )
-        for time, heading in (("first", "time to first token"), ("step", "time per further token"))
-    ]
-    found.append(Table("cache and peak memory, GiB", _cells(rows, ("cache_bytes", "peak_bytes"), _memory_lines)))
-    return found + _feed_forward(results)
+    documents = {path.stem: read_result(path) for path in sorted(folder.glob("bench-*.json"))}
+    pictures: dict[str, dict[str, Lines]] = {}
 
+    def fill(block: re.Match[str]) -> str:
+        opening, head, rows, closing = block.groups()
+        title, lengths, picture = _head(head)
+        table = {}
+        for line in rows.splitlines():
+            label, cells = _row(line, documents)
+            table[label] = {length: cells[length] for length in lengths if length in cells}
+        if picture:
+            pictures.setdefault(picture, {})[title] = {
+                label.strip("*"): ([*map(float, cells)], [cell.number for cell in cells.values()])
+                for label, cells in table.items()
+            }
+        return opening + _markdown(title, lengths, table) + closing
 
-def render(documents: Mapping[Path, Mapping[str, Any]], pictures: Mapping[Path, str] | None = None) -> str:
-    """Markdown of one section per result file; pictures: file to the address of its picture.
-
-    A ``note`` that was added to a file's results by hand, such as on a disturbed run, is part of its section.
-    """
-    sections = [_HEAD]
-    for path, document in documents.items():
-        results = document["results"]
-        shown = tables(results) + (_published(results) if results["kind"] == "model" else [])
-        picture = f"\n![times over length]({pictures[path]})\n" if pictures and path in pictures else ""
-        body = "\n".join(table.markdown() for table in shown)
-        sections.append(f"## {title(results)}\n\n{_origin(path, document)}\n{picture}\n{body}")
-    return "\n".join(sections)
-
-
-def newest(documents: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Mapping[str, Any]]:
-    """Of result files with the same title the one that was measured last, in the order given."""
-    last: dict[str, Path] = {}
-    for path, document in documents.items():
-        subject = title(document["results"])
-        if subject not in last or document["provenance"]["date"] >= documents[last[subject]]["provenance"]["date"]:
-            last[subject] = path
-    return {path: document for path, document in documents.items() if path in last.values()}
-
-
-def picture_name(path: Path, results: Mapping[str, Any]) -> str:
-    """A picture's name made of the result's kind, shape or model, dtype, device and methods."""
-    what = re.sub(r"^bench-|-\d{8}T\d{6}Z$", "", path.stem)
-    kinds = list(dict.fromkeys(label.partition(":")[0] for label in results["methods"]))
-    several = [] if len(kinds) == len(results["methods"]) else [f"{len(results['methods'])} settings"]
-    return "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", part).strip("-") for part in (what, *kinds, *several)) + ".png"
-
-
-def title(results: Mapping[str, Any]) -> str:
-    """What was measured, in one line."""
-    methods = ", ".join(results["methods"])
-    if results["kind"] == "kernel":
-        shape = results["shape"]
-        return (
-            f"Kernels: {shape['num_q']} query heads, {shape['num_kv']} KV heads, widths {shape['width']} and "
-            f"{shape['value_width']}, batch {results['batch']}, {results['dtype']}: {methods}"
-        )
-    chunk = results["prefill_chunk"]
-    chunked = "" if chunk is None else f", prompts in pieces of {chunk:,}"
-    compiled = ", feed-forward compiled" if results.get("compile_feed_forward") else ""
-    return f"Model: {results['model']}, {results['layers']} layers, {results['dtype']}{chunked}{compiled}: {methods}"
-
-
-def _origin(path: Path, document: Mapping[str, Any]) -> str:
-    source, results = document["provenance"], document["results"]
-    lines = [
-        f"`{path.name}`: {source['device']}, torch {source['torch']}, transformers {source['transformers']}, "
-        f"condense {source['condense']}, commit {(source['commit'] or 'unknown')[:12]}, {source['date']}."
-    ]
-    if results["kind"] == "kernel":
-        ceilings = results["ceilings"]
-        lines.append(
-            f"Ceilings of this run: {ceilings['matmul_tflops']:,.0f} TFLOP/s (matrix product), "
-            f"{ceilings['copy_tbs']:.2f} TB/s (copy)."
-        )
-    else:
-        lines.append(
-            f"{results['parameters'] / 1e9:.2f} billion parameters, {results['weight_bytes'] / 2**30:.1f} GiB. "
-            + "; ".join(f"`{name}`: {about}" for name, about in results["runners"].items())
-            + "."
-        )
-    if "note" in results:
-        lines.append(results["note"])
-    if not results["claims"]:
-        lines.append("**Measured on a CPU to try the command out: no claims.**")
-    return "\n".join(lines)
-
-
-def _cells(
-    rows: Iterable[Row], needed: Sequence[str], lines: Callable[[Row], list[str]]
-) -> dict[str, dict[str, list[str]]]:
-    """Runners down, lengths across; without any figure of ``needed`` the beginning of the row's error."""
-    cells: dict[str, dict[str, list[str]]] = {}
-    for row in rows:
-        has_any = any(row.get(name) is not None for name in needed)
-        said = lines(row) if has_any else [(row.get("error") or "-").replace("|", "/")[:60]]
-        cells.setdefault(_name(row), {})[f"{row['length']:,}"] = said
-    return cells
-
-
-def _name(row: Row) -> str:
-    return f"**{row['runner']}**" if row["condensed"] else row["runner"]
-
-
-def _kernel_lines(row: Row, details: bool) -> list[str]:
-    """Time, rate, ratios to baselines, and what else a row of a kernel says."""
-    rate = f"{row['tflops']:,.0f} TFLOP/s" if row.get("tflops") else f"{row['tbs']:.2f} TB/s"
-    share = row.get("share_of_matmul") or row.get("share_of_copy")
-    lines = [milliseconds(row["times"]["median_ms"]), f"{rate}, {share:.0%}", *_ratios(row.get("speedup") or {})]
-    if row["condensed"] and row.get("pairs"):
-        lines.append(f"{row['pairs'] / row['length']:,.0f} keys per query")
-    if row.get("of_attention") is not None:
-        lines.append(f"{row['of_attention']:.1%} of its attention")
-    lines += [f"{ratio:.2f} times {name}'s attention, per key" for name, ratio in row.get("per_key", {}).items()]
-    if details:
-        lines[1:1] = [f"{milliseconds(row['times']['p20_ms'])} to {milliseconds(row['times']['p80_ms'])}"]
-        lines += [] if row["peak_bytes"] is None else [f"peak {row['peak_bytes'] / 2**20:,.0f} MiB"]
-        lines += _change(row, "times")
-    return lines
-
-
-def _time_lines(row: Row, time: str, details: bool) -> list[str]:
-    ratios = _ratios((row.get("speedup") or {}).get(time, {}))
-    return [milliseconds(row[time]["median_ms"]), *ratios, *(_change(row, time) if details else [])]
-
-
-def _memory_lines(row: Row) -> list[str]:
-    cache, peak = row.get("cache_bytes"), row.get("peak_bytes")
-    held = "-" if cache is None else f"{cache / 2**30:.3f}"
-    return [held + (", peak -" if peak is None else f", peak {peak / 2**30:.1f}")]
-
-
-def _ratios(speedup: Mapping[str, float]) -> list[str]:
-    return [f"{ratio:.2f}x {name}" for name, ratio in speedup.items()]
-
-
-def _change(row: Row, time: str) -> list[str]:
-    """The change of the median since the run that this one was compared with, as a line."""
-    if "change" not in row:
-        return []
-    ratio = row["change"].get(time)
-    return ["change: new" if ratio is None else f"change {ratio - 1:+.1%}"]
-
-
-def _feed_forward(results: Mapping[str, Any]) -> list[Table]:
-    """The feed-forward modules alone, and the part of each runner's times that they take."""
-    cells: dict[str, dict[str, list[str]]] = {}
-    for figures in results.get("feed_forward", ()):
-        column = f"{figures['length']:,}"
-        if "error" in figures:
-            cells.setdefault("alone", {})[column] = [figures["error"].replace("|", "/")[:60]]
-            continue
-        cells.setdefault("alone", {})[column] = [
-            f"{milliseconds(figures['first_ms'])}, {milliseconds(figures['step_ms'])}"
-        ]
-        for row in results["rows"]:
-            if row["length"] == figures["length"] and row.get("first"):
-                parts = (figures[f"{time}_ms"] / row[time]["median_ms"] for time in ("first", "step"))
-                cells.setdefault(_name(row), {})[column] = [", ".join(f"{part:.0%}" for part in parts)]
-    experts = f", experts by `{results['experts']}`" if results["experts"] else ""
-    heading = f"feed-forward modules: time to first token and per further token{experts}"
-    return [Table(heading, cells, introduction=_FEED_FORWARD)] if cells else []
-
-
-def _published(results: Mapping[str, Any]) -> list[Table]:
-    """The paper's figures beside ours."""
-    columns = ("dense here", "paper's dense", "condensed here", "paper's condensed")
-    cells: dict[str, dict[str, list[str]]] = {}
-    for figure in published(results):
-        ours = [fastest(results["rows"], figure.length, method) for method in (None, figure.method)]
-        if ours == [None, None]:
-            continue
-        where = f"{figure.length:,} tokens, {figure.method} ({figure.source})"
-        first = [milliseconds(row["first"]["median_ms"]) + f" {_name(row)}" if row else "-" for row in ours]
-        pairs = {"first token": (first, [f"{seconds:.2f} s" for seconds in figure.first_s])}
-        if figure.cache_gib is not None:
-            cache = [f"{row['cache_bytes'] / 2**30:.3f} GiB" if row else "-" for row in ours]
-            pairs["cache"] = (cache, [f"{size:.2f} GiB" for size in figure.cache_gib])
-        for name, (here, theirs) in pairs.items():
-            said = (here[0], theirs[0], here[1], theirs[1])
-            cells[f"{where}: {name}"] = {column: [text] for column, text in zip(columns, said, strict=True)}
-    introduction = (
-        f"The paper's hardware is {HARDWARE}, its dense baseline is not named, and its caches may hold more than ours: "
-        "of DeepSeek-V2-Lite the rotated key once per head. Here: the fastest runner of each kind."
-    )
-    return [Table(f"beside {PAPER}'s figures", cells, introduction=introduction)] if cells else []
-
-
-def _crossing(name: str, length: float | None) -> str:
-    """A sentence on the length from which condensing is faster than the fastest dense baseline."""
-    if length is None:
-        return f"{name}: not faster than the fastest dense baseline at the greatest length that both ran."
-    return f"{name}: faster than the fastest dense baseline from {length:,.0f} tokens on."
+    filled, count = _BLOCK.subn(fill, page)
+    if count == 0:
+        raise ValueError("page must have a block '<!-- bench: title | lengths', got none")
+    return filled, pictures
 
 
 def milliseconds(ms: float) -> str:
     """A time in the unit that suits it."""
-    if ms >= 1000:
-        return f"{ms / 1000:.2f} s"
-    return f"{ms:.3g} ms" if ms >= 0.1 else f"{ms * 1000:.3g} us"
+    number, unit = (ms / 1e3, "s") if ms >= 1e3 else (ms, "ms") if ms >= 1 else (ms * 1e3, "us")
+    return f"{number:#.3g} {unit}".replace(". ", " ")
+
+
+def _head(text: str) -> tuple[str, list[int], str]:
+    """Title, lengths, and the picture's address or nothing."""
+    title, lengths, picture = ([part.strip() for part in text.split("|")] + ["", ""])[:3]
+    numbers = [part.strip() for part in lengths.split(",")]
+    if not title or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"page: a block's head must be 'title | lengths | picture', got {text!r}")
+    return title, [int(number) for number in numbers], picture
+
+
+def _row(line: str, documents: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[int, Cell]]:
+    """The label of a table's row, and per length the cell of the newest file that holds it."""
+    match = _ROW.fullmatch(line)
+    if match is None:
+        raise ValueError(f"page: a block's row must be 'label = files figure runner / baseline', got {line!r}")
+    name = re.compile(rf"bench-{re.escape(match['files'])}-\d{{8}}T\d{{6}}Z")
+    figure, op = (_FIGURES[match["figure"]], None) if match["figure"] in _FIGURES else ("times", match["figure"])
+    cells: dict[int, Cell] = {}
+    for stem, document in sorted(documents.items(), key=lambda item: item[1]["provenance"]["date"]):
+        origin = document["provenance"]
+        source = f"{stem.rpartition('-')[2]} (commit {(origin['commit'] or 'unknown')[:12]})"
+        for row in document["results"]["rows"] if name.fullmatch(stem) else ():
+            if row["runner"] == match["runner"] and row.get("op") == op and row.get(figure):
+                cells[row["length"]] = _cell(row, figure, match["baseline"], source)
+    if not cells:
+        raise ValueError(f"page: no result file holds {line!r}")
+    return match["label"], cells
+
+
+def _cell(row: Row, figure: str, baseline: str | None, source: str) -> Cell:
+    """A size; or a time, the share of the ceiling that it reaches, and its ratio to a baseline of the same run."""
+    if figure.endswith("_bytes"):
+        return Cell(f"{row[figure] / 2**30:#.3g} GiB", row[figure], source)
+    ratios = row.get("speedup") or {}
+    ratio = (ratios if figure == "times" else ratios.get(figure, {})).get(baseline)
+    share = row.get("share_of_matmul") or row.get("share_of_copy")
+    said = [milliseconds(row[figure]["median_ms"])]
+    said += [f"{share:.0%}"] if share else []
+    said += [f"{ratio:.2f}x"] if ratio else []
+    return Cell(", ".join(said), row[figure]["median_ms"], source)
+
+
+def _markdown(title: str, lengths: list[int], table: Mapping[str, Mapping[int, Cell]]) -> str:
+    """The table, and the files that it is from."""
+    lines = [[title, *(f"{length:,}" for length in lengths)], ["---"] * (1 + len(lengths))]
+    lines += [[label, *(cells[x].text if x in cells else "-" for x in lengths)] for label, cells in table.items()]
+    sources = dict.fromkeys(cell.source for cells in table.values() for cell in cells.values())
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\nMeasured: {', '.join(sources)}.\n\n"

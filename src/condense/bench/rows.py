@@ -1,4 +1,4 @@
-"""Rows of a kernel benchmark, ratios between them, and the length from which condensing pays.
+"""Rows of a benchmark: their names, ratios between them, and the length from which condensing pays.
 
 Rows are plain mappings, as in result files, so that a fresh run and a file read back are treated alike.
 """
@@ -27,10 +27,15 @@ def decode_op(batch: int) -> str:
     return f"decode_b{batch}"
 
 
+def op_kind(op: str) -> str:
+    """The operation, one of `OPS`, without its batch size."""
+    return op.partition("_b")[0]
+
+
 def op_title(op: str) -> str:
     """An operation in words."""
-    kind, _, batch = op.partition("_b")
-    return _TITLES[kind] + (f", {batch} rows at once" if batch else "")
+    batch = op.partition("_b")[2]
+    return _TITLES[op_kind(op)] + (f", {batch} rows at once" if batch else "")
 
 
 def reference_op(op: str) -> str | None:
@@ -48,37 +53,59 @@ def check_names(argument: str, names: Iterable[str], known: Iterable[str]) -> tu
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line, with its kind if the message does not say enough."""
+    """An error in one line, with its kind."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows, each condensed one with ``speedup``: baseline's median over its own, per baseline.
+    """A kernel's rows, each condensed one with ``speedup``: baseline's median over its own, per baseline.
 
     Pooling and importance also have ``of_attention``, their time over that of the attention that follows, and DGA's
     attention and layer have ``per_key``: their time per visible key over that of each CCA's attention.
     """
     return [
-        {**row, "speedup": _speedups(row, rows)} | _beside(row, rows) if row["condensed"] else dict(row) for row in rows
+        {**row, "speedup": _speedups(row, rows), **_beside(row, rows)} if row["condensed"] else dict(row)
+        for row in rows
     ]
 
 
+def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+    reference = reference_op(row["op"])
+    if reference is None:
+        return {}
+    baselines = [
+        other
+        for other in rows
+        if (other["op"], other["length"], other["condensed"]) == (reference, row["length"], False)
+        # FlexAttention with our mask does not pool, so it is no baseline of the layer
+        and (other["mask"] is None or (other["mask"] == row["mask"] and row["op"] != "layer"))
+    ]
+    return speedups(row, baselines, "times")
+
+
+def speedups(row: Row, baselines: Iterable[Row], time: str) -> dict[str, float]:
+    """Baselines' medians over the row's, of the figure ``time``, by their runners; of those that have both."""
+    if not row.get(time):
+        return {}
+    return {
+        other["runner"]: other[time]["median_ms"] / row[time]["median_ms"] for other in baselines if other.get(time)
+    }
+
+
 def _beside(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    if row.get("times") is None:
+    if not row.get("times"):
         return {}
     attention = [
         other
         for other in rows
-        if other["condensed"]
-        and other["op"] == "forward"
-        and other["length"] == row["length"]
+        if (other["op"], other["length"], other["condensed"]) == ("forward", row["length"], True)
         and other.get("backend") == row.get("backend")
-        and other.get("times") is not None
+        and other.get("times")
     ]
     if row["op"] in ("importance", "pooling"):
-        served = [other for other in attention if other["runner"] == row["runner"]]
-        return {"of_attention": _ms(row) / _ms(served[0])} if served else {}
+        ratios = [_ms(row) / _ms(other) for other in attention if other["runner"] == row["runner"]]
+        return {"of_attention": ratios[0]} if ratios else {}
     if row["op"] in ("forward", "layer") and row["method"]["method"] == "dga":
         plain = [other for other in attention if other["method"]["method"] == "cca"]
         return {
@@ -89,22 +116,6 @@ def _beside(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _ms(row: Row) -> float:
     return float(row["times"]["median_ms"])
-
-
-def _speedups(row: Row, rows: Sequence[Row]) -> dict[str, float]:
-    reference = reference_op(row["op"])
-    if row.get("times") is None or reference is None:
-        return {}
-    return {
-        other["runner"]: other["times"]["median_ms"] / row["times"]["median_ms"]
-        for other in rows
-        if not other["condensed"]
-        and other["op"] == reference
-        and other["length"] == row["length"]
-        and other.get("times") is not None
-        # FlexAttention with our mask does not pool, so it is no baseline of the layer
-        and (other["mask"] is None or (other["mask"] == row["mask"] and row["op"] != "layer"))
-    }
 
 
 def crossover(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float | None:
@@ -124,17 +135,27 @@ def crossover(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float |
     return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
 
 
+def crossovers(
+    rows: Sequence[Row], dense: Sequence[str], *, op: str | None = None, time: str = "times"
+) -> dict[str, float | None]:
+    """Per condensed runner the length from which it is faster than the fastest runner of ``dense``.
+
+    op: the operation, of a kernel's rows. Runners that share no length with the dense ones are left out.
+    """
+    baseline = medians(rows, dense, op=op and reference_op(op), time=time)
+    ours = {
+        name: medians(rows, [name], op=op, time=time)
+        for name in dict.fromkeys(row["runner"] for row in rows if row["condensed"])
+    }
+    return {name: crossover(mine, baseline) for name, mine in ours.items() if mine.keys() & baseline.keys()}
+
+
 def medians(
     rows: Iterable[Row], runners: Sequence[str], *, op: str | None = None, time: str = "times"
 ) -> dict[int, float]:
     """Per length the fastest median of these runners, milliseconds; of one operation, and of the figure ``time``."""
     best: dict[int, float] = {}
     for row in rows:
-        if row.get("op") == op and row["runner"] in runners and row.get(time) is not None:
+        if row.get("op") == op and row["runner"] in runners and row.get(time):
             best[row["length"]] = min(best.get(row["length"], math.inf), row[time]["median_ms"])
     return best
-
-
-def condensed_runners(rows: Iterable[Row]) -> list[str]:
-    """Runners that condense, in the order of the rows."""
-    return list(dict.fromkeys(row["runner"] for row in rows if row["condensed"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from condense.bench.timing import now
 from condense.caches import cache_nbytes
 from condense.models import GraphDecoder, condensed_layers
 
@@ -69,13 +69,6 @@ def read_by_graph(
         marks.append(now(ids.device))
     first_s, *further = (b - a for a, b in itertools.pairwise(marks))
     return Reading(first_s, further, cache_nbytes(decoder.cache), setup_s)
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once all work queued on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 class _Stopwatch(StoppingCriteria):

@@ -1,35 +1,48 @@
-"""Tasks of the kernel benchmark: a call to time, its check, and its amount of work; nothing runs until `prepare`.
+"""Rows of the kernel benchmark: a call to time, its check, and its amount of work; nothing runs until `prepare`.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from condense.bench import gate, gate_prompt
-from condense.bench.baselines import dense_attention
+from condense.bench.baselines import dense_attention, dense_step
 from condense.bench.flex import flex_attention, joined_keys
 from condense.bench.problems import (
     Inputs,
     Setting,
     attention_flops,
+    index_bytes,
     pooled,
     pooling_bytes,
     ranking_flops,
     reads_at_once,
     sampled,
+    step_bytes,
     visible_pairs,
 )
+from condense.bench.rows import op_kind
+from condense.caches import CondensedLayer, StaticCondensedLayer, StaticRecallLayer, read_request
 from condense.functional import attention
-from condense.methods import Context, Dense, Method
+from condense.methods import Context, Dense, Method, Recall
 from condense.ops import Source
+from condense.state import num_entries
 from condense.testing.budget import Verdict
+
+MIN_CACHES = 8
+# room for one token per timed replay: more than the clock makes
+_ROOM = 512
+
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,19 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """Inputs of one length, made when first asked for and shared by all rows."""
+
+    setting: Setting
+    length: int
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """q, k and v of whole sequences."""
+        return self.setting.inputs(self.length)
+
+
+@dataclass(frozen=True)
 class Task:
     """A row before it is measured. ``method``: whose mask it has (None: dense); ``runner``: method label or baseline.
 
@@ -55,11 +81,29 @@ class Task:
 
     op: str
     runner: str
-    method: Method | None
-    condensed: bool
-    length: int
-    prepare: Callable[[], Work]
+    problem: Problem
+    method: Method | None = None
+    condensed: bool = False
     backend: str | None = None
+
+    def prepare(self) -> Work:
+        """Make inputs and sources. PyTorch's own operations are not checked, FlexAttention with our mask is."""
+        problem, method, op = self.problem, self.method, op_kind(self.op)
+        if method is None:
+            return _dense_step(problem, self.runner) if op == "decode" else _dense(problem, op, self.runner)
+        if not self.condensed:
+            return _flex(problem, op, method)
+        backend = self.backend or "auto"
+        match op:
+            case "decode":
+                return _step(problem, method)
+            case "importance":
+                return _importance(problem, method, backend)
+            case "pooling":
+                return _pooling(problem, method, backend)
+            case "layer":
+                return _layer(problem, method, backend)
+        return _attention(problem, op, method, backend)
 
 
 def has_op(op: str, method: Method, length: int) -> bool:
@@ -68,133 +112,175 @@ def has_op(op: str, method: Method, length: int) -> bool:
     Pooling exists for methods that make entries, importance for those that rank tokens. A prompt that is read at once
     has no backward (it is for inference) and no decode rows, as its decode is the streaming method's.
     """
-    match op:
+    match op_kind(op):
         case "importance":
             return reads_at_once(method, length) and method.focal == "top"
         case "pooling":
-            makes_entries = method.layout.rule.window is not None and method.layout.rule.max_chunks is None
-            return reads_at_once(method, length) if method.prompt is not None else makes_entries
+            if method.prompt_reader is not None:
+                return reads_at_once(method, length)
+            rule = method.layout.rule
+            makes_entries = rule.window is not None and rule.max_chunks is None
+            return makes_entries and bool(num_entries(method, torch.tensor([length])) > 0)
         case "backward" | "decode":
-            return method.prompt is None
+            return method.prompt_reader is None
     return True
 
 
-def baseline_task(setting: Setting, inputs: Inputs, op: str, name: str) -> Task:
-    """A dense baseline on whole sequences. PyTorch's own operations are not checked."""
-
-    def prepare() -> Work:
-        length = inputs.q.shape[2]
-        attend = dense_attention(name, inputs)
-        call = _call(op, attend, tuple(inputs), setting)
-        return _attending([call], None, setting, pooled(Dense(), inputs), length, op)
-
-    return Task(op, name, None, False, inputs.q.shape[2], prepare)
+def _dense(problem: Problem, op: str, name: str) -> Work:
+    inputs = problem.inputs
+    call = _call(op, dense_attention(name, inputs), tuple(inputs), problem)
+    return _attending(call, None, problem, Dense(), pooled(Dense(), inputs), op)
 
 
-def method_task(setting: Setting, inputs: Inputs, op: str, label: str, method: Method, backend: str) -> Task:
-    """A condensed row on whole sequences."""
-    L, scale = inputs.q.shape[2], inputs.scale
+def _flex(problem: Problem, op: str, method: Method) -> Work:
+    inputs = problem.inputs
+    sources = pooled(method, inputs)
+    attend = flex_attention(sources, problem.length, scale=inputs.scale)
+    tensors = (inputs.q, *joined_keys(sources))
 
-    def importance() -> Work:
-        assert reads_at_once(method, L)
+    def check() -> Verdict:
+        return gate.check_output(attend(*tensors), inputs.q, sources, scale=inputs.scale)
 
-        def call() -> Tensor:
-            return gate_prompt.ranked(method, inputs, backend)
-
-        positions = sampled(method, 1, L, setting.device).columns[0]
-        flops = ranking_flops(setting.shape, setting.batch, positions)
-        return Work([call], lambda: gate_prompt.check_ranking(method, inputs, call()), flops=flops)
-
-    def pooling() -> Work:
-        def check() -> Verdict:
-            sources = pooled(method, inputs, backend)
-            if method.prompt is not None:
-                return gate_prompt.check_prompt(method, inputs, sources, backend)
-            return gate.check_entries(method, inputs, sources)
-
-        return Work(
-            [lambda: pooled(method, inputs, backend)], check, nbytes=pooling_bytes(method, setting.shape, inputs)
-        )
-
-    def layer() -> Work:
-        def call() -> Any:
-            return attention(*inputs, method=method, backend=backend)
-
-        def check() -> Verdict:
-            sources = pooled(method, inputs, backend)
-            if L > gate.WHOLE:
-                return gate.check_output(call(), inputs.q, sources, scale=scale)
-            if reads_at_once(method, L):
-                made = gate_prompt.around(method, gate.mean_queries(inputs), gate_prompt.chosen(sources))
-            else:
-                made = gate.exact_and_plain(method, inputs, sources)
-            return gate.check_layer(call(), inputs, *made)
-
-        return _attending([call], check, setting, pooled(method, inputs, backend), L, op)
-
-    def attend() -> Work:
-        sources = pooled(method, inputs, backend)
-        leaves = (inputs.q, *sources.tensors)
-
-        def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, window_k: Tensor, window_v: Tensor) -> Tensor:
-            entries = Source(entries_k, entries_v, sources.entries.bias)
-            parts = Context((entries, Source(window_k, window_v)), sources.spans)
-            return method.attend(q, parts, scale=scale, backend=backend)[0]
-
-        def check() -> Verdict:
-            if op == "forward":
-                return gate.check_output(run(*leaves), inputs.q, sources, scale=scale)
-            return gate.check_gradients(
-                lambda upstream: _gradients(run, leaves, upstream), inputs.q, sources, scale=scale
-            )
-
-        return _attending([_call(op, run, leaves, setting)], check, setting, sources, L, op)
-
-    prepare = {"importance": importance, "pooling": pooling, "layer": layer}.get(op, attend)
-    return Task(op, label, method, True, L, prepare, backend)
+    return _attending(_call(op, attend, tensors, problem), check, problem, method, sources, op)
 
 
-def flex_mask_task(setting: Setting, inputs: Inputs, op: str, method: Method) -> Task:
-    """FlexAttention over one method's entries and tokens. The mask is ours, so its output is checked."""
-    L, scale = inputs.q.shape[2], inputs.scale
+def _importance(problem: Problem, method: Method, backend: str) -> Work:
+    inputs, setting = problem.inputs, problem.setting
+    assert reads_at_once(method, problem.length)
+    call = partial(gate_prompt.ranked, method, inputs, backend)
+    positions = sampled(method, 1, problem.length, setting.device).columns[0]
+    flops = ranking_flops(setting.shape, setting.batch, positions)
+    return Work([call], lambda: gate_prompt.check_ranking(method, inputs, call()), flops=flops)
 
-    def prepare() -> Work:
-        sources = pooled(method, inputs)
-        attend = flex_attention(sources, L, scale=scale)
-        tensors = (inputs.q, *joined_keys(sources))
 
-        def check() -> Verdict:
-            return gate.check_output(attend(*tensors), inputs.q, sources, scale=scale)
+def _pooling(problem: Problem, method: Method, backend: str) -> Work:
+    inputs = problem.inputs
+    call = partial(pooled, method, inputs, backend)
 
-        return _attending([_call(op, attend, tensors, setting)], check, setting, sources, L, op)
+    def check() -> Verdict:
+        if method.prompt_reader is not None:
+            return gate_prompt.check_prompt(method, inputs, call(), backend)
+        return gate.check_entries(method, inputs, call())
 
-    return Task(op, "flex_mask", method, False, L, prepare)
+    return Work([call], check, nbytes=pooling_bytes(method, problem.setting, inputs))
+
+
+def _layer(problem: Problem, method: Method, backend: str) -> Work:
+    inputs = problem.inputs
+    call = partial(attention, *inputs, method=method, backend=backend)
+    sources = pooled(method, inputs, backend)
+
+    def check() -> Verdict:
+        out = call()
+        assert isinstance(out, Tensor)
+        if problem.length > gate.WHOLE:
+            return gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method)
+        if reads_at_once(method, problem.length):
+            return gate.check_layer(out, inputs, *gate_prompt.around(method, inputs, sources))
+        return gate.check_layer(out, inputs, *gate.exact_and_plain(method, inputs, sources), method)
+
+    return _attending(call, check, problem, method, sources, "layer")
+
+
+def _attention(problem: Problem, op: str, method: Method, backend: str) -> Work:
+    """Attention alone, forward or forward and backward, over sources that are there."""
+    inputs, scale = problem.inputs, problem.inputs.scale
+    sources = pooled(method, inputs, backend)
+    extra, store = (sources.extra[:2], sources.extra[2:]) if isinstance(method, Recall) else (sources.extra, ())
+    leaves = (inputs.q, *sources.tensors[:2], *store, *sources.tensors[2:])
+
+    def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, *others: Tensor) -> Tensor:
+        *opened, window_k, window_v = others
+        entries = Source(entries_k, entries_v, sources.entries.bias)
+        parts = Context((entries, Source(window_k, window_v)), sources.spans, (*extra, *opened))
+        return method.attend(q, parts, scale=scale, backend=backend)[0]
+
+    def check() -> Verdict:
+        if op == "forward":
+            return gate.check_output(run(*leaves), inputs.q, sources, scale=scale, method=method)
+        gradients = partial(_gradients, run, leaves)
+        return gate.check_gradients(gradients, inputs.q, sources, scale=scale, method=method)
+
+    return _attending(_call(op, run, leaves, problem), check, problem, method, sources, op)
 
 
 def _attending(
-    calls: Sequence[Callable[[], Any]],
+    call: Callable[[], Any],
     check: Callable[[], Verdict] | None,
-    setting: Setting,
+    problem: Problem,
+    method: Method,
     sources: Context,
-    length: int,
     op: str,
 ) -> Work:
-    """The work of attention of ``length`` queries over their context."""
-    pairs = visible_pairs(sources.spans, length, setting.device)
-    flops = attention_flops(setting.shape, setting.batch, pairs, backward=op == "backward")
-    return Work(calls, check, flops=flops, pairs=pairs)
+    """The work of attention over sources."""
+    pairs = visible_pairs(method, sources, problem.length)
+    flops = attention_flops(problem.setting.shape, problem.setting.batch, pairs, backward=op == "backward")
+    return Work([call], check, flops=flops, pairs=pairs)
 
 
-def _call(op: str, attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], setting: Setting) -> Callable[[], Any]:
+def _call(op: str, attend: Attend, tensors: tuple[Tensor, ...], problem: Problem) -> Callable[[], Any]:
     if op != "backward":
-        return lambda: attend(*tensors)
-    upstream = setting.normal(setting.shape.num_q, tensors[0].shape[2], setting.shape.value_width, draw=3)
-    return lambda: _gradients(attend, tensors, upstream)
+        return partial(attend, *tensors)
+    heads = problem.setting.shape
+    upstream = problem.setting.normal(heads.num_q, problem.length, heads.value_width, draw=3)
+    return partial(_gradients, attend, tensors, upstream)
 
 
-def _gradients(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...], upstream: Tensor) -> tuple[Tensor, ...]:
+def _gradients(attend: Attend, tensors: tuple[Tensor, ...], upstream: Tensor) -> tuple[Tensor, ...]:
     """Forward and backward; a tensor that no query sees has gradient 0."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in tensors]
         out = attend(*leaves)
         return torch.autograd.grad(out, leaves, upstream, allow_unused=True, materialize_grads=True)
+
+
+def _dense_step(problem: Problem, name: str) -> Work:
+    """One decode step of a dense baseline over caches larger together than L2, the newest token already in them."""
+    setting, heads = problem.setting, problem.setting.shape
+    attend = dense_step(name, heads.num_q, heads.num_kv, float(heads.width**-0.5))
+    nbytes, calls = step_bytes(setting, problem.length + 1), []
+    for draw in range(_num_caches(setting.device, nbytes)):
+        q, k, v = setting.inputs(problem.length + 1, draw=draw)
+        calls.append(partial(attend, q[:, :, -1:].clone(), k, v))
+    return Work(calls, nbytes=nbytes)
+
+
+def _step(problem: Problem, method: Method) -> Work:
+    """One decode step of a condensed layer: store the token, pool a group that is due, attend.
+
+    In turn over static caches, copies of one that has read ``length`` tokens, together larger than L2.
+    """
+    setting, length = problem.setting, problem.length
+    inputs = setting.inputs(length + 1)
+    scale, new_layer = inputs.scale, StaticRecallLayer if isinstance(method, Recall) else StaticCondensedLayer
+    layer, growing = new_layer(method, length + _ROOM), CondensedLayer(method)  # type: ignore[arg-type]
+    q, k, v = (x[:, :, :-1] for x in inputs)
+    for cache in (layer, growing):
+        cache.read(k, v, read_request(q, scale=scale))
+    q, k, v = (x[:, :, -1:].clone() for x in inputs)
+    sources = growing.read(k, v, read_request(q, scale=scale))
+    index = sources.entries.k.shape[2] * index_bytes(method, setting)
+    nbytes = step_bytes(setting, visible_pairs(method, sources, 1), index)
+    layers = [layer]
+    for _ in range(1, _num_caches(setting.device, nbytes)):
+        other = new_layer(method, length + _ROOM)  # type: ignore[arg-type]
+        other.lazy_initialization(k, v)
+        assert other.buffers is not None
+        assert layer.buffers is not None
+        for mine, theirs in zip(other.buffers, layer.buffers, strict=True):
+            mine.copy_(theirs)
+        other.num_slots.fill_(length)
+        other.know_slots(length)
+        layers.append(other)
+
+    def check() -> Verdict:
+        return gate.check_output(layer.step(q, k, v, scale=scale), q, sources, scale=scale, method=method)
+
+    return Work([partial(other.step, q, k, v, scale=scale) for other in layers], check, nbytes=nbytes)
+
+
+def _num_caches(device: torch.device, nbytes: int) -> int:
+    """Number of caches of ``nbytes`` each that fill the L2 cache three times."""
+    if device.type != "cuda":
+        return MIN_CACHES
+    return max(MIN_CACHES, math.ceil(3 * torch.cuda.get_device_properties(device).L2_cache_size / nbytes))

@@ -33,7 +33,7 @@ class Times:
     def of(cls, seconds: Sequence[float]) -> Times:
         """From single measurements in seconds."""
         samples = torch.tensor(seconds, dtype=torch.float64) * 1e3
-        median, p20, p80 = samples.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)).tolist()
+        median, p20, p80 = samples.quantile(samples.new_tensor([0.5, 0.2, 0.8])).tolist()
         return cls(median, p20, p80, len(seconds))
 
 
@@ -45,37 +45,42 @@ class Ceilings:
     copy_tbs: float
 
 
+@dataclass(frozen=True)
 class Clock:
     """Times calls on one device within about ``budget_s`` seconds each, beyond the first calls."""
 
-    def __init__(self, device: torch.device, budget_s: float) -> None:
-        self.device = device
-        self.budget_s = budget_s
+    device: torch.device
+    budget_s: float
 
     @property
     def is_cuda(self) -> bool:
         """True on CUDA, where there are events, graphs and memory figures."""
         return self.device.type == "cuda"
 
-    def time(self, call: Callable[[], Any]) -> Times:
-        """Times of single calls; the first one (compiling, allocating) is not counted."""
-        return self._times(call, 1)
+    def time(self, call: Callable[[], Any], parts: int = 1) -> Times:
+        """Times of single calls, divided by ``parts``; the first one (compiling, allocating) is not counted."""
+        call()
+        start = now(self.device)
+        call()
+        seconds = [now(self.device) - start]
+        if seconds[0] <= _LONG_S:
+            seconds = self._on_cuda(call) if self.is_cuda else self._on_cpu(call)
+        return Times.of([each / parts for each in seconds])
 
     def time_rotating(self, calls: Sequence[Callable[[], Any]]) -> Times:
         """Time per call when each has its own inputs, larger together than the caches; one graph on CUDA."""
         if not self.is_cuda:
-            return self._times(lambda: [call() for call in calls], len(calls))
+            return self.time(lambda: [call() for call in calls], len(calls))
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for call in calls:
                 call()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        self.synchronize()
+        now(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = [call() for call in calls]
-        times = self._times(graph.replay, len(calls))
+        times = self.time(graph.replay, len(calls))
         del outputs
         return times
 
@@ -83,17 +88,12 @@ class Clock:
         """Device memory that a call needs at its peak, beyond what was there before; None on a CPU."""
         if not self.is_cuda:
             return None
-        self.synchronize()
+        now(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         call()
-        self.synchronize()
+        now(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
-
-    def synchronize(self) -> None:
-        """Wait for all queued work."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
 
     def ceilings(self, dtype: torch.dtype) -> Ceilings:
         """A square matrix product (8192 on CUDA, 1024 on a CPU) in ``dtype`` and a copy of 2 GiB (64 MiB)."""
@@ -104,18 +104,6 @@ class Clock:
         target = torch.empty_like(source)
         copy = self.time(lambda: target.copy_(source))
         return Ceilings(2 * n**3 / matmul.median_ms / 1e9, 2 * nbytes / copy.median_ms / 1e9)
-
-    def _times(self, call: Callable[[], Any], parts: int) -> Times:
-        """Times of a call divided by its number of ``parts``."""
-        call()
-        self.synchronize()
-        start = time.perf_counter()
-        call()
-        self.synchronize()
-        seconds = [time.perf_counter() - start]
-        if seconds[0] <= _LONG_S:
-            seconds = self._on_cuda(call) if self.is_cuda else self._on_cpu(call)
-        return Times.of([each / parts for each in seconds])
 
     def _on_cuda(self, call: Callable[[], Any]) -> list[float]:
         from triton.testing import do_bench
@@ -128,3 +116,10 @@ class Clock:
     def _on_cpu(self, call: Callable[[], Any]) -> list[float]:
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         return list(timer.blocked_autorange(min_run_time=self.budget_s).times)
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

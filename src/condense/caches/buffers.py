@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.methods import Method, entry_bias
+from condense.caches.token_store import new_store, read_tokens, write_tokens
+from condense.methods import Method, Recall, entry_bias
 from condense.ops import StepState
 from condense.ops.recall import RecallState
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
@@ -29,6 +30,40 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
     return StepState._make([*buffers, *numbers, arrived])
 
 
+def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, stored: int) -> RecallState:
+    """As `empty_buffers`, with room for M groups, the tokens of ``stored`` groups, and the slots of a store.
+
+    Raises ValueError, no memory taken, for keys that the index cannot hold; RuntimeError as `new_store`.
+    """
+    (B, K, _, D), Dv, g = k.shape, v.shape[3], method.group_size
+    index, S = method.index_settings, method.store_slots
+    num_codes, num_grid = index.widths(D)
+    codes = k.dtype if index.bits == 16 else torch.uint8
+
+    def zeros(columns: int, width: int, dtype: torch.dtype = k.dtype) -> Tensor:
+        return k.new_zeros(B, K, columns, width, dtype=dtype)
+
+    return RecallState(
+        entries_k=zeros(M, D),
+        entries_v=zeros(M, Dv),
+        codes=zeros(M, num_codes, codes),
+        grid=zeros(M, num_grid, torch.promote_types(k.dtype, torch.float32)),
+        store=new_store(k, stored * g, D + Dv, on_host=method.store == "host"),
+        ring_k=zeros(W, D),
+        ring_v=zeros(W, Dv),
+        seen=torch.zeros(B, dtype=torch.int64, device=k.device),
+        slots=zeros(S * g, D + Dv),
+        held=torch.full((B, K, S), -1, dtype=torch.int32, device=k.device),
+        order=torch.arange(S, dtype=torch.int32, device=k.device).repeat(B, K, 1),
+    )
+
+
+def forget_slots(buffers: RecallState) -> None:
+    """Empty the slots of a store, whose groups may not be what they were; in place."""
+    buffers.held.fill_(-1)
+    buffers.order.copy_(torch.arange(buffers.order.shape[2], device=buffers.order.device))
+
+
 def read_state(
     method: Method, buffers: Buffers, seen: PerRow, prompt_tokens: PerRow, num_window: int, num_queries: int
 ) -> LayerState:
@@ -36,9 +71,10 @@ def read_state(
 
     seen and prompt_tokens as in `condense.state.LayerState`.
     """
-    made = max_row(num_entries(method, seen, prompt_tokens))
+    made, device = max_row(num_entries(method, seen, prompt_tokens)), buffers.ring_k.device
+    per_entry = _columns_per_entry(method, buffers)
     return LayerState(
-        tuple(x[:, :, : made * _columns_per_entry(x, buffers)] for x in buffers.entries),
+        tuple(read_tokens(x, made * n, device) for x, n in zip(buffers.entries, per_entry, strict=True)),
         newest_columns(buffers.ring_k, seen, num_window),
         newest_columns(buffers.ring_v, seen, num_window),
         newest_columns(buffers.ring_q, seen, num_queries),
@@ -52,19 +88,18 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
     last = max_row(num_entries(method, state.seen, state.prompt_tokens))
     # not strict: before the first group is pooled, a state has no tensors of the method's own
-    for buffer, made in zip(buffers.entries, state.entries, strict=False):
-        n = _columns_per_entry(buffer, buffers)
-        buffer[:, :, n * first : n * last].copy_(made[:, :, n * first : n * last])
+    for buffer, made, n in zip(buffers.entries, state.entries, _columns_per_entry(method, buffers), strict=False):
+        write_tokens(buffer, n * first, made[:, :, n * first : n * last])
     store_newest(buffers.ring_k, state.window_k, state.seen)
     store_newest(buffers.ring_v, state.window_v, state.seen)
     store_newest(buffers.ring_q, state.summary_q, state.seen)
     rows = buffers.seen.shape[0]
     # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
     buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
-    if before is None and method.prompt is not None:
+    if before is None and method.prompt_reader is not None:
         assert isinstance(buffers, StepState)
         tokens = state.prompt_tokens
-        numbers = (tokens, method.prompt.num_entries(tokens), method.prompt.num_focal(tokens))
+        numbers = (tokens, method.prompt_reader.num_entries(tokens), method.prompt_reader.num_focal(tokens))
         buffers.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
 
 
@@ -75,14 +110,15 @@ def static_bias(
     if method.layout.pooling is not None:
         return None
     bias = per_entry(entry_bias(method, capacity, device, prompt_tokens), capacity, device)
-    if bias is None or method.prompt is None:
+    if bias is None or method.prompt_reader is None:
         return bias
     return bias.expand(rows, 1, capacity).contiguous()
 
 
-def _columns_per_entry(x: Tensor, buffers: Buffers) -> int:
-    """Columns per entry in one of the ``entries`` tensors: g in a store of exact tokens, else 1."""
-    return x.shape[2] // max(1, buffers.entries_k.shape[2])
+def _columns_per_entry(method: Method, buffers: Buffers) -> tuple[int, ...]:
+    """Columns per entry in each of the ``entries`` tensors: g in a store of exact tokens, else 1."""
+    store = buffers.store if isinstance(buffers, RecallState) else None
+    return tuple(method.layout.rule.chunk if x is store else 1 for x in buffers.entries)
 
 
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:

@@ -74,15 +74,25 @@ class CondensedLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(k, v)
-        before = self.state
+        before = self._before()
         if before is not None:
             refuse_other_dtype(before.window_k.dtype, k.dtype)
         method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
-        context, self.state = extend(method, before, k, v, request.q, scale=request.scale, plan=request.plan)
+        context, after = extend(method, before, k, v, request.q, scale=request.scale, plan=request.plan)
+        assert after is not None
+        self._keep(method, before, after, request.latent_width or 0)
         if before is None and method.layout.lookahead is not None:
             self._num_fixed_slots = k.shape[2]
         self._count(k.shape[2], request.trailing)
         return context
+
+    def _before(self) -> LayerState | None:
+        """The state that new tokens are added to."""
+        return self.state
+
+    def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:
+        """Keep the state ``after``, made of ``before`` by a method, for latents of that width if any."""
+        self.state = after
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any

@@ -9,17 +9,19 @@ from torch import Tensor
 from transformers import Cache
 
 
-def cache_nbytes(past_key_values: Cache) -> int:
+def cache_nbytes(past_key_values: Cache, device: str | None = None) -> int:
     """Bytes allocated by a cache with any kind of layers: each tensor storage is counted whole and once.
 
-    A view counts as the whole storage that it keeps alive. Raises ValueError if ``past_key_values`` is not a
-    transformers cache.
+    device: count what lies on devices of this type alone, such as "cuda"; None: everything, as
+    ``Recall(store="host")`` keeps most in host memory ("cpu"). A view counts as the whole storage that it keeps alive.
+    Raises ValueError if ``past_key_values`` is not a transformers cache.
     """
     if not isinstance(past_key_values, Cache):
         raise ValueError(f"past_key_values must be a transformers Cache, got {type(past_key_values).__name__}")
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in _tensors(vars(past_key_values), set())
+        if device is None or tensor.device.type == device
     }
     return sum(storages.values())
 

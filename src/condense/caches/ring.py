@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.caches.buffers import empty_buffers, read_state, write_state
+from condense.caches.buffers import Buffers, empty_buffers, read_state, write_state
 from condense.methods import Method
 from condense.ops import StepSettings, StepState, decode_step
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
@@ -52,9 +52,12 @@ class RingState:
         # `seen` is the sum. `_taken` counts steps of all rows: an ordinary step changes one int and no tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
-        self.buffers = empty_buffers(state.window_k, state.window_v, M, W, max(S, self._most_queries))
+        self.buffers = self._take_memory(state.window_k, state.window_v, M, W)
         write_state(method, self.buffers, None, state)
         self._steps_left = self._count_steps()
+
+    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
+        return empty_buffers(k, v, M, W, max(self.settings.num_summary, self._most_queries))
 
     @property
     def seen(self) -> PerRow:
@@ -63,26 +66,18 @@ class RingState:
 
     def state(self) -> LayerState:
         """A copy of the state, which further steps do not change."""
-        held = (self.seen, self.prompt_tokens, self.num_window, self.num_queries)
-        state = read_state(self.method, self.buffers, *held)
+        state = self.view()
         return state._replace(entries=tuple(x.clone() for x in state.entries))
+
+    def view(self) -> LayerState:
+        """The state, whose entries share memory with the buffers: for use before the next step."""
+        return read_state(self.method, self.buffers, self.seen, self.prompt_tokens, self.num_window, self.num_queries)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None) -> Tensor:
         """`condense.ops.decode_step`; real: rows whose token counts, int64 CPU ``[B]``, None for all."""
         if self._steps_left <= 0:
-            self._make_room()
-        out = decode_step(
-            q,
-            k,
-            v,
-            self.buffers,
-            self.settings,
-            scale=scale,
-            real=None if real is None else real.to(q.device, non_blocking=True),
-            represent=self.method.represent,
-            latent=self.latent,
-            backend="triton",
-        )
+            self._make_room(self.seen + 1)
+        out = self._decode(q, k, v, scale, None if real is None else real.to(q.device, non_blocking=True))
         self._steps_left -= 1
         self.num_window = min(self.num_window + 1, self.buffers.ring_k.shape[2])
         self.num_queries = min(self.num_queries + 1, self._most_queries)
@@ -91,6 +86,13 @@ class RingState:
         else:
             self._before = int_if_equal(self._before + real)
         return out
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None) -> Tensor:
+        assert isinstance(self.buffers, StepState)
+        return decode_step(
+            q, k, v, self.buffers, self.settings, scale=scale, real=real, represent=self.method.represent,
+            latent=self.latent, backend="triton",
+        )  # fmt: skip
 
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.
@@ -105,29 +107,34 @@ class RingState:
 
     def map_tensors(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> None:
         """Apply ``change`` to all buffers and ``change_number`` to the numbers per row."""
-        self.buffers = StepState._make(map(change, self.buffers))
+        self.buffers = type(self.buffers)._make(map(change, self.buffers))
         self._before, self.prompt_tokens = change_number(self._before), change_number(self.prompt_tokens)
 
     def fits(self, k: Tensor) -> bool:
         """True if a step can add tokens like k in place."""
-        ring = self.buffers.ring_k
-        # tensors made in inference mode cannot be changed outside of it
-        return k.dtype == ring.dtype and (torch.is_inference_mode_enabled() or not ring.is_inference())
+        return k.dtype == self.buffers.ring_k.dtype and self.is_writable
 
-    def _make_room(self) -> None:
-        """Enlarge buffers that lack room for one more token in every row, with room for more to come."""
-        buffers, tokens = self.buffers, max_row(self.seen) + 1
-        entries = max_row(num_entries(self.method, self.seen + 1, self.prompt_tokens))
+    @property
+    def is_writable(self) -> bool:
+        """False for tensors made in inference mode outside of it, where they cannot be changed."""
+        return torch.is_inference_mode_enabled() or not self.buffers.ring_k.is_inference()
+
+    def _make_room(self, seen: PerRow) -> None:
+        """Enlarge buffers that lack room for ``seen`` tokens per row, with room for more to come."""
+        buffers, tokens = self.buffers, max_row(seen)
+        entries = max_row(num_entries(self.method, seen, self.prompt_tokens))
         if entries > buffers.entries_k.shape[2]:
-            slots = self._entry_slots(entries)
-            longer_k, longer_v = _longer(buffers.entries_k, slots), _longer(buffers.entries_v, slots)
-            buffers = buffers._replace(entries_k=longer_k, entries_v=longer_v)
+            buffers = self._longer_entries(buffers, self._entry_slots(entries))
         # a ring below its final size has never wrapped around: slot t holds position t, so padding the end is enough
         if buffers.ring_k.shape[2] < min(tokens, self._most_window):
             slots = self._token_slots(tokens)
-            buffers = buffers._replace(ring_k=_longer(buffers.ring_k, slots), ring_v=_longer(buffers.ring_v, slots))
+            buffers = buffers._replace(ring_k=longer(buffers.ring_k, slots), ring_v=longer(buffers.ring_v, slots))
         self.buffers = buffers
         self._steps_left = self._count_steps()
+
+    def _longer_entries(self, buffers: Buffers, slots: int) -> Buffers:
+        entries_k, entries_v = (longer(x, slots) for x in (buffers.entries_k, buffers.entries_v))
+        return buffers._replace(entries_k=entries_k, entries_v=entries_v)
 
     def _entry_slots(self, entries: int) -> int:
         limit = self.settings.rule.max_chunks
@@ -151,5 +158,6 @@ class RingState:
         return min(steps, min_row((chunks + 1) * rule.chunk + summary_delay - 1 - self.seen))
 
 
-def _longer(x: Tensor, slots: int) -> Tensor:
+def longer(x: Tensor, slots: int) -> Tensor:
+    """A copy of x ``[B, K, n, D]`` with zeros up to column ``slots``."""
     return F.pad(x, (0, 0, 0, slots - x.shape[2]))

@@ -9,47 +9,44 @@ Shapes as in `condense.ops.recall.state`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from condense.caches.buffers import Buffers
+from condense.caches.buffers import Buffers, empty_recall_buffers, forget_slots
 from condense.caches.static import StaticCondensedLayer
+from condense.caches.token_store import PinnedCopies, check_store, refuse_reorder
 from condense.methods import Recall
 from condense.ops.recall import RecallState, recall_step
 
 
-class StaticRecallLayer(StaticCondensedLayer):
+class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
     """One attention layer's past for up to ``max_cache_len`` slots, padding included, for `condense.Recall`.
 
-    As `StaticCondensedLayer`, but for the buffers, a `condense.ops.recall.RecallState`, and the step over them. All
-    exact tokens stay on the device: the layer takes more memory than a dense one.
-    Raises ValueError, no memory taken, for keys that the index cannot hold (4 bits and an odd width).
+    As `StaticCondensedLayer`, but for the buffers, a `condense.ops.recall.RecallState`, and the step over them.
+    Raises ValueError, no memory taken, for keys that the index cannot hold (4 bits and an odd width), and for what
+    `condense.caches.token_store.check_store` refuses; RuntimeError, no memory taken, where the host cannot pin what a
+    store in its memory needs.
     """
 
     def __init__(self, method: Recall, max_cache_len: int) -> None:
         super().__init__(method, max_cache_len)
-        self.recall_settings = method.step_settings
+        self.recall = method
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
-        (B, K, _, D), Dv = k.shape, v.shape[3]
-        index, tokens = self.recall_settings.index, M * self.recall_settings.rule.chunk
-        num_codes, num_grid = index.widths(D)
-
-        def zeros(columns: int, width: int, dtype: torch.dtype = k.dtype) -> Tensor:
-            return k.new_zeros(B, K, columns, width, dtype=dtype)
-
-        return RecallState(
-            entries_k=zeros(M, D),
-            entries_v=zeros(M, Dv),
-            codes=zeros(M, num_codes, k.dtype if index.bits == 16 else torch.uint8),
-            grid=zeros(M, num_grid, torch.promote_types(k.dtype, torch.float32)),
-            store_k=zeros(tokens, D),
-            store_v=zeros(tokens, Dv),
-            ring_k=zeros(W, D),
-            ring_v=zeros(W, Dv),
-            seen=torch.zeros(B, dtype=torch.int64, device=k.device),
-        )
+        check_store(self.recall, k, v, self.latent_width)
+        return empty_recall_buffers(self.recall, k, v, M, W, stored=M)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None) -> Tensor:
         assert isinstance(buffers, RecallState)
-        return recall_step(q, k, v, buffers, self.recall_settings, scale=scale, real=real, latent=self.latent_width)
+        settings = self.recall.step_settings
+        return recall_step(q, k, v, buffers, settings, scale=scale, real=real, latent=self.latent_width)
+
+    def _clear(self, buffers: Buffers) -> None:
+        assert isinstance(buffers, RecallState)
+        # pinned memory stays as it is: clearing it takes seconds, and no kernel reads groups that are not closed
+        super()._clear(buffers if buffers.store.device == self.device else buffers._replace(store=buffers.slots))
+        forget_slots(buffers)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""
+        refuse_reorder(self.recall)
+        super().reorder_cache(beam_idx)

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.analysis import Deviation, measure_deviation
+from condense.cli.analyze_recall import recall_command
 from condense.cli.options import (
     POOLING_HELP,
     described,
     load_model,
-    parse_method,
     progress,
     read_text,
     saved_choice,
@@ -38,6 +38,9 @@ DEMO_METHOD, DEMO_LENGTHS = "lca:window=256", (512, 1024, 2048, 3584)
 @analyze_app.callback()
 def analyze() -> None:
     """Look into a model."""
+
+
+analyze_app.command("recall")(recall_command)
 
 
 @analyze_app.command("deviation")
@@ -68,7 +71,7 @@ def deviation_command(
             refuse_existing(path, name, overwrite=overwrite)
     if plot is not None:
         require_matplotlib(plot)
-    given = parse_method(method or DEMO_METHOD) if method is not None or model is None else None
+    given = Method.parse(method or DEMO_METHOD) if method is not None or model is None else None
     sources = list(dict.fromkeys(text or ()))
     contents = {name: read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
     loaded, tokenizer = load_model(model, dtype, device)

@@ -19,7 +19,6 @@ from condense.cli.options import (
     METHOD_HELP,
     described,
     parse_device,
-    parse_method,
     progress,
     read_saved,
     read_skeleton,
@@ -30,10 +29,11 @@ from condense.files import whole_file
 from condense.methods import Method
 from condense.models import restore
 from condense.ops import resolve_backend
-from condense.plots import plot_bench, require_matplotlib
-from condense.results import refuse_existing, write_results
+from condense.plots import plot_lines, require_matplotlib
+from condense.results import write_results
 
 RESULTS = Path("benchmarks/results")
+PAGE = Path("docs/performance.md")
 LENGTHS = (4096, 8192, 32768, 131072)
 QUICK_LENGTHS = (4096, 32768)
 CPU_LENGTHS = (256, 1024)
@@ -184,31 +184,22 @@ def model_command(
 
 @bench_app.command("report")
 def report_command(
-    files: Annotated[list[Path], typer.Argument(help="Result files: a section for the newest of each title.")],
-    output: Annotated[Path, typer.Option(help="Markdown page to write.")] = Path("docs/performance.md"),
-    plots: Annotated[bool, typer.Option("--plots", help="Draw a picture per file of several lengths.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
+    page: Annotated[Path, typer.Argument(help="Markdown page with blocks `<!-- bench: ... -->`.")] = PAGE,
+    results: Annotated[Path, typer.Option(help="Folder of result files.")] = RESULTS,
+    plots: Annotated[bool, typer.Option("--plots", help="Draw the pictures that the blocks name, too.")] = False,
 ) -> None:
-    """Tables, ratios and the lengths from which condensing pays, from result files."""
-    documents = bench.newest({path: bench.read_result(path) for path in files})
-    # of one length there is nothing to draw
-    pictures = {
-        path: output.parent / bench.picture_name(path, document["results"])
-        for path, document in documents.items()
-        if plots and len({row["length"] for row in document["results"]["rows"]}) > 1
-    }
-    if len(set(pictures.values())) < len(pictures):
-        raise ValueError(f"files: wanted one picture name each, got {', '.join(sorted(map(str, pictures)))}")
-    for target in (output, *pictures.values()):
-        refuse_existing(target, "output", overwrite=overwrite)
-    for picture in pictures.values():
-        require_matplotlib(picture)
-    page = bench.render(documents, {path: picture.name for path, picture in pictures.items()})
-    for path, picture in pictures.items():
-        plot_bench(documents[path]["results"], picture)
-    with whole_file(output, overwrite=overwrite) as file:
-        file.write(page.encode())
-    Console().print(f"{output}", highlight=False)
+    """Write a page's tables anew, each figure from the newest result file that holds it; its prose stays."""
+    if not page.is_file():
+        raise ValueError(f"page: no such file: {page}")
+    text, pictures = bench.fill_page(page.read_text(encoding="utf-8"), results)
+    targets = {page.parent / name: panels for name, panels in pictures.items()} if plots else {}
+    for target in targets:
+        require_matplotlib(target)
+    for target, panels in targets.items():
+        plot_lines(panels, target, x_label="tokens", y_label="ms", log=True)
+    with whole_file(page, overwrite=True) as file:
+        file.write(text.encode())
+    Console().print(f"{page}", highlight=False)
 
 
 def _finish(
@@ -284,4 +275,4 @@ def _batches(text: str | None, device: torch.device) -> tuple[int, ...]:
 
 
 def _methods(specs: Sequence[str] | None, default: Sequence[str]) -> dict[str, Method]:
-    return {spec: parse_method(spec) for spec in specs or default}
+    return {spec: Method.parse(spec) for spec in specs or default}

@@ -11,13 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.cli.options import (
+    CHAT_HELP,
     DEMO_METHOD,
+    DEVICE_HELP,
+    DEVICE_MAP_HELP,
     LAYERS_HELP,
     METHOD_HELP,
+    MODEL_HELP,
+    REMOTE_HELP,
     choose,
     described,
     load_model,
-    parse_method,
     progress,
     read_text,
     saved_choice,
@@ -25,7 +29,7 @@ from condense.cli.options import (
 )
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Outcome, Prompt, compare
-from condense.methods import CCA, Dense, Recall, StreamingLLM
+from condense.methods import CCA, Dense, Method, Recall, StreamingLLM
 from condense.models import MethodChoice, restore
 from condense.plots import method_labels, plot_comparison, require_matplotlib
 from condense.results import refuse_existing, write_results
@@ -33,21 +37,24 @@ from condense.results import refuse_existing, write_results
 DEMO_METHODS = (
     Dense(),
     Recall(window=256, num_recall=16),
-    parse_method(DEMO_METHOD),
+    Method.parse(DEMO_METHOD),
     StreamingLLM(sink=4, window=492),
 )
 METHODS = (Dense(), Recall(), CCA(), StreamingLLM())
 
 
 def compare_command(
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     question: Annotated[list[str] | None, typer.Option(help="Asked after the text; repeatable.")] = None,
     method: Annotated[list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable.")] = None,
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 8,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    device_map: Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)] = False,
+    chat: Annotated[bool, typer.Option("--chat", help=CHAT_HELP)] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
@@ -58,11 +65,13 @@ def compare_command(
             refuse_existing(path, name, overwrite=overwrite)
     if plot is not None:
         require_matplotlib(plot)
+    if text is None and chat:
+        raise ValueError("--chat needs a text of its own: add --text FILE")
     if text is None and question:
         raise ValueError("question needs a text of its own: add --text FILE")
-    prompt = demo_prompt() if text is None else Prompt(read_text(text), question or [])
-    given = [parse_method(spec) for spec in method or []]
-    loaded, tokenizer = load_model(model, dtype, device)
+    prompt = demo_prompt() if text is None else Prompt(read_text(text), question or [], chat=chat)
+    given = [Method.parse(spec) for spec in method or []]
+    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
     saved = saved_choice(loaded)
     methods: list[MethodChoice]
     if saved is not None and not given and layers is None:

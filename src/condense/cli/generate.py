@@ -10,33 +10,40 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from condense.cli.options import (
+    CHAT_HELP,
     DEMO_METHOD,
+    DEVICE_HELP,
+    DEVICE_MAP_HELP,
     LAYERS_HELP,
     METHOD_HELP,
+    MODEL_HELP,
+    REMOTE_HELP,
     choose,
     load_model,
-    parse_method,
     progress,
     read_text,
     saved_choice,
     warn_of_length,
 )
-from condense.evaluate.compare import attention_of, check_positions, encode, pad_token
-from condense.methods import Dense
+from condense.evaluate.compare import attention_of, chat_message, check_positions, encode, pad_token
+from condense.methods import Dense, Method
 from condense.models import restore
 
 
 def generate_command(
     prompt: Annotated[str | None, typer.Argument(help="The prompt. Without it: --text.")] = None,
     text: Annotated[str | None, typer.Option(help="Read the prompt from this file, - for standard input.")] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP + " Default: what the model was saved with.")] = None,
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    device_map: Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)] = False,
+    chat: Annotated[bool, typer.Option("--chat", help=CHAT_HELP)] = False,
 ) -> None:
     """Continue a prompt, token by token as it comes."""
     if (prompt is None) == (text is None):
@@ -48,13 +55,14 @@ def generate_command(
         raise ValueError("layers belong to a method: add --method")
     if method is None and model is None:
         method = DEMO_METHOD
-    chosen = None if method is None else choose(parse_method(method), layers)
-    loaded, tokenizer = load_model(model, dtype, device)
+    chosen = None if method is None else choose(Method.parse(method), layers)
+    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
     if chosen is None:
         chosen = saved_choice(loaded) or Dense()
     if saved_choice(loaded) is not None:
         restore(loaded)
-    ids = encode(tokenizer, content, loaded)
+    content = "".join(chat_message(tokenizer, content)) if chat else content
+    ids = encode(tokenizer, content, loaded, special=not chat)
     check_positions(loaded, ids.shape[1] + max_new_tokens)
     warn_of_length(loaded, ids.shape[1] + max_new_tokens)
     torch.manual_seed(seed)

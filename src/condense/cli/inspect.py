@@ -17,11 +17,10 @@ from condense.cli.options import (
     LAYERS_HELP,
     METHOD_HELP,
     choose,
-    parse_method,
     read_skeleton,
     saved_choice,
 )
-from condense.methods import CCA
+from condense.methods import CCA, Method
 from condense.models import restore
 from condense.models.inspect import LayerReport, inspect
 from condense.ops import resolve_backend
@@ -47,7 +46,7 @@ def inspect_command(
         refuse_existing(json, "json", overwrite=overwrite)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    given = None if method is None and layers is None else choose(parse_method(method or "cca"), layers)
+    given = None if method is None and layers is None else choose(Method.parse(method or "cca"), layers)
     skeleton = read_skeleton(model)
     chosen = given or saved_choice(skeleton) or CCA()
     reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)
@@ -94,6 +93,9 @@ def _print(reports: list[LayerReport], title: str) -> None:
         f"all layers: cache {cache / 2**20:,.1f} of {dense / 2**20:,.1f} MiB ({cache / dense:.1%}), "
         f"attention {flops / 1e12:,.2f} of {dense_flops / 1e12:,.2f} TFLOP ({flops / dense_flops:.1%})"
     )
+    host = sum(r.host_bytes for r in reports)
+    if host > 0:
+        console.print(f"in host memory: {host / 2**20:,.1f} MiB, pinned on CUDA")
     for remark in dict.fromkeys(report.remark for report in reports if report.remark is not None):
         console.print(remark)
 

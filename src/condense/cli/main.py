@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import torch
 import transformers
@@ -14,7 +14,11 @@ from condense.cli.bench import bench_app
 from condense.cli.compare import compare_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
+from condense.cli.methods import methods_command
+from condense.cli.run import SETTINGS, run_command
+from condense.cli.serve import serve_command
 from condense.cli.train import train_command
+from condense.version import __version__
 
 INTERRUPTED = 130  # what shells expect after Ctrl-C
 
@@ -22,12 +26,37 @@ app = typer.Typer(
     name="condense",
     help="Condensed attention for Hugging Face causal language models.",
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whole words at 80 columns, where boxes cut long options off
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"condense {__version__} (torch {torch.__version__}, transformers {transformers.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """Condensed attention for Hugging Face causal language models."""
+
+
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(bench_app)
-app.command("compare")(compare_command)
+app.command("compare", short_help="Ask the same questions under several methods.")(compare_command)
 app.command("generate")(generate_command)
-app.command("inspect")(inspect_command)
+app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
+app.command("methods", short_help="List the methods, or one method's settings.")(methods_command)
+app.command("run", context_settings=SETTINGS)(run_command)
+app.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Serve a condensed model with vLLM.",
+)(serve_command)
 app.command("train")(train_command)
 
 

@@ -14,6 +14,7 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_accelerate_available
 
 from condense.config import method_class, method_names
 from condense.demo import demo_config, demo_model
@@ -22,41 +23,22 @@ from condense.methods.grouped import GroupPooling
 from condense.models import MethodChoice, attention_layers, condensed_layers, methods_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_METHOD_HELP = "One of {}, with settings: 'cca:group_size=16,window=1024'."
+_METHOD_HELP = "One of {}, also with settings, as in 'cca:window=512'; `condense methods` explains them."
 METHOD_HELP = _METHOD_HELP.format(", ".join(method_names()))
 POOLING_HELP = _METHOD_HELP.format(
     ", ".join(name for name in method_names() if issubclass(method_class(name), GroupPooling))
 )
+MODEL_HELP = "Folder or hub name of a causal LM. Default: bundled."
+DEVICE_HELP = "cpu, cuda, cuda:1, ..."
+DEVICE_MAP_HELP = "Spread the model over devices, as accelerate does: auto, balanced, ..."
+REMOTE_HELP = "Run the code that comes with the model."
+CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's message."
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
 
 _MAX_LAYERS = 10_000  # more than any model has; a mistyped longer range would fill the memory
 
 T = TypeVar("T")
-
-
-def parse_method(text: str) -> Method:
-    """A method from ``name`` or ``name:setting=value,...``. Raises ValueError for anything else."""
-    name, _, settings = text.partition(":")
-    fields: dict[str, Any] = {"method": name.strip()}
-    for part in filter(None, settings.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"method settings must look like name=value, got {part!r} in {text!r}")
-        fields[key.strip()] = _value(value.strip())
-    return Method.parse(fields)
-
-
-def _value(text: str) -> Any:
-    named = {"true": True, "false": False}
-    if text.lower() in named:
-        return named[text.lower()]
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            continue
-    return text
 
 
 def parse_layers(text: str) -> list[int]:
@@ -101,12 +83,22 @@ def described(choice: MethodChoice) -> str:
 
 
 def load_model(
-    model: str | None, dtype: str | None, device: str | None
+    model: str | None,
+    dtype: str | None,
+    device: str | None,
+    *,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The bundled model, or the one in a local folder or on the hub, in evaluation mode on its device.
 
-    Raises ValueError for an unknown dtype or device, and for a model that cannot be found or read.
+    Raises ValueError for an unknown dtype or device, for device and device_map together, without accelerate for the
+    latter, and for a model that cannot be found or read.
     """
+    if device_map is not None and device is not None:
+        raise ValueError("give --device or --device-map, not both")
+    if device_map is not None and not is_accelerate_available():
+        raise ValueError("--device-map needs the package accelerate, which 'condense-attention[train]' brings")
     chosen = parse_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -116,9 +108,11 @@ def load_model(
         return loaded.to(chosen), tokenizer
     if sys.stderr.isatty():
         transformers.logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
-    tokenizer = read_saved(model, AutoTokenizer.from_pretrained)
-    loaded = read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype))
-    return loaded.to(chosen).eval(), tokenizer
+    settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    tokenizer = read_saved(model, lambda name: AutoTokenizer.from_pretrained(name, **settings))
+    settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
+    loaded = read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, **settings))
+    return (loaded if device_map is not None else loaded.to(chosen)).eval(), tokenizer
 
 
 def read_saved(model: str, read: Callable[[str], T]) -> T:

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from transformers import AutoConfig
 
-from condense.cli.options import METHOD_HELP, parse_method, read_saved
+from condense.cli.options import METHOD_HELP, read_saved
+from condense.methods import Method
 
 
 def train_command(
@@ -57,7 +58,7 @@ def train_command(
         options["workers"] = workers
     adapting = {
         "pretrained": pretrained,
-        "method": method if method is None else parse_method(method),
+        "method": method if method is None else Method.parse(method),
         "mix": mix,
         "sequence_length": sequence_length,
         "batch_size": batch_size,

@@ -29,11 +29,15 @@ from condense.models.families import max_learned_positions
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, questions asked after it (none: the text is continued), and right answers where they are known."""
+    """A text, questions asked after it (none: the text is continued), and right answers where they are known.
+
+    chat: text and question are one message of a user, put into the tokenizer's chat template.
+    """
 
     text: str
     questions: Sequence[str] = ()
     expected: Sequence[str] = ()
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def compare(
     model: a causal LM with stock attention, left as it was. methods: a method, or layer index to method; Dense
     and layers that are left out are stock. on_step is called after the text and after every answer.
     Raises ValueError for an unsupported or condensed model, an empty text, sizes below 1, expected answers that do
-    not match the questions, or a prompt longer than the model's learned positions.
+    not match the questions, a prompt longer than the model's learned positions, and as `chat_message`.
     """
     check_int("max_new_tokens", max_new_tokens, 1)
     attention_layers(model)
@@ -78,8 +82,12 @@ def compare(
         raise ValueError(
             f"expected must hold one answer per question, got {len(prompt.expected)} for {len(prompt.questions)}"
         )
-    text = encode(tokenizer, prompt.text, model)
-    questions = [encode(tokenizer, question, model, special=False) for question in prompt.questions]
+    text_part, question_parts = prompt.text, prompt.questions
+    if prompt.chat:
+        messages = [chat_message(tokenizer, prompt.text, question) for question in prompt.questions or [""]]
+        text_part, question_parts = messages[0][0], [question for _, question in messages]
+    text = encode(tokenizer, text_part, model, special=not prompt.chat)
+    questions = [encode(tokenizer, question, model, special=False) for question in question_parts]
     longest = text.shape[1] + max((q.shape[1] for q in questions), default=0) + max_new_tokens
     check_positions(model, longest)
     for method in methods:
@@ -87,6 +95,22 @@ def compare(
     return [
         _run(model, tokenizer, method, text, questions, prompt.expected, max_new_tokens, on_step) for method in methods
     ]
+
+
+def chat_message(tokenizer: PreTrainedTokenizerBase, text: str, question: str = "") -> tuple[str, str]:
+    """A user's message in the tokenizer's chat template, up to the end of ``text`` and from there on.
+
+    Raises ValueError for a tokenizer without a template, and for a template that changes the text.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("chat: the tokenizer has no chat template; leave it out")
+    text = text.strip()
+    message = [{"role": "user", "content": f"{text}\n\n{question.strip()}" if question else text}]
+    whole = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+    before, found, after = whole.partition(text)
+    if not found:
+        raise ValueError("chat: the tokenizer's chat template changes the text; leave it out")
+    return before + found, after
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, model: PreTrainedModel, *, special: bool = True) -> Tensor:

@@ -24,11 +24,8 @@ Decoding = Literal["forced", "generate"]
 class RetrievalResult:
     """One method's answers. An answer counts if all its digits are right.
 
-    Attributes:
-        name: what the caller called the method.
-        method: its settings.
-        exact: share of the questions answered.
-        by_depth: the same for equal slices of the text, top first.
+    name: what the caller called the method. method: its settings. exact: share of the questions answered. by_depth: the
+    same for equal slices of the text, top first.
     """
 
     name: str
@@ -57,17 +54,12 @@ def retrieval(
 
     A question is asked after the text and the questions before it, which are followed by their right answers.
 
-    Args:
-        model: a causal LM with stock attention, left as it was.
-        methods: by the names that the results carry.
-        sequences: texts with questions.
-        decoding: ``"forced"``: one forward pass over a whole sequence; an answer is exact if every one of its
-            tokens is the most likely one after the true tokens before it, which is the same as that greedy
-            decoding writes exactly this answer. ``"generate"``: ``model.generate`` for every question, slow.
-        depths: number of slices for ``by_depth``.
-
-    Raises:
-        ValueError: no method, no sequence, or an unknown ``decoding``.
+    model: a causal LM with stock attention, left as it was. methods: by the names that the results carry. sequences:
+    texts with questions. depths: number of slices for ``by_depth``.
+    decoding: ``"forced"``: one forward pass over a whole sequence; an answer is exact if every one of its tokens is the
+    most likely one after the true tokens before it, which is the same as that greedy decoding writes exactly this
+    answer. ``"generate"``: ``model.generate`` for every question, slow.
+    Raises ValueError for no method, no sequence, or an unknown ``decoding``.
     """
     check_choice("decoding", decoding, ("forced", "generate"))
     check_int("depths", depths, 1)

@@ -34,14 +34,9 @@ class PositionLoss:
 class TextLossResult:
     """One method's loss.
 
-    Attributes:
-        name: what the caller called the method.
-        method: its settings.
-        loss: mean over all tokens, nats per token.
-        standard_error: of that mean, from the spread between sequences.
-        accuracy: share of the tokens that were the most likely one.
-        tokens: number of predicted tokens.
-        by_position: means over stretches of positions.
+    name: what the caller called the method. method: its settings. loss: mean over all tokens, nats per token.
+    standard_error: of that mean, from the spread between sequences. accuracy: share of the tokens that were the most
+    likely one. tokens: number of predicted tokens. by_position: means over stretches of positions.
     """
 
     name: str
@@ -68,14 +63,10 @@ def text_loss(
 ) -> list[TextLossResult]:
     """Mean loss of every token given all before it, under every method.
 
-    Args:
-        model: a causal LM with stock attention, left as it was.
-        methods: by the names that the results carry.
-        sequences: token ids, all of one length.
-        edges: where the stretches of ``by_position`` begin, ascending; the last ends with the sequence.
-
-    Raises:
-        ValueError: no method or no sequence, sequences of several lengths, or edges that do not ascend within.
+    model: a causal LM with stock attention, left as it was. methods: by the names that the results carry. sequences:
+    token ids, all of one length. edges: where the stretches of ``by_position`` begin, ascending; the last ends with the
+    sequence.
+    Raises ValueError for no method or no sequence, sequences of several lengths, or edges that do not ascend within.
     """
     if not methods or not sequences:
         raise ValueError(f"methods: wanted methods and sequences, got {len(methods)} and {len(sequences)}")

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from condense.config import MethodConfig, method_from_dict
+from condense.config import MethodConfig, method_from_dict, method_from_text
 from condense.methods.layout import Layout
 from condense.ops import Chunks, Source, Spans, StepSettings, attend
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
@@ -91,7 +91,7 @@ class PromptPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(MethodConfig):
-    """Base of all methods, which may override `layout`, `represent`, `prompt`, `attend` and `for_latents`."""
+    """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`."""
 
     @property
     def layout(self) -> Layout:
@@ -109,7 +109,7 @@ class Method(MethodConfig):
         return k.flatten(2, 3), v.flatten(2, 3)
 
     @property
-    def prompt(self) -> PromptReader | None:
+    def prompt_reader(self) -> PromptReader | None:
         """Reads a whole prompt at once; None for a method that reads prompts like other tokens."""
         return None
 
@@ -134,13 +134,16 @@ class Method(MethodConfig):
             return_lse=return_lse,
         )
 
+    def check_attention(self, *, scale: float, dropout_p: float) -> None:
+        """Raise ValueError for a scale or dropout that `attend` cannot take. Models ask before they store tokens."""
+
     def for_latents(self, latent_width: int) -> Method:
         """The method for MLA: one KV head with keys ``[c ; k_rope]``, values (of width 0) being part of the keys.
 
         By default the method itself, for methods that treat all channels of a key alike. Raises ValueError for a method
         that reads prompts at once: it needs a summary query per head, and latents have one for all heads.
         """
-        if self.prompt is not None:
+        if self.prompt_reader is not None:
             assert self.layout.lookahead is not None
             raise ValueError(
                 f"{self} chooses a prompt's tokens by each head's own queries, which latents (MLA) do not keep apart: "
@@ -149,9 +152,16 @@ class Method(MethodConfig):
         return self
 
     @classmethod
-    def parse(cls, settings: Self | dict[str, object]) -> Method:
-        """A method from itself or its `to_dict` form. Raises ValueError for anything else."""
-        method = method_from_dict(settings) if isinstance(settings, dict) else settings
+    def parse(cls, settings: Self | dict[str, object] | str) -> Method:
+        """A method from itself, its `to_dict` form or text such as ``"cca:window=512"``.
+
+        Raises ValueError for anything else.
+        """
+        method: object = settings
+        if isinstance(settings, dict):
+            method = method_from_dict(settings)
+        elif isinstance(settings, str):
+            method = method_from_text(settings)
         if not isinstance(method, Method):
             raise ValueError(f"method must be a condense method such as condense.CCA(), got {method!r}")
         return method
@@ -175,7 +185,7 @@ def entry_bias(
     prompt_tokens: tokens of prompts that were read at once, whose entries come first: single tokens without bias, then
     groups with the bias of a chunk's last entry.
     """
-    bias, reader = method.layout.bias, method.prompt
+    bias, reader = method.layout.bias, method.prompt_reader
     if not any(bias):
         return None
     has_prompt = reader is not None and (isinstance(prompt_tokens, Tensor) or prompt_tokens > 0)
@@ -199,7 +209,9 @@ def step_settings(method: Method) -> StepSettings:
     layout = method.layout
     fixed = (layout.rule, layout.summary_delay, layout.num_summary)
     if layout.pooling is None:
-        return StepSettings(*fixed, None, None, 0.0, reads_prompt=method.prompt is not None)
+        return StepSettings(*fixed, None, None, 0.0, reads_prompt=method.prompt_reader is not None)
     bias = layout.bias[-1] if layout.bias else 0.0
     key, value, num_focal, weight_scale = layout.pooling
-    return StepSettings(*fixed, key, value, bias, num_focal, weight_scale, reads_prompt=method.prompt is not None)
+    return StepSettings(
+        *fixed, key, value, bias, num_focal, weight_scale, reads_prompt=method.prompt_reader is not None
+    )

@@ -7,16 +7,18 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D an
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from condense.config import check_choice, check_int
 from condense.methods.base import Context, Method
 from condense.methods.layout import Layout
-from condense.ops import Chunks, Source, UniformRule, pool_groups
+from condense.ops import Chunks, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
 from condense.ops.recall import (
     INDEX_BITS,
     INDEX_KINDS,
@@ -46,6 +48,11 @@ class Recall(Method):
     of the keys), 8 or 4 per number.
     rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens; or "none".
     unchosen: "pool", or "drop" to leave the entries of groups that are not open out (Quest).
+    prompt: "recall", or "exact" to read calls of several tokens (prompts, their chunks, later turns, what an assistant
+    proposes) with dense attention and recall from the first single token on: no loss in a prompt and no gain in its
+    time, and no longer the same function in prompt and decode; not for training.
+    store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
+    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0.
     Raises ValueError for a field out of range.
     """
 
@@ -58,6 +65,9 @@ class Recall(Method):
     index_bits: int = 8
     rep_bias: Literal["none", "log_size"] = "log_size"
     unchosen: Unchosen = "pool"
+    prompt: Literal["recall", "exact"] = "recall"
+    store: Literal["device", "host"] = "device"
+    slots: int = 64
 
     def __post_init__(self) -> None:
         check_int("group_size", self.group_size, 1)
@@ -71,6 +81,9 @@ class Recall(Method):
             raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
         check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
+        check_choice("prompt", self.prompt, ("recall", "exact"))
+        check_choice("store", self.store, ("device", "host"))
+        check_int("slots", self.slots, 0)
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
     @property
@@ -89,6 +102,11 @@ class Recall(Method):
         return IndexSettings(self.index, self.group_size, size, self.index_bits)
 
     @property
+    def store_slots(self) -> int:
+        """Slots that a cache has per KV head and row: none where the store itself is on the device."""
+        return self.slots if self.store == "host" else 0
+
+    @property
     def step_settings(self) -> RecallSettings:
         """The method's settings as `condense.ops.recall.recall_step` takes them."""
         layout = self.layout
@@ -96,7 +114,7 @@ class Recall(Method):
         return RecallSettings(layout.rule, self.index_settings, self.num_recall, bias, self.unchosen == "pool")
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Mean keys and values, one per group; the group's index ``codes`` and ``grid``; its exact keys and values."""
+        """Mean keys and values, one per group; its index ``codes`` and ``grid``; its tokens, keys beside values."""
         k, v = pool_groups(
             chunks.window_k,
             chunks.window_v,
@@ -110,7 +128,15 @@ class Recall(Method):
             backend=backend,
         )
         tokens_k, tokens_v = chunks.tokens()
-        return k, v, *build_index(tokens_k, self.index_settings), tokens_k.flatten(2, 3), tokens_v.flatten(2, 3)
+        tokens = torch.cat([tokens_k, tokens_v], dim=4).flatten(2, 3)
+        return k, v, *build_index(tokens_k, self.index_settings), tokens
+
+    def check_attention(self, *, scale: float, dropout_p: float) -> None:
+        """Raise ValueError for attention dropout and for a scale that is not positive."""
+        if dropout_p > 0:
+            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
+        if scale <= 0:
+            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
 
     def attend(
         self,
@@ -124,22 +150,27 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Once there are groups to choose from,
-        raises ValueError for attention dropout, for a scale that is not positive, and for a backend that cannot run.
+        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`
+        does and, once there are groups to choose from, for a backend that cannot run.
         """
+        self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
-            return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
-        if dropout_p > 0:
-            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
-        if scale <= 0:
-            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
-        codes, grid, store_k, store_v = context.extra
-        if store_v.shape[3] == 0:  # latents: values are the first columns of their keys
-            store_v = store_k[..., : context.entries.v.shape[3]]
+            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
+        codes, grid, store = context.extra
+        D, Dv = context.entries.k.shape[3], context.entries.v.shape[3]
+        # of latents, the values are the first columns of their keys
+        tokens = Source(store[..., :D], store[..., D:] if store.shape[3] > D else store[..., :Dv])
+        if self.prompt == "exact" and q.shape[2] > 1:
+            if torch.is_grad_enabled() and q.requires_grad:
+                raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
+            return attend(
+                q, (tokens, context.window), self._all_tokens(context.spans), scale=scale, backend=backend,
+                return_lse=return_lse,
+            )  # fmt: skip
         return attend_recall(
             q,
             context.entries,
-            Source(store_k, store_v),
+            tokens,
             context.window,
             context.spans,
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.num_recall),
@@ -148,3 +179,15 @@ class Recall(Method):
             backend=backend,
             return_lse=return_lse,
         )
+
+    def _all_tokens(self, spans: Spans) -> Spans:
+        """Spans of the store's tokens and the window: a query sees all tokens of closed groups; or of a window alone.
+
+        A window that begins with the first token of every row holds the store's tokens too, and dense attention over
+        one source is faster.
+        """
+        assert isinstance(spans, RuleSpans)
+        start = spans.same_in_all_rows()
+        whole = start is not None and start.window == 0
+        rule = UniformRule(self.group_size, None if whole else self.window, entries=self.group_size)
+        return dataclasses.replace(spans, rule=rule)

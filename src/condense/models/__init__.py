@@ -12,6 +12,7 @@ from condense.models.apply import (
 )
 from condense.models.graph import GraphDecoder
 from condense.models.hooks import install
+from condense.models.registration import register
 
 __all__ = [
     "GraphDecoder",
@@ -21,6 +22,7 @@ __all__ = [
     "condensed_layers",
     "install",
     "methods_of",
+    "register",
     "restore",
     "use",
     "use_choice",

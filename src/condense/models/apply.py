@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,14 +11,14 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method
+from condense.methods import Method, StreamingLLM, methods_in, settings_of
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 from condense.models.forward import ForwardBoard
+from condense.models.saving import KEY
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
-_CONFIG_KEY = "condense"
 
 # one method for all layers, or layer index -> method; layers that are left out stay stock
 MethodChoice = Method | Mapping[int, Method]
@@ -29,7 +30,9 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
     layers: indices to condense; None means all that can be. On a model that is condensed already, the named
     layers change and the others keep their method. Layers with a sliding window stay stock, which is logged.
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
-    ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Apply before accelerate,
+    ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
+    `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches
+    condensing off, ``"condense"`` on again; save_pretrained saves what is on. Apply before accelerate,
     FSDP and torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
     another condensed model, for a layer that cannot be condensed, and for anything but a method.
@@ -97,6 +100,12 @@ def condensed_layers(model: nn.Module) -> dict[int, Method]:
     return _methods(_by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)))
 
 
+def static_methods(model: nn.Module) -> dict[int, Method]:
+    """Layer index to method in a static cache: `condensed_layers`, and the sliding windows of the other layers."""
+    attentions: dict[int, Any] = _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
+    return {i: method for i, m in attentions.items() if (method := m.condense_method or m.condense_window) is not None}
+
+
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules that condense knows, by layer index. Raises ValueError if the model has none."""
     return _attentions(model)[1]
@@ -110,28 +119,20 @@ def _methods(attentions: dict[int, nn.Module]) -> dict[int, Method]:
 def condense_from_config(model: PreTrainedModel) -> None:
     """Condense a model under construction if its configuration says so (``config.condense``)."""
     config = model.config.get_text_config(decoder=True)
-    settings = getattr(config, _CONFIG_KEY, None)
+    settings = getattr(config, KEY, None)
     if not settings:
         return
     attentions = _by_layer(m for m in model.modules() if is_supported(m))
-    if not attentions:
-        return  # an inner model without attention of its own: the outer model's post_init condenses it later
-    # a model loaded with fewer layers than it was saved with ignores the methods of the others
-    assignment = {i: method for i, method in _saved_methods(settings).items() if i in attentions}
-    check_latents(assignment, attentions)
-    _set_methods(attentions, assignment, config._attn_implementation)
+    stock = config._attn_implementation
+    if stock == IMPLEMENTATION:  # as written in the configuration
+        stock = model.get_correct_attn_implementation(None)
     config._attn_implementation_internal = IMPLEMENTATION
-
-
-def _saved_methods(settings: object) -> dict[int, Method]:
-    """Layer to method from ``config.condense``. Raises ValueError for anything but what `_settings` makes."""
-    try:
-        return {int(i): Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}  # type: ignore[index]
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            'config.condense must be {"methods": [{"method": {...}, "layers": [...]}, ...]}, as condense.apply writes '
-            f"it, got {settings!r}"
-        ) from error
+    if not attentions:
+        return  # an inner model without attention of its own, or one of unknown classes, which raises when it is called
+    # a model loaded with fewer layers than it was saved with ignores the methods of the others
+    assignment = {i: method for i, method in methods_in(settings).items() if i in attentions}
+    check_latents(assignment, attentions)
+    _set_methods(attentions, assignment, stock)
 
 
 def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
@@ -148,14 +149,14 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
         for module in condensed:
             previous = module.condense_previous
             module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
-            del module.condense_method, module.condense_previous, module.condense_board
+            del module.condense_method, module.condense_window, module.condense_previous, module.condense_board
             _rebind_hooks(module)
-        delattr(config, _CONFIG_KEY)
+        delattr(config, KEY)
         if config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation_internal = previous
         return
     _set_methods(attentions, assignment, config._attn_implementation)
-    config.condense = _settings(assignment)
+    config.condense = settings_of(assignment)
     config._attn_implementation_internal = IMPLEMENTATION
 
 
@@ -173,7 +174,9 @@ def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]
         if not isinstance(module, CondensedAttention):
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)
+        window = sliding_window(module)
         module.condense_method = assignment.get(index)  # type: ignore[assignment]
+        module.condense_window = None if window is None else StreamingLLM(sink=0, window=window)  # type: ignore[assignment]
         module.condense_board = board  # type: ignore[assignment]
 
 
@@ -181,17 +184,6 @@ def _rebind_hooks(module: nn.Module) -> None:
     """Make accelerate's hooks call the forward of the module's new class; they hold that of the old one."""
     if "_old_forward" in vars(module):
         module._old_forward = type(module).forward.__get__(module)
-
-
-def _settings(assignment: dict[int, Method]) -> dict[str, Any]:
-    """``config.condense``: each method once, with its layers, in JSON types."""
-    methods = dict.fromkeys(assignment.values())
-    return {
-        "methods": [
-            {"method": method.to_dict(), "layers": [i for i in sorted(assignment) if assignment[i] == method]}
-            for method in methods
-        ]
-    }
 
 
 def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
@@ -203,15 +195,24 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError(f"{type(base).__name__} has cross-attention: only decoder-only models can be condensed")
     found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
+    reason = obstacle(base)
+    if reason is not None:
+        raise ValueError(f"{type(base).__name__} cannot be condensed: {reason}")
     if not found:
-        reason = obstacle(base)
-        raise ValueError(
-            f"{type(base).__name__} has no attention that can be condensed{f': {reason}' if reason else ''}; supported "
-            f"are {', '.join(sorted(FAMILIES.values()))}"
-        )
+        raise ValueError(f"{type(base).__name__} has no attention that condense knows{_closest(base)}")
     if any(getattr(module, "is_causal", True) is False for module in found):
         raise ValueError(f"{type(base).__name__} has bidirectional attention: only causal models can be condensed")
     return base, _by_layer(found)
+
+
+def _closest(base: PreTrainedModel) -> str:
+    """What to say of a model of unknown classes: the attention classes that it has, and known ones of similar names."""
+    classes = sorted({type(m).__name__ for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")})
+    known = [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
+    if not classes:
+        return ""
+    like = f"; it knows {', '.join(dict.fromkeys(known))}" if known else ""
+    return f", but {', '.join(classes)}{like}. condense.register(cls, model) takes a class that proves right"
 
 
 def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.methods import Method
-from condense.models.families import FAMILIES, is_latent, sliding_window, stock_class
-from condense.models.forward import AttentionCall, Forward, ForwardBoard, refuse_cached_documents
+from condense.caches.token_store import join_writes
+from condense.methods import Method, Recall
+from condense.models.families import FAMILIES, REGISTERED, is_latent, sliding_window, stock_class
+from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
@@ -27,6 +28,12 @@ from condense.models.stock import StockAttention
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
+_PROMPT_NOT_COMPILED = (
+    "a prompt is read into a condensed cache with counts on the host; compile single steps instead: "
+    "generate(cache_implementation='static', compile_config=CompileConfig()) or condense.GraphDecoder(compile=True)"
+)
+# arguments of attention functions that change the scores or the softmax
+_EXTRAS = {"softcap": "logit soft-capping", "s_aux": "attention sinks", "position_bias": "bias by position"}
 
 
 def condense_attention(
@@ -44,21 +51,29 @@ def condense_attention(
 
     query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
     None. Returns ``[B, L, H, Dv]`` and no weights.
-    Raises ValueError if the model was not prepared by `condense.apply`, for soft-capping and for is_causal=False.
+    Raises ValueError if the model was not prepared by `condense.apply`, for arguments that change scores or softmax
+    (soft-capping, sinks), for a sliding window in a condensed layer and for is_causal=False.
     """
     if condense_state is None:
         raise ValueError(
             "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
             "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
-    if kwargs.get("softcap") is not None:
-        raise ValueError("condensed attention has no logit soft-capping: call condense.restore(model)")
+    for name, what in _EXTRAS.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"condensed attention has no {what} ({name}): call condense.restore(model)")
+    sliding = kwargs.get("sliding_window") is not None
+    if sliding and isinstance(condense_state, CacheProxy) and module.condense_method is not None:
+        raise ValueError(
+            f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
+            "name the other layers"
+        )
     if kwargs.get("is_causal") is False:
         raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
         out = condense_state.attend(AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs))
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as the stock functions: some forwards view it
 
 
 class CacheProxy:
@@ -87,22 +102,25 @@ class CacheProxy:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
+        method: Method = call.module.condense_method  # type: ignore[assignment]
+        method.check_attention(scale=call.scale, dropout_p=call.dropout)
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
         if is_step and not with_gradients:
             out = self._step(call)
             if out is not None:
                 return out
-        return self._read_eagerly(call) if isinstance(self.cache, StaticCache) else self._read(call)
+        return self._read(call) if self.cache is None else self._read_eagerly(call)
 
     def _step(self, call: AttentionCall) -> Tensor | None:
         """Attention of one token per row, added to the real cache in place; None if the layer cannot step."""
         if self.cache is None:
             return None
         module, q, k, v = call.module, call.q, call.k, call.v
-        method: Method = module.condense_method  # type: ignore[assignment]
-        ensure_layers(self.cache, {self.layer_idx: method})
+        ensure_layers(self.cache, {self.layer_idx: method_of(module)})
         layer: CondensedLayer | StaticCondensedLayer = self.cache.layers[self.layer_idx]
+        if layer.is_sliding and not layer.is_initialized:
+            return None  # transformers' layer, whose place it has just taken, made the mask, of its window only
         latent_width: int | None = None
         if self.latents is not None:
             latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
@@ -130,9 +148,9 @@ class CacheProxy:
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
         return board.forward_of(call, self.cache, self.layer_idx)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=_PROMPT_NOT_COMPILED)
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
-        """`_read` outside of compiled graphs, because reading a prompt into a static cache needs counts on the host."""
+        """`_read` outside of compiled graphs, because reading a prompt into a cache needs counts on the host."""
         return self._read(call)
 
     def _read(self, call: AttentionCall) -> Tensor:
@@ -143,6 +161,9 @@ class CacheProxy:
         forward = self._forward_of(call)
         seen = 0 if self.cache is None else num_seen(self.cache, self.layer_idx)
         all_real = ALL_REAL in call.options
+        if torch.compiler.is_compiling() and not all_real:
+            assert_one_document(call)
+            all_real = True
         padding = None if all_real else forward.padding(seen, forward.L)
         documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
         if documents is not None:
@@ -159,23 +180,35 @@ class CacheProxy:
 def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention ``[B, H, L, Dv]`` of new right-aligned tokens, over these and what the cache holds."""
     call = target.call
-    method: Method = call.module.condense_method  # type: ignore[assignment]
+    method = method_of(call.module)
     context = read_tokens(target, method, q, k, v)
-    return method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    if isinstance(method, Recall) and method.store == "host" and q.is_cuda:
+        join_writes(q.device)  # which ran beside this layer's attention
+    return out
+
+
+def method_of(module: nn.Module) -> Method:
+    """What a layer computes if it does not stay stock: its method, or in static caches its sliding window."""
+    method: Any = module.condense_method or module.condense_window
+    return method
 
 
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_previous: the attention implementation that
-    `condense.restore` returns to. condense_board: shared by the layers, see `condense.models.forward`.
+    condense_method: None for a layer that stays stock. condense_window: a layer's sliding window, if it has one, as a
+    method that does the same in static caches, where stock layers count tokens on the host and a replayed graph does
+    not. condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by
+    the layers, see `condense.models.forward`.
     """
 
     condense_method: Method | None
+    condense_window: Method | None
     condense_previous: str
     condense_board: ForwardBoard
 
-    def forward(self, *args: Any, past_key_values: Cache | None = None, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stock forward with the proxy as its cache, and the proxy as an argument for `condense_attention`."""
         if kwargs.get("cache") is not None:
             raise ValueError(
@@ -185,19 +218,24 @@ class CondensedAttention(nn.Module):
         config: Any = self.config
         if config._attn_implementation != IMPLEMENTATION:
             # another implementation was set after condense.apply: use that one
-            return super().forward(*args, past_key_values=past_key_values, **kwargs)
+            return super().forward(*args, **kwargs)
+        name = "layer_past" if "layer_past" in kwargs else "past_key_values"
+        cache: Cache | None = kwargs.pop(name, None)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
-        if self.condense_method is None:
-            state: CacheProxy | StockAttention = StockAttention(sliding_window(self), past_key_values, layer_idx)
-            return super().forward(*args, past_key_values=past_key_values, condense_state=state, **kwargs)
-        state = CacheProxy(past_key_values, layer_idx, is_latent=is_latent(self))
-        return super().forward(*args, past_key_values=state, condense_state=state, **kwargs)
+        is_window = self.condense_window is not None and isinstance(cache, StaticCache)
+        if self.condense_method is None and not is_window:
+            state: CacheProxy | StockAttention = StockAttention(sliding_window(self), cache, layer_idx)
+            return super().forward(*args, **{name: cache}, condense_state=state, **kwargs)
+        state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
+        return super().forward(*args, **{name: state}, condense_state=state, **kwargs)
 
 
 def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:
     """The condensed subclass of a stock attention class, made once and stored in this module, where pickle finds it."""
     name = f"Condensed{stock.__name__}"
-    if name not in globals():
+    if stock in REGISTERED:  # it may have the name of a known class
+        name = f"{name}_{stock.__module__.replace('.', '_')}"
+    if name not in globals() or globals()[name].__mro__[2] is not stock:
         globals()[name] = type(name, (CondensedAttention, stock), {"__module__": __name__, "__doc__": stock.__doc__})
     return globals()[name]
 

@@ -7,23 +7,105 @@ from typing import Any
 
 from torch import nn
 
-# stock attention class -> transformers.models.<family>; every family here runs the whole model test suite
+# stock attention class -> transformers.models.<family>; tests/models/test_families.py runs every one of them
 FAMILIES = {
+    "AfmoeAttention": "afmoe",
+    "ApertusAttention": "apertus",
+    "ArceeAttention": "arcee",
+    "AriaTextAttention": "aria",
+    "AXK1Attention": "axk1",
+    "BailingHybridAttention": "bailing_hybrid",
+    "BambaAttention": "bamba",
+    "BeamAttention": "beam",
+    "BioGptAttention": "biogpt",
+    "BitNetAttention": "bitnet",
+    "CohereAttention": "cohere",
+    "Cohere2Attention": "cohere2",
+    "Cohere2MoeAttention": "cohere2_moe",
+    "CohereCompassAttention": "cohere_compass",
+    "MultiHeadAttention": "ctrl",
+    "CwmAttention": "cwm",
+    "DbrxAttention": "dbrx",
     "DeepseekV2Attention": "deepseek_v2",
     "DeepseekV3Attention": "deepseek_v3",
-    "GPT2Attention": "gpt2",
+    "Dots1Attention": "dots1",
+    "Emu3Attention": "emu3",
+    "Ernie4_5Attention": "ernie4_5",
+    "Ernie4_5_MoeAttention": "ernie4_5_moe",
+    "Exaone4Attention": "exaone4",
+    "ExaoneMoeAttention": "exaone_moe",
+    "FlexOlmoAttention": "flex_olmo",
     "GemmaAttention": "gemma",
+    "Gemma3Attention": "gemma3",
+    "Gemma4TextAttention": "gemma4",
+    "Gemma4UnifiedTextAttention": "gemma4_unified",
+    "GlmAttention": "glm",
+    "Glm4Attention": "glm4",
+    "Glm4MoeAttention": "glm4_moe",
     "Glm4MoeLiteAttention": "glm4_moe_lite",
+    "GPT2Attention": "gpt2",
+    "GPTBigCodeAttention": "gpt_bigcode",
+    "GPTNeoXAttention": "gpt_neox",
+    "GraniteAttention": "granite",
+    "GraniteMoeAttention": "granitemoe",
+    "GraniteMoeHybridAttention": "granitemoehybrid",
+    "GraniteMoeSharedAttention": "granitemoeshared",
+    "HeliumAttention": "helium",
+    "HunYuanDenseV1Attention": "hunyuan_v1_dense",
+    "HunYuanMoEV1Attention": "hunyuan_v1_moe",
+    "HYV3Attention": "hy_v3",
+    "HyperCLOVAXAttention": "hyperclovax",
+    "Jais2Attention": "jais2",
+    "JambaAttention": "jamba",
+    "KimiLinearAttention": "kimi_linear",
+    "Kolibri1Attention": "kolibri1",
+    "LagunaAttention": "laguna",
+    "Lfm2Attention": "lfm2",
+    "Lfm2MoeAttention": "lfm2_moe",
+    "Lfm3Attention": "lfm3",
     "LlamaAttention": "llama",
+    "LongcatFlashMLA": "longcat_flash",
+    "MellumAttention": "mellum",
     "MiniCPM3Attention": "minicpm3",
+    "MiniMaxAttention": "minimax",
+    "MiniMaxM2Attention": "minimax_m2",
+    "MinistralAttention": "ministral",
+    "Ministral3Attention": "ministral3",
     "MistralAttention": "mistral",
+    "Mistral4Attention": "mistral4",
+    "MixtralAttention": "mixtral",
+    "ModernBertDecoderAttention": "modernbert_decoder",
+    "NanoChatAttention": "nanochat",
+    "NemotronAttention": "nemotron",
+    "NemotronHAttention": "nemotron_h",
+    "OlmoAttention": "olmo",
+    "Olmo2Attention": "olmo2",
+    "Olmo3Attention": "olmo3",
+    "OlmoHybridAttention": "olmo_hybrid",
+    "OlmoeAttention": "olmoe",
     "OPTAttention": "opt",
+    "PersimmonAttention": "persimmon",
+    "PhiAttention": "phi",
     "Phi3Attention": "phi3",
+    "Phi4MultimodalAttention": "phi4_multimodal",
+    "PhimoeAttention": "phimoe",
     "Qwen2Attention": "qwen2",
+    "Qwen2MoeAttention": "qwen2_moe",
     "Qwen3Attention": "qwen3",
+    "Qwen3_5Attention": "qwen3_5",
+    "Qwen3_5MoeAttention": "qwen3_5_moe",
+    "Qwen3MoeAttention": "qwen3_moe",
+    "Qwen3NextAttention": "qwen3_next",
+    "SeedOssAttention": "seed_oss",
+    "SmolLM3Attention": "smollm3",
+    "SolarOpenAttention": "solar_open",
+    "StableLmAttention": "stablelm",
+    "Starcoder2Attention": "starcoder2",
     "YoutuAttention": "youtu",
 }
-_LEARNED_POSITIONS = ("gpt2", "opt")
+# classes that `condense.register` took
+REGISTERED: set[type[nn.Module]] = set()
+_LEARNED_POSITIONS = ("biogpt", "gpt2", "gpt_bigcode", "opt")
 
 
 def stock_class(name: str) -> type[nn.Module]:
@@ -33,8 +115,10 @@ def stock_class(name: str) -> type[nn.Module]:
 
 
 def is_supported(module: nn.Module) -> bool:
-    """True for an instance of exactly one of the stock classes."""
+    """True for an instance of exactly one of the stock classes, or of a registered one."""
     cls = type(module)
+    if cls in REGISTERED:
+        return True
     family = FAMILIES.get(cls.__name__)
     return family is not None and cls.__module__ == f"transformers.models.{family}.modeling_{family}"
 
@@ -44,24 +128,122 @@ def is_latent(module: nn.Module) -> bool:
     return hasattr(module, "kv_lora_rank")
 
 
-# families whose attention looks like a supported one but does something more, which condensing would ignore
-_NOT_HANDLED = {
-    "bailing_hybrid": "most of its layers are linear attention",
-    "kimi_linear": "its latent attention has no rotated keys and most of its layers are linear attention",
-    "longcat_flash": "it scales latents and queries before they reach the cache",
-    "mistral4": "it scales queries by their position",
+# why families are not condensed, as a clause after "<class> cannot be condensed: "
+_OTHER_HALF = "it is an encoder, or the decoder of a model that has one"
+_OWN_CODE = "its attention is written out in its own code and calls no attention function"
+_NO_SOFTMAX = "its layers have no softmax attention"
+_SINKS = "a learned logit per head stands in its softmax (attention sinks)"
+_SOFT_CAP = "its scores are soft-capped"
+_INDEXER = "its queries choose their keys by an indexer (sparse attention, DSA)"
+_STATE = "its attention layers keep a recurrent state or a convolution's beside their keys"
+_SHARED_KEYS = "later layers read the keys of earlier ones"
+_READS_ANOTHER = "it has no keys of its own: it reads those of the model that it assists"
+_PICTURES = "some of its layers attend to pictures (cross-attention)"
+_BLOCKS = "its mask lets the tokens of a picture see each other"
+_TWO_STACKS = "it has two stacks of layers, which read different tokens"
+REFUSED = {
+    "axk2": _INDEXER,
+    "bart": _OTHER_HALF,
+    "bert": _OTHER_HALF,
+    "bert_generation": _OTHER_HALF,
+    "big_bird": _OTHER_HALF,
+    "bigbird_pegasus": _OTHER_HALF,
+    "blenderbot": _OTHER_HALF,
+    "blenderbot_small": _OTHER_HALF,
+    "bloom": _OWN_CODE,
+    "blt": _TWO_STACKS,
+    "camembert": _OTHER_HALF,
+    "codegen": _OWN_CODE,
+    "cpmant": _OWN_CODE,
+    "data2vec": _OTHER_HALF,
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": "it compresses its keys itself",
+    "diffllama": "each layer calls attention twice, with halves of its values",
+    "doge": "its mask depends on its values",
+    "dots3_note": _INDEXER,
+    "electra": _OTHER_HALF,
+    "ernie": _OTHER_HALF,
+    "falcon": _OWN_CODE,
+    "falcon_h1": _STATE,
+    "falcon_mamba": _NO_SOFTMAX,
+    "flint": _SINKS,
+    "gemma2": _SOFT_CAP,
+    "gemma3n": _SHARED_KEYS,
+    "gemma4_assistant": _READS_ANOTHER,
+    "gemma4_unified_assistant": _READS_ANOTHER,
+    "git": _OWN_CODE,
+    "glm_moe_dsa": _INDEXER,
+    "gpt_neo": _OWN_CODE,
+    "gpt_neox_japanese": _OWN_CODE,
+    "gpt_oss": _SINKS,
+    "gptj": _OWN_CODE,
+    "granite_swa": _SINKS,
+    "granitemoe_swa": _SINKS,
+    "hrm_text": "its layers run several times for each token",
+    "hy_v4": _INDEXER,
+    "inkling": _STATE,
+    "inkling2": _STATE,
+    "jetmoe": "it copies keys and values for several experts, and a condensed cache would hold the copies",
+    "llama4": "most of its layers attend within chunks of tokens",
+    "mamba": _NO_SOFTMAX,
+    "mamba2": _NO_SOFTMAX,
+    "marian": _OTHER_HALF,
+    "mbart": _OTHER_HALF,
+    "megatron_bert": _OTHER_HALF,
+    "mimo_v2_flash": _SINKS,
+    "minimax_m3_vl": _INDEXER,
+    "mllama": _PICTURES,
+    "moshi": _TWO_STACKS,
+    "mpt": _OWN_CODE,
+    "musicgen": _OTHER_HALF,
+    "musicgen_melody": _OTHER_HALF,
+    "mvp": _OTHER_HALF,
+    "openai": _OWN_CODE,
+    "pegasus": _OTHER_HALF,
+    "plbart": _OTHER_HALF,
+    "prophetnet": _OTHER_HALF,
+    "qwen4_exp": _INDEXER,
+    "recurrent_gemma": "its attention layers all have a sliding window",
+    "reformer": _OWN_CODE,
+    "rembert": _OTHER_HALF,
+    "roberta": _OTHER_HALF,
+    "roberta_prelayernorm": _OTHER_HALF,
+    "roc_bert": _OTHER_HALF,
+    "roformer": _OTHER_HALF,
+    "rwkv": _NO_SOFTMAX,
+    "trocr": _OTHER_HALF,
+    "vaultgemma": _SOFT_CAP,
+    "whisper": _OTHER_HALF,
+    "xglm": _OWN_CODE,
+    "xlm": _OWN_CODE,
+    "xlm_roberta": _OTHER_HALF,
+    "xlm_roberta_xl": _OTHER_HALF,
+    "xlnet": _OWN_CODE,
+    "xlstm": _NO_SOFTMAX,
+    "xmod": _OTHER_HALF,
+    "zamba": "one attention module serves several of its layers",
+    "zamba2": "one attention module serves several of its layers",
+    "zaya": _STATE,
 }
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Why a model whose attention looks like a supported one cannot be condensed, None if no reason is known."""
+    """Why a model cannot be condensed, as a clause; None if no reason is known."""
     for module in model.modules():
         if type(module).__name__.endswith("Indexer"):
-            return "its queries choose their keys by an indexer (sparse attention, DSA)"
-        family = type(module).__module__.split(".")[-2:-1]
-        if family and family[0] in _NOT_HANDLED:
-            return _NOT_HANDLED[family[0]]
-    return None
+            return _INDEXER
+        if getattr(module, "is_kv_shared_layer", False):
+            return _SHARED_KEYS
+    text: Any = getattr(getattr(model, "config", None), "text_config", None)
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        return _BLOCKS
+    return REFUSED.get(_family_of(model))
+
+
+def _family_of(module: nn.Module) -> str:
+    """The folder of transformers.models that a module's class is from, "" for a class from elsewhere."""
+    package, _, path = type(module).__module__.partition("transformers.models.")
+    return "" if package else path.partition(".")[0]
 
 
 def sliding_window(module: nn.Module) -> int | None:

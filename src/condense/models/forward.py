@@ -184,6 +184,24 @@ def _version(x: Any) -> int | None:
     return x._version
 
 
+def assert_one_document(call: AttentionCall) -> None:
+    """For a compiled forward, which cannot look on the host: fail on the device if rows are not plain.
+
+    Rows are plain if each is one document without padding on its left; padding on the right, as in training, is read
+    like tokens, which no earlier token sees. Raises ValueError for documents marked by ``cu_seq_lens_q``.
+    """
+    if call.options.get("cu_seq_lens_q") is not None:
+        raise ValueError("packed documents (cu_seq_lens_q) cannot be compiled as one graph: leave torch.compile out")
+    if call.mask is not None:
+        real = call.mask.to(torch.int32)
+        on_the_right = (real[..., 1:] <= real[..., :-1]).all()
+        torch._assert_async(on_the_right, "compiled condensed attention: padding on the left")
+    positions = call.options.get("position_ids")
+    if isinstance(positions, Tensor):
+        rising = (positions[..., 1:] > positions[..., :-1]).all()
+        torch._assert_async(rising, "compiled condensed attention: several documents in a row")
+
+
 def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
     """Raise ValueError for packed documents with a cache, which later calls would continue.
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from condense.caches import StaticCondensedLayer
 from condense.config import check_int
-from condense.models.apply import condensed_layers
+from condense.models.apply import condensed_layers, static_methods
 from condense.models.families import max_learned_positions, rope_that_changes
 from condense.models.layers import ensure_layers
 from condense.models.padding import ALL_REAL
@@ -26,8 +26,8 @@ _WARM_UPS = 3
 class GraphDecoder:
     """Prefill and token-by-token decode of a causal LM over a static cache of its own.
 
-    model: a Hugging Face causal LM in eval mode, condensed or stock, whose layers have no sliding window; it must not
-    be changed afterwards. batch_size and max_length (prompt and new tokens, padding included) are fixed; `prefill`
+    model: a Hugging Face causal LM in eval mode, condensed, or stock without sliding windows; it must not be changed
+    afterwards. batch_size and max_length (prompt and new tokens, padding included) are fixed; `prefill`
     starts a new prompt. On CUDA the decode step is captured before the first prompt and replayed; on other devices
     it runs eagerly. compile: `torch.compile` the step first, as one graph.
     Raises ValueError for a model or sizes that cannot work.
@@ -50,10 +50,13 @@ class GraphDecoder:
             )
         self.methods = condensed_layers(self.model)
         self.cache = StaticCache(config=config, max_cache_len=max_length)
-        if any(self.cache.is_sliding):
-            raise ValueError("a layer with a sliding window cannot be decoded by a graph: use model.generate")
         if self.methods:
-            ensure_layers(self.cache, self.methods)
+            ensure_layers(self.cache, static_methods(self.model))
+        elif any(self.cache.is_sliding):
+            raise ValueError(
+                "a stock model's layers with a sliding window cannot be decoded by a graph: condense the model, or use "
+                "model.generate"
+            )
         device = self.model.device
         self._ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
@@ -206,6 +209,8 @@ class GraphDecoder:
         self._reset()
         for layer in self._condensed:
             layer.skip_prompt()
+        if any(self.cache.is_linear):
+            self._decode()  # a recurrent layer reads the first token as a prompt, and steps from then on
 
     def _know_slots(self, count: int | None) -> None:
         for layer in self._condensed:

@@ -1,8 +1,11 @@
-"""Changes that `import condense` makes to transformers: two registered functions and three wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and six wrapped methods.
 
-`post_init`: condenses a saved condensed model when it is loaded. `_prepare_cache_for_generation`: puts condensed layers
-into the cache before generate decides whether to compile and whether the cache can be cropped.
-`init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything.
+`post_init`: condenses a saved condensed model when it is loaded. `to_dict` of configurations and `save_pretrained`: a
+saved model says what it is, see `condense.models.saving`. `_prepare_cache_for_generation`: puts condensed layers into
+the cache before generate decides whether to compile and whether the cache can be cropped; on CUDA it chooses a static
+cache where its steps can be replayed. `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a
+``compile_config``. `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does
+anything. Adapters are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
 from __future__ import annotations
@@ -10,17 +13,28 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import StaticCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Cache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from condense.caches import StaticCondensedLayer
 from condense.methods import Method
-from condense.models.apply import condense_from_config, condensed_layers
+from condense.models import adapters
+from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import max_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
+from condense.models.replay import ReplayedForward, can_replay, replayable_cache
+from condense.models.saving import write_card, written
 
 _CACHES = (None, "dynamic", "offloaded", "static")
 
@@ -31,9 +45,33 @@ def install() -> None:
         return
     AttentionInterface.register(IMPLEMENTATION, condense_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
+    PreTrainedConfig.to_dict = _wrap_to_dict(PreTrainedConfig.to_dict)
+    PreTrainedModel.save_pretrained = _wrap_save_pretrained(PreTrainedModel.save_pretrained)
     PreTrainedModel.post_init = _wrap_post_init(PreTrainedModel.post_init)
     GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
+    PreTrainedModel.get_compiled_call = _wrap_compiled_call(PreTrainedModel.get_compiled_call)
     GenerationMixin.init_continuous_batching = _wrap_continuous_batching(GenerationMixin.init_continuous_batching)
+    adapters.install()
+
+
+def _wrap_to_dict(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
+        return written(self, stock(self))
+
+    return to_dict
+
+
+def _wrap_save_pretrained(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def save_pretrained(self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, save_directory, *args, **kwargs)
+        if _is_condensed(self):
+            write_card(save_directory, condensed_layers(self))
+            adapters.write_record(save_directory, self)
+        return result
+
+    return save_pretrained
 
 
 def _wrap_post_init(stock: Any) -> Any:
@@ -61,14 +99,28 @@ def _wrap_prepare_cache(stock: Any) -> Any:
         methods = condensed_layers(self) if _is_condensed(self) else {}
         if methods:
             _check_generation(self, generation_config, mode, methods)
+        given = model_kwargs.get("past_key_values")
         result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if methods and isinstance(cache, Cache):
+            if given is None:
+                cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
+                model_kwargs["past_key_values"] = cache
             _check_room(cache, max_cache_length)
-            ensure_layers(cache, methods)
+            ensure_layers(cache, static_methods(self) if isinstance(cache, StaticCache) else methods)
         return result
 
     return prepare
+
+
+def _wrap_compiled_call(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def get_compiled_call(self: Any, compile_config: Any) -> Any:
+        if compile_config is None and _is_condensed(self) and can_replay(self):
+            return ReplayedForward(self)
+        return stock(self, compile_config)
+
+    return get_compiled_call
 
 
 def _is_condensed(model: Any) -> bool:
@@ -80,7 +132,8 @@ def _check_room(cache: Cache, max_cache_length: int) -> None:
     """Raise ValueError if a static cache is too short: compiled steps cannot check how full it is."""
     if not isinstance(cache, StaticCache):
         return
-    room = min((layer.get_max_length() for layer in cache.layers if not layer.is_sliding), default=max_cache_length)
+    full = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))
+    room = min((layer.get_max_length() for layer in full if not layer.is_sliding), default=max_cache_length)
     if max_cache_length > room:
         raise ValueError(
             f"the static cache has room for {room} tokens (max_cache_len), prompt and new tokens need "

@@ -27,8 +27,9 @@ class LayerReport:
     """One layer at one length, batch 1.
 
     width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
-    (MLA), with the exact tokens in Recall's store; bytes of the cache after a prefill of that length, with Recall's
-    index.
+    (MLA), with the exact tokens in Recall's store or slots; bytes of what a cache keeps on the device after a prefill
+    of that length, with Recall's index. Buffers that a step changes have spare room beside: 1/32 and some columns.
+    host_bytes: exact tokens in host memory (``Recall(store="host")``); PyTorch takes it in powers of two per layer.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
     latents need for it, and no other projections. pays_from: the shortest length from which the condensed layer needs
@@ -48,6 +49,7 @@ class LayerReport:
     flops: int
     pays_from: int | None
     remark: str | None = None
+    host_bytes: int = 0
 
 
 def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int = 2) -> list[LayerReport]:
@@ -78,6 +80,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     entries, tail = _kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
     index_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    slots = method.store_slots if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
         width=heads.width,
@@ -86,20 +89,25 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         dense_entries=dense_entries,
         entries=entries,
         dense_bytes=dense_bytes,
-        bytes=numbers * itemsize + index_bytes,
+        # a slot has two numbers of its own
+        bytes=numbers * itemsize + index_bytes + heads.scored // heads.cached_widths[0] * slots * 8,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
         remark=_remark(heads, method, length, itemsize),
+        host_bytes=_on_host(method, length) * heads.entry_numbers * itemsize,
     )
 
 
 def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | None:
     if isinstance(method, Recall):
-        return (
-            f"recall: all {length} tokens stay on the device, so the cache is larger than a dense one; a step after "
-            f"them reads {heads.recalled_bytes(method, length, itemsize):,} bytes of it"
-        )
+        read = f"a step after them reads {heads.recalled_bytes(method, length, itemsize):,} bytes"
+        if method.prompt == "exact":
+            read = f"the prompt is read with dense attention; {read}"
+        if method.store == "host":
+            host = _on_host(method, length) * heads.entry_numbers * itemsize
+            return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
+        return f"recall: all {length} tokens stay on the device, so the cache is larger than a dense one; {read} of it"
     if _selects(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
@@ -218,12 +226,14 @@ class _Heads:
         return visible * self._per_key + (selecting + pooled) * (groups > 0)
 
     def _recalled(self, method: Recall, length: int) -> int:
-        """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends.
+        """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends. With
+        ``prompt="exact"`` it attends to all tokens and asks nothing.
 
         Latents are read as they are: queries and outputs are projected in place of entries, at the same price.
         """
         rule, (D, Dv) = method.layout.rule, self.cached_widths
-        closed, opened = (_sum_closed(rule, length, most) for most in (None, method.num_recall))
+        exact = method.prompt == "exact"
+        closed, opened = (0, 0) if exact else (_sum_closed(rule, length, most) for most in (None, method.num_recall))
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
         asked = closed * method.index_settings.num_rows
@@ -264,12 +274,21 @@ def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
 
 
 def _kept(method: Method, length: int) -> tuple[int, int]:
-    """Condensed entries and exact tokens (Recall's store included), and summary queries, in a cache."""
+    """Entries and exact tokens (with those in Recall's store or slots), and summary queries, that the device keeps."""
     if isinstance(method, Dense):
         return length, 0
     if _selects(method):
         return int(prompt_entries(method, length)), 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
     tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
-    stored = method.group_size if isinstance(method, Recall) else 0
-    return int(num_entries(method, length)) * (1 + stored) + exact, tail
+    if isinstance(method, Recall):
+        exact += method.store_slots * method.group_size
+        stored = method.group_size if method.store == "device" else 0
+        return int(num_entries(method, length)) * (1 + stored) + exact, tail
+    return int(num_entries(method, length)) + exact, tail
+
+
+def _on_host(method: Method, length: int) -> int:
+    """Tokens per KV head in host memory."""
+    is_there = isinstance(method, Recall) and method.store == "host"
+    return int(num_entries(method, length)) * method.layout.rule.chunk if is_there else 0

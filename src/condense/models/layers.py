@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer, StaticRecallLayer
+from condense.caches import CondensedLayer, ReadRequest, RecallLayer, StaticCondensedLayer, StaticRecallLayer
 from condense.functional import extend
-from condense.methods import Context, Method, Recall
+from condense.methods import Context, Method, Recall, StreamingLLM
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
 from condense.plan import ForwardPlan
@@ -70,27 +70,31 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     # a model that leaves early (assistant_early_exit) has a cache for its first layers only
     held = ((i, method) for i, method in methods.items() if i < len(cache.layers))
     new = {i: method for i, method in held if not _is_ready(cache.layers[i], method)}
+    room = _room(cache)
     for index, method in new.items():
-        cache.layers[index] = _condensed_layer(cache.layers[index], method)
+        cache.layers[index] = _condensed_layer(cache.layers[index], method, room)
 
 
-def _condensed_layer(layer: CacheLayerMixin, method: Method) -> CondensedLayer | StaticCondensedLayer:
-    if isinstance(layer, StaticLayer | StaticCondensedLayer):
-        if isinstance(method, Recall):
-            return StaticRecallLayer(method, layer.max_cache_len)
-        return StaticCondensedLayer(method, layer.max_cache_len)
-    return CondensedLayer(method)
+def _room(cache: Cache) -> int:
+    """Tokens that a static cache has room for; 0 for others."""
+    static = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))
+    return max((layer.max_cache_len for layer in static), default=0)
+
+
+def _condensed_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLayer | StaticCondensedLayer:
+    if not isinstance(layer, StaticLayer | StaticCondensedLayer):
+        return RecallLayer(method) if isinstance(method, Recall) else CondensedLayer(method)
+    if isinstance(method, Recall):
+        return StaticRecallLayer(method, room)
+    condensed = StaticCondensedLayer(method, room)
+    condensed.is_sliding = layer.is_sliding  # by which transformers finds the layers that its masks are for
+    return condensed
 
 
 def _check_static(cache: StaticCache) -> None:
     if cache.offloading:
         raise ValueError(
             "offloaded static caches cannot be condensed: leave offloading out, a condensed cache is small enough"
-        )
-    if any(cache.is_sliding):
-        raise ValueError(
-            "static caches with sliding-window layers cannot be condensed: leave cache_implementation unset, a "
-            "condensed cache stays small while it grows"
         )
 
 
@@ -106,7 +110,8 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     if _holds(layer, method):
         return True
     condensed = isinstance(layer, CondensedLayer | StaticCondensedLayer)
-    if not condensed and type(layer) not in (DynamicLayer, StaticLayer):
+    windows = (StaticSlidingWindowLayer,) if isinstance(method, StreamingLLM) else ()
+    if not condensed and type(layer) not in (DynamicLayer, StaticLayer, *windows):
         raise ValueError(
             f"a {type(layer).__name__} cannot be condensed: use a plain DynamicCache (cache_implementation unset), or "
             "call condense.restore(model) first"

@@ -26,10 +26,9 @@ _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
 class Corpus:
     """Encoded documents, one after the other, each followed by the separator token.
 
-    Attributes:
-        tokens: ``[N]``, uint16 if the vocabulary allows it, else int32.
-        line_starts: ``[lines]`` int64, ascending: positions in ``tokens`` at which a line begins.
-        document_starts: ``[documents]`` int64, ascending: positions at which a document begins.
+    tokens: ``[N]``, uint16 if the vocabulary allows it, else int32. line_starts: ``[lines]`` int64, ascending:
+    positions in ``tokens`` at which a line begins. document_starts: ``[documents]`` int64, ascending: positions at
+    which a document begins.
     """
 
     tokens: np.ndarray
@@ -43,12 +42,8 @@ def read_documents(paths: Sequence[str | Path], kind: str | None = None) -> Iter
     ``.jsonl`` and ``.jsonl.zst`` files have one JSON object per line with a ``text`` field; any other file is
     one document of UTF-8 text.
 
-    Args:
-        paths: files to read.
-        kind: with JSON lines, only objects whose ``kind`` field has this value.
-
-    Raises:
-        ValueError: a file is missing or is not what its name says.
+    paths: files to read. kind: with JSON lines, only objects whose ``kind`` field has this value.
+    Raises ValueError if a file is missing or is not what its name says.
     """
     for path in map(Path, paths):
         if not path.is_file():
@@ -68,8 +63,7 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     Long documents are encoded in pieces that end at a newline, which is what makes encoding parallel. With a
     tokenizer that never merges across a newline (the library's own) the pieces give the same tokens as the whole.
 
-    Raises:
-        ValueError: no document, or nothing but empty ones; or the tokenizer has no ``eos`` token.
+    Raises ValueError for no document, or nothing but empty ones; or the tokenizer has no ``eos`` token.
     """
     separator = tokenizer.eos_token_id
     if separator is None:
@@ -101,13 +95,8 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
 def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path) -> Corpus:
     """``encode_corpus`` of files, kept on disk: the second call with the same files and tokenizer reads it back.
 
-    Args:
-        paths: see ``read_documents``.
-        tokenizer: a fast tokenizer.
-        cache: folder for the encoded arrays.
-
-    Raises:
-        ValueError: as ``read_documents`` and ``encode_corpus``.
+    paths: see ``read_documents``. tokenizer: a fast tokenizer. cache: folder for the encoded arrays.
+    Raises ValueError as ``read_documents`` and ``encode_corpus``.
     """
     file = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}.npz"
     if file.is_file():

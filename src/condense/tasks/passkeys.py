@@ -27,8 +27,7 @@ class Key:
 def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int) -> list[Key]:
     """``count`` keys with different numbers, no word used twice.
 
-    Raises:
-        ValueError: ``count`` is not positive, or needs more words than there are.
+    Raises ValueError if ``count`` is not positive, or needs more words than there are.
     """
     if count <= 0 or 2 * count > len(words):
         raise ValueError(f"count: wanted 1 to {len(words) // 2} keys for {len(words)} words, got {count}")
@@ -47,8 +46,7 @@ def key_line(key: Key) -> str:
 def question_prompt(key: Key, form: str = "cloze") -> str:
     """The text after which the model should go on with a space and the number.
 
-    Raises:
-        ValueError: an unknown form.
+    Raises ValueError for an unknown form.
     """
     if form == "cloze":
         return f"The number of the {key.first} {key.second} is"
@@ -60,13 +58,9 @@ def question_prompt(key: Key, form: str = "cloze") -> str:
 def hide(text: str, keys: Sequence[Key], depths: Sequence[float]) -> str:
     """``text`` with one line per key, put at the line starts nearest to the given depths.
 
-    Args:
-        text: the haystack, with lines.
-        keys: what to hide.
-        depths: for every key a share of the text's length, 0 (top) to 1 (bottom).
-
-    Raises:
-        ValueError: the text is empty, or there are not as many depths as keys, or a depth lies outside 0 to 1.
+    text: the haystack, with lines. keys: what to hide. depths: for every key a share of the text's length, 0 (top) to 1
+    (bottom).
+    Raises ValueError if the text is empty, or there are not as many depths as keys, or a depth lies outside 0 to 1.
     """
     if not text:
         raise ValueError("text: wanted a text to hide numbers in, got an empty string")

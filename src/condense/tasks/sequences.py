@@ -16,12 +16,9 @@ _LEAST_TEXT = 1 / 8  # of a sequence; keys that would leave less text than this 
 class PasskeySequence:
     """One sequence: text with hidden numbers, then the questions with their answers.
 
-    Attributes:
-        input_ids: ``[L]`` int64.
-        keys: the hidden numbers, in the order of the questions.
-        answers: for every question the span ``[start, stop)`` of the tokens of its answer (space and digits).
-        depths: for every question where its line stands, 0 (top) to 1 (the questions begin).
-        form: the form of the questions.
+    input_ids: ``[L]`` int64. keys: the hidden numbers, in the order of the questions. answers: for every question the
+    span ``[start, stop)`` of the tokens of its answer (space and digits). depths: for every question where its line
+    stands, 0 (top) to 1 (the questions begin). form: the form of the questions.
     """
 
     input_ids: np.ndarray
@@ -38,14 +35,9 @@ class SequenceBuilder:
     array copies. With a tokenizer that never merges across word starts and newlines (the library's own) the
     tokens equal those of the whole text; others may merge across the pieces, and read the same text all the same.
 
-    Args:
-        tokenizer: a fast tokenizer; sequences start with its ``bos`` token if it has one.
-        corpus: where the text comes from.
-        words: the words that numbers are named by.
-        length: tokens of every sequence.
-
-    Raises:
-        ValueError: the length is below 128, or the corpus is shorter than one sequence, or has no line starts.
+    tokenizer: a fast tokenizer; sequences start with its ``bos`` token if it has one. corpus: where the text comes
+    from. words: the words that numbers are named by. length: tokens of every sequence.
+    Raises ValueError if the length is below 128, or the corpus is shorter than one sequence, or has no line starts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, words: Sequence[str], length: int) -> None:
@@ -93,8 +85,7 @@ class SequenceBuilder:
 
         Long words can make ``count`` numbers too many for a short sequence; then as many are hidden as fit.
 
-        Raises:
-            ValueError: an unknown form, or a ``count`` that ``draw_keys`` refuses.
+        Raises ValueError for an unknown form, or a ``count`` that ``draw_keys`` refuses.
         """
         if form not in FORMS:
             raise ValueError(f"form: wanted one of {', '.join(FORMS)}, got {form!r}")

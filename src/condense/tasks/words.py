@@ -36,13 +36,9 @@ def load_words() -> Words:
 def common_words(documents: Iterable[str], count: int, skip: int = 200) -> list[str]:
     """The most frequent lowercase words of 3 to 10 letters, most frequent first.
 
-    Args:
-        documents: texts to count in.
-        count: how many words to return; fewer if the texts do not have them.
-        skip: how many of the most frequent to leave out (``the``, ``and``, ...: poor names for anything).
-
-    Raises:
-        ValueError: ``count`` is not positive.
+    documents: texts to count in. count: how many words to return; fewer if the texts do not have them. skip: how many
+    of the most frequent to leave out (``the``, ``and``, ...: poor names for anything).
+    Raises ValueError if ``count`` is not positive.
     """
     if count <= 0:
         raise ValueError(f"count: wanted a positive number of words, got {count}")

@@ -28,9 +28,13 @@ def one_ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``share``: the worst error divided by its budget; at most 1 passes."""
+    """``share``: the worst error divided by its budget; at most 1 passes.
+
+    near_ties: results that were not compared, because the groups that they depend on could as well be others.
+    """
 
     share: float
+    near_ties: int = 0
 
     @property
     def passed(self) -> bool:
@@ -39,10 +43,17 @@ class Verdict:
 
     def to_dict(self) -> dict[str, object]:
         """The verdict in JSON types, for result files."""
-        return {"passed": self.passed, "share_of_budget": self.share}
+        verdict: dict[str, object] = {"passed": self.passed, "share_of_budget": self.share}
+        return verdict | ({"near_ties": self.near_ties} if self.near_ties else {})
+
+    def and_also(self, other: Verdict) -> Verdict:
+        """The verdict on both."""
+        return Verdict(max(self.share, other.share), self.near_ties + other.near_ties)
 
 
-def judge(results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequence[Tensor]) -> Verdict:
+def judge(
+    results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequence[Tensor], *, near_ties: int = 0
+) -> Verdict:
     """Compare results with float64 ``wants``; yardsticks: the same by plain operations in the results' dtype."""
     shares = [0.0]
     for got, want, yardstick in zip(results, wants, yardsticks, strict=True):
@@ -51,4 +62,4 @@ def judge(results: Sequence[Tensor], wants: Sequence[Tensor], yardsticks: Sequen
         error = errors(got, want)
         share = torch.where(error == 0, error, error / (2 * errors(yardstick, want) + one_ulp(want, got.dtype)))
         shares.append(float(share.max()) if bool(share.isfinite().all()) else math.inf)
-    return Verdict(max(shares))
+    return Verdict(max(shares), near_ties)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.testing import oracle_dga
+from condense.testing import oracle_dga, oracle_recall
 
 
 class Seen(NamedTuple):
@@ -64,6 +64,8 @@ def representative(
     """Key ``[D]`` and value ``[Dv]`` of group j; qbar and k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
     members = range(j * g, (j + 1) * g)
+    if method.name == "recall":
+        return k[members].mean(0), v[members].mean(0)
     positions = summary_positions(method, j, len(k) if prompt is None else prompt)
     summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
     scores = torch.stack([scale * (summary * k[i]).sum() for i in members])
@@ -111,7 +113,7 @@ def attention(
     for b, start, stop in spans:
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
-            compute = oracle_dga.row if method.name == "dga" else _row
+            compute = {"dga": oracle_dga.row, "recall": oracle_recall.row}.get(method.name, _row)
             parts = compute(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
             outs.extend(parts[0])
             lses.extend(parts[1])

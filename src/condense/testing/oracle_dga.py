@@ -74,34 +74,81 @@ class Row:
         return self.chunks[number]
 
     def _group(self, members: list[int], summary: Tensor) -> Group:
-        scores = torch.stack([self.weight_scale * summary @ self.k[i] for i in members])
-        return Group(members, scores.softmax(0))
+        return Group(members, group_weights(summary, self.k[members], self.weight_scale))
 
     def _split_prompt(self) -> tuple[list[int], list[Group]]:
         L, method = self.origin, self.method
-        count = min(L, max(share(method.gamma, L), method.min_focal))
-        while (L - count) % method.group_size:
-            count += 1
+        count = num_focal(method, L)
         if count == L:
             return list(range(L)), []
-        random = method.focal == "random"
-        scores = lots(range(L), method.seed) if random else self._importance(L)
+        if method.focal == "random":
+            scores = lots(range(L), method.seed)
+        else:
+            scores = dict(enumerate(self.importance(L).tolist()))
         focal = sorted(sorted(range(L), key=lambda i: (-scores[i], i))[:count])
-        rest = [i for i in range(L) if i not in focal]
-        members = [rest[j : j + method.group_size] for j in range(0, len(rest), method.group_size)]
-        return focal, [self._group(part, self.qbar[part[-1]]) for part in members]
+        return focal, [self._group(part, self.qbar[part[-1]]) for part in grouped(method, focal, L)]
 
-    def _importance(self, L: int) -> dict[int, float]:
-        recent = list(range(max(0, L - self.method.num_recent), L))
-        drawn = lots(range(recent[0]), self.method.seed)
-        sampled = sorted(drawn, key=lambda i: -drawn[i])[: self.method.num_random] + recent
-        total = dict.fromkeys(range(L), 0.0)
-        for head in self.q:
-            for j in sampled:
-                weights = torch.stack([self.scale * head[j] @ self.k[i] for i in range(j + 1)]).softmax(0)
-                for i in range(j + 1):
-                    total[i] += float(weights[i].detach())
-        return {i: total[i] / sum(j >= i for j in sampled) for i in total}
+    def importance(self, L: int) -> Tensor:
+        """The scores by which the tokens of a prompt of L tokens are ranked, ``[L]``."""
+        at = torch.tensor(sampled(self.method, L), dtype=torch.int64)
+        return importance(self.q[:, at].detach(), self.k[:L].detach(), at, self.scale)
+
+
+def group_weights(summary: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Weights of a group's tokens; summary ``[D]``, k ``[g, D]``."""
+    return torch.stack([scale * summary @ key for key in k]).softmax(0)
+
+
+def num_focal(method: Any, L: int) -> int:
+    """Focal tokens of a prompt of L tokens, enlarged until the others fill whole groups."""
+    count = min(L, max(share(method.gamma, L), method.min_focal))
+    while (L - count) % method.group_size:
+        count += 1
+    return count
+
+
+def grouped(method: Any, focal: list[int], L: int) -> list[list[int]]:
+    """The tokens of a prompt that are not focal, in order, group by group."""
+    chosen = set(focal)
+    rest = [i for i in range(L) if i not in chosen]
+    return [rest[j : j + method.group_size] for j in range(0, len(rest), method.group_size)]
+
+
+def sampled(method: Any, L: int) -> list[int]:
+    """Positions of the queries that rank a prompt's tokens: the newest, and some of the others at random."""
+    recent = list(range(max(0, L - method.num_recent), L))
+    drawn = lots(range(recent[0] if recent else L), method.seed)
+    return sorted(sorted(drawn, key=lambda i: -drawn[i])[: method.num_random] + recent)
+
+
+def importance(q: Tensor, k: Tensor, at: Tensor, scale: float) -> Tensor:
+    """The mean attention that each token gets from the sampled queries that see it, summed over heads, ``[L]``.
+
+    q ``[R, S, D]``: the queries at positions ``at`` ``[S]``; k ``[L, D]``. Plain operations in their dtype.
+    """
+    hidden = torch.arange(len(k), device=k.device) > at[:, None]
+    total = k.new_zeros(len(k))
+    for head in q:
+        total += (head @ k.T * scale).masked_fill(hidden, -math.inf).softmax(-1).sum(0)
+    return total / (~hidden).sum(0).clamp(min=1)
+
+
+def prompt_entries(
+    method: Any, focal: list[int], qbar: Tensor, k: Tensor, v: Tensor, *, scale: float, newest: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the last ``newest`` entries of a prompt with these focal tokens, in order of position.
+
+    qbar and k ``[L, D]``, v ``[L, Dv]``. A group stands at its last token, whose mean query weighs it.
+    """
+    groups = {members[-1]: members for members in grouped(method, focal, len(k))}
+    weight_scale = scale if method.weight_scale is None else method.weight_scale
+    keys, values = [], []
+    for end in sorted([*focal, *groups])[-newest:]:
+        members = groups.get(end, [end])
+        weights = group_weights(qbar[end], k[members], weight_scale)
+        keys.append(weights @ k[members])
+        values.append(weights @ v[members])
+    return torch.stack(keys), torch.stack(values)
 
 
 def share(gamma: float, count: int) -> int:
@@ -111,7 +158,7 @@ def share(gamma: float, count: int) -> int:
 
 def lots(places: range, seed: int, names: Any = None) -> dict[int, Any]:
     """The random score of each place, under its name (default: the place itself)."""
-    drawn = [int(scramble(torch.tensor(place), seed)) for place in places]
+    drawn = scramble(torch.tensor(list(places), dtype=torch.int64), seed).tolist()
     return dict(zip(places if names is None else names, drawn, strict=True))
 
 

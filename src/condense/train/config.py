@@ -19,27 +19,20 @@ _DTYPES = ("float32", "bfloat16")
 class PhaseConfig:
     """One stretch of training with one sequence length and one learning rate schedule: warm-up, cosine to 0.
 
-    Attributes:
-        name: names the folder of the phase's checkpoints.
-        steps: optimizer steps.
-        sequence_length: tokens per sequence.
-        batch_size: sequences per optimizer step.
-        mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock
-            attention in even steps, ``method`` in odd ones, on the same weights.
-        method: the condensed attention; needed unless ``mix`` is ``"dense"``.
-        learning_rate: its peak.
-        warmup_steps: steps until the peak.
-        task_share: share of the sequences with hidden numbers and questions; the others are plain text.
-        keys: fewest and most hidden numbers in one sequence, drawn uniformly.
-        answer_weight: weight in the loss of an answer's tokens; all others weigh 1.
-        weight_decay: AdamW's, on matrices.
-        gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
-        gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
-        checkpoint_steps: steps between checkpoints to resume from.
-        logging_steps: steps between entries of the loss history.
-
-    Raises:
-        ValueError: for a number out of its range, and for a mix without the method that it needs.
+    name: names the folder of the phase's checkpoints. steps: optimizer steps. sequence_length: tokens per sequence.
+    batch_size: sequences per optimizer step.
+    mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock attention in
+    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention; needed unless ``mix`` is
+    ``"dense"``.
+    learning_rate: its peak. warmup_steps: steps until the peak. weight_decay: AdamW's, on matrices.
+    task_share: share of the sequences with hidden numbers and questions; the others are plain text. keys: fewest and
+    most hidden numbers in one sequence, drawn uniformly. answer_weight: weight in the loss of an answer's tokens; all
+    others weigh 1.
+    gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
+    gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
+    checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the loss
+    history.
+    Raises ValueError for a number out of its range, and for a mix without the method that it needs.
     """
 
     name: str
@@ -86,19 +79,18 @@ class PhaseConfig:
 class TrainConfig:
     """A whole run: the model to start from, the data, the phases, and the folder of the finished model.
 
-    Attributes:
-        recipe: the name of the function that made this.
-        seed: decides the weights to start from and every sequence.
-        data: text files (see ``condense.tasks.read_documents``).
-        output: the folder that the finished model is written to; must not exist.
-        phases: trained in order, each from the weights of the one before.
-        architecture: a fresh model: the arguments of ``AutoConfig.for_model``, ``vocab_size`` included.
-        pretrained: the folder or name of a saved model to adapt, instead of ``architecture``.
-        dtype: of the weights; with ``"bfloat16"`` the optimizer keeps a float32 copy.
-        cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``.
-        workers: processes that build sequences; 0 builds them in the training process.
-        save_condensed: the finished model is saved with the last phase's method, so that it loads condensed.
-        shard_size: no file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
+    recipe: the name of the function that made this. seed: decides the weights to start from and every sequence.
+    data: text files (see `condense.tasks.read_documents`). output: the folder that the finished model is written to;
+    must not exist. phases: trained in order, each from the weights of the one before.
+    architecture: a fresh model: the arguments of ``AutoConfig.for_model``, ``vocab_size`` included. pretrained: the
+    folder or name of a saved model to adapt, instead of ``architecture``. dtype: of the weights; with ``"bfloat16"``
+    the optimizer keeps a float32 copy.
+    cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``. workers: processes
+    that build sequences; 0 builds them in the training process.
+    save_condensed: the finished model is saved with the last phase's method, so that it loads condensed. shard_size: no
+    file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
+    Raises ValueError for a run without data, without phases or with two of one name, for both or neither of
+    ``architecture`` and ``pretrained``, and for a field out of range.
     """
 
     recipe: str

@@ -14,10 +14,7 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     An item has ``input_ids`` (int64) and ``loss_weights`` (float32), both ``[L]``: the weight of a token as a
     target, which is 0 for the first one (nothing predicts it), ``answer_weight`` in answers and 1 elsewhere.
 
-    Args:
-        builder: makes sequences of the phase's length.
-        phase: how many, with which tasks.
-        seed: of this phase.
+    builder: makes sequences of the phase's length. phase: how many, with which tasks. seed: of this phase.
     """
 
     def __init__(self, builder: SequenceBuilder, phase: PhaseConfig, seed: tuple[int, ...]) -> None:

@@ -14,11 +14,8 @@ class MasterAdamW(torch.optim.AdamW):
     them, while the forward and backward pass run entirely in the model's own dtype. Matrices get weight
     decay, vectors (norms, biases) do not. For a float32 model this is plain AdamW on the same weights.
 
-    Args:
-        model: its parameters that require gradients are trained, on the device where they are now.
-        lr: learning rate.
-        betas: AdamW's.
-        weight_decay: on parameters of two or more dimensions.
+    model: its parameters that require gradients are trained, on the device where they are now. lr: learning rate.
+    betas: AdamW's. weight_decay: on parameters of two or more dimensions.
     """
 
     def __init__(

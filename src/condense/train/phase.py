@@ -37,21 +37,12 @@ def train_phase(
 ) -> list[dict[str, Any]]:
     """Train ``model`` in place.
 
-    Args:
-        model: a causal LM with stock attention; moved to the GPU if there is one.
-        dataset: the phase's sequences, in order.
-        phase: the phase.
-        folder: where checkpoints go.
-        seed: of Trainer.
-        workers: processes that build sequences.
-        checkpoint: a checkpoint of the same phase to go on from.
-        callbacks: Trainer's, called between steps, when the model has stock attention.
-
-    Returns:
-        Trainer's log history: one entry per ``phase.logging_steps`` steps.
-
-    Raises:
-        ValueError: several GPUs are visible to one process.
+    model: a causal LM with stock attention; moved to the GPU if there is one. dataset: the phase's sequences, in order.
+    folder: where checkpoints go. seed: of Trainer. workers: processes that build sequences.
+    checkpoint: a checkpoint of the same phase to go on from. callbacks: Trainer's, called between steps, when the model
+    has stock attention.
+    Returns Trainer's log history: one entry per ``phase.logging_steps`` steps.
+    Raises ValueError if several GPUs are visible to one process.
     """
     interactive = sys.stderr.isatty()
     arguments = TrainingArguments(

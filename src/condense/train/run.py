@@ -45,8 +45,7 @@ class Prepared:
 def prepare(config: TrainConfig) -> Prepared:
     """Train (or load) the tokenizer and encode the data; both are kept in ``config.cache_folder``.
 
-    Raises:
-        ValueError: a data file is missing or empty, or the pretrained model has no tokenizer to load.
+    Raises ValueError if a data file is missing or empty, or the pretrained model has no tokenizer to load.
     """
     if config.pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
@@ -58,10 +57,8 @@ def prepare(config: TrainConfig) -> Prepared:
 def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
     """A causal LM with random weights.
 
-    Args:
-        architecture: the arguments of ``AutoConfig.for_model``.
-        tokenizer: whose special tokens the model gets.
-        dtype: of the weights, ``"float32"`` or ``"bfloat16"``; drawn in float32.
+    architecture: the arguments of ``AutoConfig.for_model``. tokenizer: whose special tokens the model gets. dtype: of
+    the weights, ``"float32"`` or ``"bfloat16"``; drawn in float32.
     """
     settings = AutoConfig.for_model(
         **architecture,
@@ -83,18 +80,12 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     Unfinished work lives in ``config.work``: each phase's checkpoints, and its model once it is done. The
     output folder appears under its name only when everything in it is written.
 
-    Args:
-        config: the run.
-        resume: go on with what an interrupted run of the same configuration left in ``config.work``.
-        until: stop after the phase of this name; a later call with ``resume`` goes on.
-
-    Returns:
-        The folder of the finished model: ``config.output``, or a phase's model if ``until`` stopped it.
-
-    Raises:
-        ValueError: the output exists; unfinished work does and ``resume`` is false, or it is of another run; bad
-            data; no such phase; a model that the method cannot condense or that is too short for a phase, or a method
-            that cannot be trained.
+    resume: go on with what an interrupted run of the same configuration left in ``config.work``.
+    until: stop after the phase of this name; a later call with ``resume`` goes on.
+    Returns the folder of the finished model: ``config.output``, or a phase's model if ``until`` stopped it.
+    Raises ValueError for an output that exists; for unfinished work without ``resume``, or of another run; for bad data
+    and for no such phase; for a model that the method cannot condense or that is too short for a phase, and for a
+    method that cannot be trained.
     """
     refuse_existing(config.output, "output")
     if config.work.exists() and not resume:

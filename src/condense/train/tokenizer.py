@@ -19,13 +19,9 @@ def train_tokenizer(
     those of the whole, and a number is read digit by digit. One token, ``<|endoftext|>``, starts every
     text (it is added when special tokens are) and separates documents: bos and eos in one.
 
-    Args:
-        documents: texts to learn from.
-        vocab_size: entries, special tokens included; at least 258 (256 bytes, 2 special tokens).
-        max_positions: the length that the tokenizer warns beyond.
-
-    Raises:
-        ValueError: ``vocab_size`` is below 258.
+    documents: texts to learn from. vocab_size: entries, special tokens included; at least 258 (256 bytes, 2 special
+    tokens). max_positions: the length that the tokenizer warns beyond.
+    Raises ValueError if ``vocab_size`` is below 258.
     """
     if vocab_size < 258:
         raise ValueError(f"vocab_size: wanted at least 258 (256 bytes, 2 special tokens), got {vocab_size}")

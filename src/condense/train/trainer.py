@@ -18,9 +18,7 @@ class MixedTrainer(Trainer):
     Beside the loss it logs, separately for dense and condensed steps since the last entry, the loss and the share of
     answer tokens whose most likely prediction is right.
 
-    Args:
-        phase: the phase.
-        arguments: Trainer's own keyword arguments.
+    arguments: Trainer's own keyword arguments.
     """
 
     def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:
@@ -88,13 +86,9 @@ class MixedTrainer(Trainer):
 def weighted_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted mean of the cross entropies: ``sum(w * ce) / sum(w)``, computed in float32.
 
-    Args:
-        logits: ``[B, L, vocabulary]``, any floating dtype.
-        targets: ``[B, L]`` int64.
-        weights: ``[B, L]`` float32, not negative, not all zero.
-
-    Returns:
-        A float32 scalar.
+    logits: ``[B, L, vocabulary]``, any floating dtype. targets: ``[B, L]`` int64. weights: ``[B, L]`` float32, not
+    negative, not all zero.
+    Returns a float32 scalar.
     """
     losses = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     weights = weights.flatten()

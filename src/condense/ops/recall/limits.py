@@ -17,6 +17,8 @@ from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, WIDTHS, absence
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
 MAX_GROUPS = 2**15
+# one program holds all pairs of an open group and a slot
+MAX_PAIRS = 2**16
 # the query heads of a KV head are one tile; the loop over a group's blocks is unrolled
 MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 
@@ -82,24 +84,35 @@ def step_obstacle(
     q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, *, latent: int = 0
 ) -> str | None:
     """Why the kernels cannot run this step, None if they can; arguments as of `recall_step`."""
-    if (missing := absence(q.device)) is not None:
+    obstacle = store_obstacle(k, v, settings, latent=latent)
+    if obstacle is not None:
+        return obstacle
+    R, G, S = q.shape[1] // k.shape[1], state.entries_k.shape[2], state.held.shape[2]
+    if R > MAX_HEADS:
+        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
+    if G > MAX_GROUPS:
+        return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
+    if S * min(settings.num_recall, G) > MAX_PAIRS:
+        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {settings.num_recall} times {S}"
+    return None
+
+
+def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: int = 0) -> str | None:
+    """Why the kernels cannot run steps for keys and values like k and v, None if they can, whatever else they get."""
+    if (missing := absence(k.device)) is not None:
         return missing
-    D, Dv, R, index = k.shape[3], v.shape[3], q.shape[1] // k.shape[1], settings.index
-    if q.dtype not in DTYPES:
-        return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
+    D, Dv, index = k.shape[3], v.shape[3], settings.index
+    if k.dtype not in DTYPES:
+        return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
     if latent:
         return f"recalls keys with values of their own, got latents of {latent} columns"
     if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
     if D * index.bits % 16:
         return f"reads an index of {index.bits} bits in words of 16, got keys of width {D}"
-    if R > MAX_HEADS:
-        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
     if index.group_size > MAX_GROUP_SIZE or index.num_blocks > MAX_BLOCKS:
         return (
             f"takes groups of up to {MAX_GROUP_SIZE} tokens in up to {MAX_BLOCKS} blocks, got {index.group_size} "
             f"tokens in {index.num_blocks}"
         )
-    if state.entries_k.shape[2] > MAX_GROUPS:
-        return f"chooses from up to {MAX_GROUPS:,} groups, got room for {state.entries_k.shape[2]:,}"
     return None

@@ -9,15 +9,16 @@ A backend's ``recall_step(q, k, v, state, settings, *, scale, real) -> out`` rea
 3. the query opens the best ``num_recall`` of the ``rule.closed(n)`` closed groups, as
    `condense.ops.recall.choose_groups` does;
 4. it attends to entries of the other closed groups, to tokens of open groups, and to the tokens from position
-   ``rule.closed(n) * g`` on, as `condense.ops.recall.attend_recall` does;
+   ``rule.closed(n) * g`` on, as `condense.ops.recall.attend_recall` does; where the store has slots, `RecallState` says
+   from where tokens of open groups are read;
 5. seen becomes n.
 
 A row that is not ``real`` changes nothing and gets 0. Every decision that depends on data is a mask on the device: no
 host synchronisation and no branch, so that a step can be traced and captured. A group that closes beyond the capacity
 is dropped and never seen.
 
-Shapes: B rows, H query heads, K KV heads, G groups of capacity, g tokens per group, W slots of the rings, D and Dv
-widths.
+Shapes: B rows, H query heads, K KV heads, G groups of capacity, g tokens per group, W slots of the rings, S slots of
+the store, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -36,26 +37,35 @@ class RecallState(NamedTuple):
 
     entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
-    store_k ``[B, K, G * g, D]``, store_v ``[B, K, G * g, Dv]``: the exact tokens of closed groups, left-aligned.
+    store ``[B, K, N, D + Dv]``, N >= G * g: the exact tokens of closed groups, left-aligned, a key and its value side
+    by side, so that a group is one contiguous piece. On the device of the other buffers or in pinned host memory.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + g, or the most tokens that a row can have if that is less.
     seen int64 ``[B]`` on the device: real tokens per row.
+    slots ``[B, K, S * g, D + Dv]``: copies of groups that were open lately, for a store in host memory; S may be 0.
+    held int32 ``[B, K, S]``: the group in each slot, -1 for none. order int32 ``[B, K, S]``: all slots, the one whose
+    group was open the longest ago first. While a step opens groups, a group in a slot is read there. Of the others, in
+    rising order, each takes the first slot of ``order`` whose group is not open now, as long as there is one; then the
+    slots of open groups move to the end of ``order``, and behind them those that were taken. A row that is not real
+    leaves all as it is. All of this decides where numbers are read, never which.
     """
 
     entries_k: Tensor
     entries_v: Tensor
     codes: Tensor
     grid: Tensor
-    store_k: Tensor
-    store_v: Tensor
+    store: Tensor
     ring_k: Tensor
     ring_v: Tensor
     seen: Tensor
+    slots: Tensor
+    held: Tensor
+    order: Tensor
 
     @property
     def entries(self) -> tuple[Tensor, ...]:
         """All that is kept of groups, in the order in which `condense.Recall.represent` makes it."""
-        return self[:6]
+        return self[:5]
 
     @property
     def ring_q(self) -> Tensor:

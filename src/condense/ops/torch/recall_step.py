@@ -9,6 +9,7 @@ Shapes as in `condense.ops.recall.state`.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.recall.choice import choose_groups, chosen_groups, index_scores
@@ -50,15 +51,12 @@ def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: 
     """Entry, index and store of the group that the newest token closes, if it closes one."""
     g, group = settings.rule.chunk, settings.rule.closed(t)
     closes = (settings.rule.closed(seen) > group) & (group < state.entries_k.shape[2])
-    for ring, entries, store in (
-        (state.ring_k, state.entries_k, state.store_k),
-        (state.ring_v, state.entries_v, state.store_v),
-    ):
-        tokens = _read(ring, group * g, g)
-        mean = tokens.mean(2, keepdim=True, dtype=torch.promote_types(ring.dtype, torch.float32))
-        _write(entries, group, mean.to(ring.dtype), closes)
-        _write(store, group * g, tokens, closes)
-    index = build_index(_read(state.ring_k, group * g, g)[:, :, None], settings.index)
+    k, v = (_read(ring, group * g, g) for ring in (state.ring_k, state.ring_v))
+    for tokens, entries in ((k, state.entries_k), (v, state.entries_v)):
+        mean = tokens.mean(2, keepdim=True, dtype=torch.promote_types(tokens.dtype, torch.float32))
+        _write(entries, group, mean.to(tokens.dtype), closes)
+    _write(state.store, group * g, torch.cat([k, v], dim=3), closes)
+    index = build_index(k[:, :, None], settings.index)
     _write(state.codes, group, index.codes, closes)
     if state.grid.shape[3] > 0:
         _write(state.grid, group, index.grid, closes)
@@ -73,14 +71,13 @@ def _attend(
     scale: float,
     latent: int,
 ) -> Tensor:
-    K, G, W, g = state.ring_k.shape[1], state.entries_k.shape[2], state.ring_k.shape[2], settings.rule.chunk
+    (_, K, G, D), W, g = state.entries_k.shape, state.ring_k.shape[2], settings.rule.chunk
     all_closed = settings.rule.closed(seen)
     closed = all_closed.clamp(max=G)
     scores = index_scores(q, state.group_index, settings.index, scale)
     chosen = choose_groups(scores, closed[:, None, None], settings.num_recall, K)
     groups = chosen_groups(chosen, settings.num_recall)[:, :, 0]
-    token = (groups.clamp(max=max(G - 1, 0))[..., None] * g + torch.arange(g, device=q.device)).flatten(2)[..., None]
-    opened = [x.gather(2, token.expand(-1, -1, -1, x.shape[3])) for x in (state.store_k, state.store_v)]
+    opened = _open_groups(state, groups, (groups < G) & alive[:, None, None], g)
     last = (seen - 1)[:, None]
     # the newest position stored in each slot; negative: the slot is empty
     position = last - (last - torch.arange(W, device=q.device)) % W
@@ -90,14 +87,64 @@ def _attend(
         :, :, None
     ]
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
-    keys = torch.cat([state.entries_k, opened[0], state.ring_k], dim=2)
+    keys = torch.cat([state.entries_k, opened[..., :D], state.ring_k], dim=2)
     bias = torch.full((1, 1, G), settings.bias, dtype=torch.float64, device=q.device) if settings.bias != 0.0 else None
     return attend_block(
         q,
         keys,
-        keys[..., :latent] if latent else torch.cat([state.entries_v, opened[1], state.ring_v], dim=2),
+        keys[..., :latent] if latent else torch.cat([state.entries_v, opened[..., D:], state.ring_v], dim=2),
         sees | empty,
         empty,
         bias,
         scale=scale,
     )[0]
+
+
+def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
+    """Tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, D + Dv]``, with anything for the others.
+
+    Groups that stand in a slot come from there; of the others, as many as there is room for are put into slots.
+    """
+    slots, S = state.slots, state.held.shape[2]
+    stored = _tokens(state.store, groups.clamp(max=max(state.entries_k.shape[2] - 1, 0)), g)
+    if S == 0 or groups.shape[2] == 0:
+        return stored
+    slot, is_new = _take_slots(state, groups, is_open)
+    in_slot = ((slot >= 0) & ~is_new).repeat_interleave(g, 2)[..., None]
+    opened = torch.where(in_slot, _tokens(slots, slot.clamp(min=0), g), stored)
+    # groups without a slot are written behind the last slot, into columns that are dropped
+    column = _columns(torch.where(slot >= 0, slot, S), g).expand_as(opened)
+    slots.copy_(F.pad(slots, (0, 0, 0, g)).scatter(2, column, opened)[:, :, :-g])
+    return opened
+
+
+def _take_slots(state: RecallState, groups: Tensor, is_open: Tensor) -> tuple[Tensor, Tensor]:
+    """The slot of each of ``groups`` ``[B, K, r]``, -1 for none, and whether it takes it now; ``held``, ``order``
+    change.
+    """
+    held, order = state.held.long(), state.order.long()
+    found = (groups[..., None] == held[:, :, None]) & is_open[..., None]
+    has_slot = found.any(3)
+    # from here on, slots in the order in which they are given away
+    is_used = found.any(2).gather(2, order)
+    is_missing = is_open & ~has_slot
+    is_taken = ~is_used & ((~is_used).cumsum(2) <= is_missing.sum(2, keepdim=True))
+    takes = is_missing[..., None] & is_taken[:, :, None]
+    takes &= is_missing.cumsum(2)[..., None] == is_taken.cumsum(2)[:, :, None]
+    is_new = takes.any(3)
+    slot = torch.where(is_new, order.gather(2, takes.int().argmax(3)), -1)
+    slot = torch.where(has_slot, found.int().argmax(3), slot)
+    now = torch.where(is_taken, groups.gather(2, takes.int().argmax(2)), held.gather(2, order))
+    state.held.copy_(held.scatter(2, order, now))
+    state.order.copy_(order.gather(2, (is_used.int() + 2 * is_taken.int()).argsort(dim=2, stable=True)))
+    return slot, is_new
+
+
+def _columns(pieces: Tensor, g: int) -> Tensor:
+    """The columns of pieces of g columns, ``[B, K, r * g, 1]``."""
+    return (pieces[..., None] * g + torch.arange(g, device=pieces.device)).flatten(2)[..., None]
+
+
+def _tokens(x: Tensor, pieces: Tensor, g: int) -> Tensor:
+    """Pieces of g columns of x ``[B, K, N, width]``, ``[B, K, r * g, width]``."""
+    return x.gather(2, _columns(pieces, g).expand(-1, -1, -1, x.shape[3]))

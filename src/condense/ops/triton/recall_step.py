@@ -1,4 +1,4 @@
-"""One decode step of Recall in Triton: five kernels, no wait for the host, no atomics.
+"""One decode step of Recall in Triton: six kernels, no wait for the host, no atomics.
 
 Shapes as in `condense.ops.recall.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.index import IndexSettings
-from condense.ops.recall.limits import MAX_GROUPS, step_obstacle
+from condense.ops.recall.limits import step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.spans import UniformRule
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
@@ -21,13 +21,16 @@ from condense.ops.triton.recall_step_kernels import (
     recall_attend_kernel,
     recall_choose_kernel,
     recall_close_kernel,
+    recall_rank_kernel,
     recall_score_kernel,
 )
 from condense.ops.triton.step_kernels import step_join_kernel
 
-_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
-_attend, _join = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
+_close, _score, _rank = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_rank_kernel))
+_choose, _attend, _join = (Launcher(x) for x in (recall_choose_kernel, recall_attend_kernel, step_join_kernel))
 _MIN_TILE = 32
+# groups that one program ranks
+_MOST_RANKED = 512
 
 
 def recall_step(
@@ -63,7 +66,7 @@ def recall_step(
 def _check(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, real: Tensor | None) -> None:
     (B, K, G, _), g, D, Dv = state.entries_k.shape, settings.rule.chunk, k.shape[3], v.shape[3]
     num_codes, num_grid = settings.index.widths(D)
-    W, codes = state.ring_k.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
+    W, S, codes = state.ring_k.shape[2], state.held.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
     for name, x, shape, dtype in (
         ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
         ("k", k, (B, K, 1, D), q.dtype),
@@ -72,13 +75,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: Recall
         ("entries_v", state.entries_v, (B, K, G, Dv), q.dtype),
         ("codes", state.codes, (B, K, G, num_codes), codes),
         ("grid", state.grid, (B, K, G, num_grid), torch.float32),
-        ("store_k", state.store_k, (B, K, G * g, D), q.dtype),
-        ("store_v", state.store_v, (B, K, G * g, Dv), q.dtype),
+        ("store", state.store, (B, K, max(G * g, state.store.shape[2]), D + Dv), q.dtype),
         ("ring_k", state.ring_k, (B, K, W, D), q.dtype),
         ("ring_v", state.ring_v, (B, K, W, Dv), q.dtype),
         ("seen", state.seen, (B,), torch.int64),
+        ("slots", state.slots, (B, K, S * g, D + Dv), q.dtype),
+        ("held", state.held, (B, K, S), torch.int32),
+        ("order", state.order, (B, K, S), torch.int32),
     ):
-        if x.shape != shape or x.dtype != dtype or x.device != q.device:
+        is_pinned = x is state.store and x.device.type == "cpu" and x.is_pinned()
+        if x.shape != shape or x.dtype != dtype or not (x.device == q.device or is_pinned):
             raise ValueError(f"{name} must be {shape} in {dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype}")
     for name, x in zip(state._fields, state, strict=True):
         if not x.is_contiguous():
@@ -97,23 +103,22 @@ class _Tiles(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend, warps of the one that chooses; ``early``: kernels are launched before
-    the one ahead of them has ended (programmatic dependent launch).
+    """Tiles of the kernels that score and attend; ``early``: kernels are launched before the one ahead of them has
+    ended (programmatic dependent launch).
     """
 
     score: _Tiles
     attend: _Tiles
-    choose_warps: int
     early: bool
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
     if device.type != "cuda":  # the interpreter
-        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 4, False)
+        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), False)
     early = gpu_of(device).capability >= (9, 0)
     if dtype == torch.float32 or width > 128:
-        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 16, early)
-    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), 16, early)
+        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), early)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), early)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -122,20 +127,30 @@ def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: 
     return max(1, min(wanted, tiles_of_keys))
 
 
+def _ranked(G: int, r: int) -> tuple[int, int, int]:
+    """Groups that one program ranks, how many of them it passes on, and how many programs do so for a KV head."""
+    BG = min(_MOST_RANKED, power_of_2(max(G, 1)))
+    return BG, max(1, min(r, BG)), cdiv(max(G, 1), BG)
+
+
 def _padded(width: int) -> int:
     """Columns of the tile that holds a width."""
     return max(_MIN_TILE, power_of_2(width))
 
 
 class _Scratch(NamedTuple):
-    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, groups int32 ``[B, K, r]``, offset
-    ``[B, K, G]``, part ``[B, H, S1, Dv]`` and lse ``[B, H, S1]``; float32 but for one.
+    """score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, key and candidate int32 ``[B, K, N]``,
+    groups and place int32 ``[B, K, r]``, offset ``[B, K, G]``, part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``; float32 the
+    others.
     """
 
     score: Tensor
     top: Tensor
     total: Tensor
+    key: Tensor
+    candidate: Tensor
     groups: Tensor
+    place: Tensor
     offset: Tensor
     part: Tensor
     lse: Tensor
@@ -143,13 +158,15 @@ class _Scratch(NamedTuple):
 
 def _scratch(q: Tensor, K: int, G: int, r: int, splits: tuple[int, int], Dv: int) -> _Scratch:
     B, H = q.shape[:2]
-    S0, S1 = splits
+    (S0, S1), (_, C, tiles) = splits, _ranked(G, r)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
     return _Scratch(
-        empty(B, H, power_of_2(max(G, 1))), empty(B, H, S0), empty(B, H, S0), empty(B, K, r, dtype=torch.int32),
+        empty(B, H, power_of_2(max(G, 1))), empty(B, H, S0), empty(B, H, S0),
+        empty(B, K, tiles * C, dtype=torch.int32), empty(B, K, tiles * C, dtype=torch.int32),
+        empty(B, K, r, dtype=torch.int32), empty(B, K, r, dtype=torch.int32),
         empty(B, K, G), empty(B, H, S1, Dv), empty(B, H, S1),
     )  # fmt: skip
 
@@ -160,6 +177,7 @@ class _Plan(NamedTuple):
     splits: tuple[int, int]
     close: tuple[Any, ...]
     score: tuple[Any, ...]
+    rank: tuple[Any, ...]
     choose: tuple[Any, ...]
     attend: tuple[Any, ...]
     join: tuple[Any, ...]
@@ -171,22 +189,24 @@ def _plan(
     dtype: torch.dtype,
     heads: tuple[int, int, int],
     widths: tuple[int, int],
-    sizes: tuple[int, int],
+    sizes: tuple[int, int, int, int],
     settings: RecallSettings,
     scale: float,
     has_real: bool,
 ) -> _Plan:
-    """heads: B, H, K; widths: D, Dv; sizes: G, W."""
-    (B, H, K), (D, Dv), (G, W) = heads, widths, sizes
+    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots."""
+    (B, H, K), (D, Dv), (G, W, N, S) = heads, widths, sizes
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
-    of_score, of_attend, choose_warps, early = _table(device, dtype, max(D, Dv))
+    of_score, of_attend, early = _table(device, dtype, max(D, Dv))
     BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
     # tile columns for a row of the index: PB where it is written (bytes if quantised), PC where it is read (16-bit
     # words)
     PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
     r, GROUPS = min(settings.num_recall, G), power_of_2(max(G, 1))
+    BG, C, tiles = _ranked(G, r)
+    RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
     S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
@@ -195,7 +215,7 @@ def _plan(
     return _Plan(
         (S0, S1),
         (
-            (B * K, 3, 1), (K, G, W, window),
+            (B * K, 3, 1), (K, G, W, N, window),
             (g, m, power_of_2(index.size), D, P, Dv, PV, PB, bounds, index.bits, has_real, early), {},
         ),
         (
@@ -205,13 +225,17 @@ def _plan(
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (B * K, 1, 1), (K, R, G, S0, window, r, settings.bias * LOG2E),
-            (g, GROUPS, power_of_2(S0), min(4, power_of_2(R), max(1, MAX_GROUPS // GROUPS)), has_real, early),
-            {"num_warps": choose_warps if G > 2048 else 4, **chained},
+            (tiles, B * K, 1), (K, R, G, S0, window, settings.bias * LOG2E),
+            (g, GROUPS, BG, C, power_of_2(C), power_of_2(S0), min(4, power_of_2(R)), has_real, early), chained,
         ),
         (
-            (S1, B * K, 1), (K, R, G, W, window, r, scale * LOG2E),
-            (g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, early),
+            (B * K, 1, 1), (K, G, window, r),
+            (g, tiles * C, power_of_2(tiles * C), S, power_of_2(max(S, 1)), RP, has_real, early),
+            {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
+        ),
+        (
+            (S1, B * K, 1), (K, R, G, W, N, window, r, scale * LOG2E),
+            (S, g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
         ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
@@ -226,11 +250,13 @@ def _step(
     entries_v: Tensor,
     codes: Tensor,
     grid: Tensor,
-    store_k: Tensor,
-    store_v: Tensor,
+    store: Tensor,
     ring_k: Tensor,
     ring_v: Tensor,
     seen: Tensor,
+    slots: Tensor,
+    held: Tensor,
+    order: Tensor,
     real: Tensor | None,
     group_size: int,
     window: int,
@@ -242,27 +268,30 @@ def _step(
     pool: bool,
     scale: float,
 ) -> Tensor:
-    mutated = (entries_k, entries_v, codes, grid, store_k, store_v, ring_k, ring_v, seen)
+    taken = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen)
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
-        torch.autograd.graph.increment_version(mutated)
+        torch.autograd.graph.increment_version((*taken, slots, held, order))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    (B, H, _, D), (_, K, G, Dv), device = q.shape, entries_v.shape, q.device
+    (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
     of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
     settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
-    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), (G, ring_k.shape[2]), settings, scale, real is not None)
+    sizes = (G, ring_k.shape[2], store.shape[2], S)
+    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, scale, real is not None)
     scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
-    score, top, total, groups, offset, part, lse = scratch
+    score, top, total, key, candidate, groups, place, offset, part, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real.contiguous()
     # kernels start on the current device, which may not be that of the tensors in a model spread over several
     with torch.cuda.device_of(q):
-        _launch(_close, plan.close, (k, v, *mutated, counts), (*k.stride()[:2], *v.stride()[:2]))
+        _launch(_close, plan.close, (k, v, *taken, counts), (*k.stride()[:2], *v.stride()[:2]))
         if G > 0:
             words = codes if index_bits == 16 else codes.view(torch.int16)
             _launch(_score, plan.score, (q, words, grid, seen, counts, score, top, total), q.stride()[:2])
-            _launch(_choose, plan.choose, (score, top, total, seen, counts, groups, offset), ())
-        keys = (entries_k, entries_v, store_k, store_v, ring_k, ring_v)
-        _launch(_attend, plan.attend, (q, *keys, groups, offset, seen, counts, part, lse), q.stride()[:2])
+            _launch(_rank, plan.rank, (score, top, total, seen, counts, key, candidate, offset), ())
+            chosen = (key, candidate, held, order, seen, counts, groups, place, offset)
+            _launch(_choose, plan.choose, chosen, ())
+        keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
+        _launch(_attend, plan.attend, (q, *keys, groups, place, offset, seen, counts, part, lse), q.stride()[:2])
         _launch(_join, plan.join, (part, lse, out, seen, counts), (seen.stride(0), counts.stride(0)))
     return out
 

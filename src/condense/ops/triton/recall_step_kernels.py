@@ -1,4 +1,4 @@
-"""Kernels of one decode step of Recall: close a group, score the index, choose groups, attend over the open ones.
+"""Kernels of one decode step of Recall: close a group, score the index, rank the groups, choose, attend.
 
 `step_join_kernel` joins the splits at the end. Each kernel waits for the one before it and reads its results. No
 atomics.
@@ -130,7 +130,7 @@ def _put_index(
 @triton.jit
 def _take_token(
     new_ptr, entries_ptr, store_ptr, ring_ptr, t, W, closes, group,
-    g: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    g: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to the ring and, if it closes a group, the group's mean to the entries and its tokens to the
     store.
@@ -141,7 +141,7 @@ def _take_token(
         for start in range(0, g, u):
             x = _tokens(ring_ptr, new_ptr, group * g + start + i, t, W, i < u, 0, D, P)
             there = (i < u)[:, None] & (d < D)[None, :]
-            at = (group * g + start + i).to(tl.int64)[:, None] * D + d[None, :]
+            at = (group * g + start + i).to(tl.int64)[:, None] * WIDTH + d[None, :]
             tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=there)
             total += tl.sum(tl.where(there, x, 0.0), 0)
         mean = tl.div_rn(total, tl.zeros_like(total) + g)
@@ -152,8 +152,8 @@ def _take_token(
 
 @triton.jit
 def recall_close_kernel(
-    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr,
-    seen_ptr, real_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, window,
+    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_ptr, ring_k_ptr, ring_v_ptr, seen_ptr,
+    real_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, window,
     g: tl.constexpr, m: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr,
     PV: tl.constexpr, PC: tl.constexpr, BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -164,19 +164,20 @@ def recall_close_kernel(
     head = tl.program_id(0).to(tl.int64)
     b, kvh = head // K, head % K
     u: tl.constexpr = g // m
+    WIDTH: tl.constexpr = D + DV
     t, live, closed, _ = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     group = closed - 1
     closes = live & (t + 1 - window == closed * g) & (closed > 0) & (closed <= G)
     k_ptr += b * s_kb + kvh * s_kh
     if live & (tl.program_id(1) == 0):
         _take_token(
-            k_ptr, entries_k_ptr + head * G * D, store_k_ptr + head * G * g * D, ring_k_ptr + head * W * D,
-            t, W, closes, group, g, u, UP, D, P,
+            k_ptr, entries_k_ptr + head * G * D, store_ptr + head * N * WIDTH, ring_k_ptr + head * W * D,
+            t, W, closes, group, g, u, UP, D, P, WIDTH,
         )  # fmt: skip
     if live & (tl.program_id(1) == 1):
         _take_token(
-            v_ptr + b * s_vb + kvh * s_vh, entries_v_ptr + head * G * DV, store_v_ptr + head * G * g * DV,
-            ring_v_ptr + head * W * DV, t, W, closes, group, g, u, UP, DV, PV,
+            v_ptr + b * s_vb + kvh * s_vh, entries_v_ptr + head * G * DV, store_ptr + head * N * WIDTH + D,
+            ring_v_ptr + head * W * DV, t, W, closes, group, g, u, UP, DV, PV, WIDTH,
         )  # fmt: skip
     if closes & (tl.program_id(1) == 2):
         F: tl.constexpr = 2 * m if BOUNDS else m
@@ -337,35 +338,57 @@ def recall_score_kernel(
 
 @triton.jit
 def _threshold(key, valid, wanted):
-    """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>), by bisection."""
+    """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>).
+
+    A search among three parts at a time: one sum counts the keys that reach each of two numbers, in 16 bits each, which
+    hold the 2 ** 15 groups that there are at most.
+    """
     lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
     hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
     while lo + 1 < hi:
-        middle = lo + (hi - lo) // 2
-        reach = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0)
-        lo = tl.where(reach >= wanted, middle, lo)
+        third = tl.maximum((hi - lo) // 3, 1)
+        a, b = lo + third, lo + 2 * third
+        reach = tl.sum((key >= a.to(tl.int32)).to(tl.int32) + ((key >= b.to(tl.int32)).to(tl.int32) << 16), 0)
+        reach_a, reach_b = reach & 0xFFFF, (reach >> 16) & 0xFFFF
+        hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
+        lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
         # exactly ``wanted`` keys reach it: the search ends
-        hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
+        hi = tl.where((reach_a == wanted) | (reach_b == wanted), lo + 1, hi)
     return lo.to(tl.int32)
 
 
 @triton.jit
-def recall_choose_kernel(
-    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, offset_ptr, K, R, G, S, window, num_recall, bias,
-    g: tl.constexpr, GROUPS: tl.constexpr, BS: tl.constexpr, RC: tl.constexpr, HAS_REAL: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """The open groups in rising order, int32 ``[B, K, num_recall]``; and float32 ``[B, K, G]`` to add to the scores of
-    entries, ``bias`` where a closed group is not open and -inf where it is.
+def _best(key, valid, wanted):
+    """Which keys are the ``wanted`` best, ties to the first, and the place of each among these, in rising order."""
+    threshold = _threshold(key, valid, wanted)
+    better, equal = valid & (key > threshold), valid & (key == threshold)
+    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
+    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
+    before = tl.cumsum(flags, 0) - flags
+    room = wanted - tl.sum(better.to(tl.int32), 0)
+    is_best = better | (equal & ((before & 0xFFFF) < room))
+    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room)
 
-    Grid (B * K,). GROUPS: G as a power of two; RC query heads at a time.
+
+@triton.jit
+def recall_rank_kernel(
+    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, offset_ptr,
+    K, R, G, S, window, bias,
+    g: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BS: tl.constexpr,
+    RC: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The best C of every tile of BG groups, in rising order: key int32 ``[B, K, tiles, C]``, by which groups of all
+    tiles are compared, and group. Beyond the closed groups the key is the lowest int32. Also offset float32
+    ``[B, K, G]``: ``bias`` for every closed group.
+
+    Grid (tiles, B * K). CP: C as a power of two; RC query heads at a time.
     """
     _after_the_last(EARLY)
-    head = tl.program_id(0).to(tl.int64)
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
-    group, s = tl.arange(0, GROUPS), tl.arange(0, BS)
+    group, s = tile * BG + tl.arange(0, BG), tl.arange(0, BS)
     valid = group < closed
-    share = tl.full([GROUPS], float("-inf"), tl.float32)
+    share = tl.full([BG], float("-inf"), tl.float32)
     for start in range(0, R, RC):
         r = start + tl.arange(0, RC)
         row, there = head * R + r, (r < R)[:, None]
@@ -381,64 +404,95 @@ def recall_choose_kernel(
     # floats as integers in the same order: of negative ones, all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
-    wanted = tl.minimum(num_recall, closed)
-    threshold = _threshold(key, valid, wanted)
-    better, equal = valid & (key > threshold), valid & (key == threshold)
-    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
-    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
-    before = tl.cumsum(flags, 0) - flags
-    room = wanted - tl.sum(better.to(tl.int32), 0)
-    is_open = better | (equal & ((before & 0xFFFF) < room))
-    place = (before >> 16) + tl.minimum(before & 0xFFFF, room)
-    tl.store(groups_ptr + head * num_recall + place, group, mask=is_open)
-    tl.store(offset_ptr + head * G + group, tl.where(is_open, float("-inf"), bias), mask=valid)
+    wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
+    is_best, place = _best(key, valid, wanted)
+    at = (head * tl.num_programs(0) + tile) * C
+    tl.store(key_ptr + at + place, key, mask=is_best)
+    tl.store(candidate_ptr + at + place, group, mask=is_best)
+    i = tl.arange(0, CP)
+    tl.store(key_ptr + at + i, tl.full([CP], _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
+    tl.store(offset_ptr + head * G + group, tl.zeros_like(share) + bias, mask=valid)
 
 
 @triton.jit
-def _attend_keys(
-    acc, m, total, q, k_ptr, v_ptr, groups_ptr, offset_ptr, lo, hi, count, first, W, scale,
-    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BN: tl.constexpr,
-    SOURCE: tl.constexpr, PRECISION: tl.constexpr,
+def recall_choose_kernel(
+    key_ptr, candidate_ptr, held_ptr, order_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, offset_ptr,
+    K, G, window, num_recall,
+    g: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, RP: tl.constexpr,
+    HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tiles ``[lo, hi)`` of the ``count`` keys of one source.
+    """The open groups in rising order, int32 ``[B, K, num_recall]``: the best of N candidates; their offset becomes
+    -inf. With S slots also where each is read, see `_find_slots`.
 
-    SOURCE "entries": their scores get an offset each, -inf where the group is open. "store": tokens of the open groups.
-    "ring": tokens from position ``first`` on.
+    Grid (B * K,). NP, SP, RP: candidates, slots and open groups as powers of two.
     """
-    d, e = tl.arange(0, P), tl.arange(0, PV)
-    for tile in range(lo, hi):
-        i = tile * BN + tl.arange(0, BN)
-        inside = i < count
-        at = i
-        if SOURCE == "store":
-            at = tl.load(groups_ptr + i // g, mask=inside, other=0) * g + i % g
-        elif SOURCE == "ring":
-            at = (first + i) % W
-        at = at.to(tl.int64)[:, None]
-        k = tl.load(k_ptr + at * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SOURCE == "entries":
-            s += tl.load(offset_ptr + i, mask=inside, other=float("-inf"))[None, :]
-        else:
-            s = tl.where(inside[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
-        total = total * alpha + tl.sum(p, 1)
-        v = tl.load(v_ptr + at * DV + e[None, :], mask=inside[:, None] & (e < DV)[None, :], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-    return acc, m, total
+    _after_the_last(EARLY)
+    head = tl.program_id(0).to(tl.int64)
+    _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    n = tl.arange(0, NP)
+    key = tl.load(key_ptr + head * N + n, mask=n < N, other=_INT_MIN)
+    valid = key > _INT_MIN
+    candidate = tl.load(candidate_ptr + head * N + n, mask=valid, other=0)
+    wanted = tl.minimum(num_recall, closed)
+    is_open, place = _best(key, valid, wanted)
+    groups_ptr += head * num_recall
+    tl.store(groups_ptr + place, candidate, mask=is_open)
+    tl.store(offset_ptr + head * G + candidate, tl.full([NP], float("-inf"), tl.float32), mask=is_open)
+    if S > 0:
+        # all threads of the program read what the others stored
+        tl.debug_barrier()
+        place_ptr += head * num_recall
+        _find_slots(groups_ptr, held_ptr + head * S, order_ptr + head * S, place_ptr, wanted, S, SP, RP)
+
+
+@triton.jit
+def _find_slots(
+    groups_ptr, held_ptr, order_ptr, place_ptr, num_open, S: tl.constexpr, SP: tl.constexpr, RP: tl.constexpr
+):
+    """Where each open group is read, int32: -1 in the store, ``2 * slot`` in a slot, ``2 * slot + 1`` in the store, to
+    be put into that slot. ``held`` and ``order`` change as `RecallState` says.
+    """
+    s, i = tl.arange(0, SP), tl.arange(0, RP)
+    is_slot, is_open = s < S, i < num_open
+    slot = tl.load(order_ptr + s, mask=is_slot, other=0)
+    held = tl.load(held_ptr + slot, mask=is_slot, other=-1)
+    group = tl.load(groups_ptr + i, mask=is_open, other=-2)
+    found = group[:, None] == held[None, :]
+    is_used, has_slot = tl.max(found.to(tl.int32), 0), tl.max(found.to(tl.int32), 1)
+    is_free = tl.where(is_slot, 1 - is_used, 0)
+    is_missing = tl.where(is_open, 1 - has_slot, 0)
+    num_free, num_missing = tl.sum(is_free, 0), tl.sum(is_missing, 0)
+    num_taken = tl.minimum(num_free, num_missing)
+    # the n-th missing group takes the n-th free slot
+    free_rank = tl.cumsum(is_free, 0) - is_free
+    missing_rank = tl.where(is_missing > 0, tl.cumsum(is_missing, 0) - is_missing, num_taken)
+    is_taken = (is_free > 0) & (free_rank < num_taken)
+    takes = (missing_rank[:, None] == free_rank[None, :]) & is_taken[None, :]
+    where = tl.where(found, 2 * slot[None, :], tl.where(takes, 2 * slot[None, :] + 1, -1))
+    now = tl.max(tl.where(takes, group[:, None], -1), 0)
+    used_rank, num_left = tl.cumsum(is_used, 0) - is_used, num_free - num_taken
+    behind = tl.where(is_used > 0, num_left + used_rank, free_rank - num_taken)
+    behind = tl.where(is_taken, num_left + tl.sum(is_used, 0) + free_rank, behind)
+    # all threads have read `order` and `held` before any writes them
+    tl.debug_barrier()
+    tl.store(place_ptr + i, tl.max(where, 1), mask=is_open)
+    tl.store(held_ptr + slot, now, mask=is_taken)
+    tl.store(order_ptr + behind, slot, mask=is_slot)
 
 
 @triton.jit
 def recall_attend_kernel(
-    q_ptr, entries_k_ptr, entries_v_ptr, store_k_ptr, store_v_ptr, ring_k_ptr, ring_v_ptr, groups_ptr, offset_ptr,
-    seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, window, num_recall, scale,
-    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, BR: tl.constexpr,
-    BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
+    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, scale,
+    SLOTS: tl.constexpr, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
+    BR: tl.constexpr, BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K)."""
+    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K).
+
+    The tiles of all sources are counted through: first entries, whose scores get an offset each (-inf where the group
+    is open), then tokens of open groups, then the ring's tokens of groups that are not closed.
+    """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
     t, live, all_closed, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
@@ -449,30 +503,54 @@ def recall_attend_kernel(
     entry_tiles, store_tiles = tl.cdiv(entries, BN), tl.cdiv(opened, BN)
     before_ring = entry_tiles + store_tiles
     tiles = before_ring + tl.cdiv(tokens, BN)
-    lo, hi = tiles * split // S, tiles * (split + 1) // S
 
+    d, e = tl.arange(0, P), tl.arange(0, PV)
+    WIDTH: tl.constexpr = D + DV
     q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
     _after_the_last(EARLY)
     groups_ptr += head * num_recall
+    place_ptr += head * num_recall
     offset_ptr += head * G
+    entries_k_ptr += head * G * D
+    entries_v_ptr += head * G * DV
+    store_ptr += head * N * WIDTH
+    slots_ptr += head * SLOTS * g * WIDTH
+    ring_k_ptr += head * W * D
+    ring_v_ptr += head * W * DV
     acc = tl.zeros([BR, PV], tl.float32)
     m = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
-    acc, m, total = _attend_keys(
-        acc, m, total, q, entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, groups_ptr, offset_ptr,
-        lo, tl.minimum(hi, entry_tiles), entries, 0, W, scale, g, D, P, DV, PV, BN, "entries", PRECISION,
-    )  # fmt: skip
-    acc, m, total = _attend_keys(
-        acc, m, total, q, store_k_ptr + head * G * g * D, store_v_ptr + head * G * g * DV, groups_ptr, offset_ptr,
-        tl.maximum(lo - entry_tiles, 0), tl.minimum(hi, before_ring) - entry_tiles, opened, 0, W, scale,
-        g, D, P, DV, PV, BN, "store", PRECISION,
-    )  # fmt: skip
-    acc, m, total = _attend_keys(
-        acc, m, total, q, ring_k_ptr + head * W * D, ring_v_ptr + head * W * DV, groups_ptr, offset_ptr,
-        tl.maximum(lo - before_ring, 0), hi - before_ring, tokens, first, W, scale,
-        g, D, P, DV, PV, BN, "ring", PRECISION,
-    )  # fmt: skip
-    r, e = tl.arange(0, BR), tl.arange(0, PV)
+    for tile in range(tiles * split // S, tiles * (split + 1) // S):
+        is_entry, is_ring = tile < entry_tiles, tile >= before_ring
+        skipped = tl.where(is_ring, before_ring, tl.where(is_entry, 0, entry_tiles))
+        i = (tile - skipped) * BN + tl.arange(0, BN)
+        inside = i < tl.where(is_ring, tokens, tl.where(is_entry, entries, opened))
+        is_open = inside & (tile >= entry_tiles) & (tile < before_ring)
+        offset = tl.load(offset_ptr + i, mask=inside & is_entry, other=0.0)
+        group = tl.load(groups_ptr + i // g, mask=is_open, other=0)
+        stored = store_ptr + (group * g + i % g).to(tl.int64) * WIDTH
+        if SLOTS > 0:
+            place = tl.load(place_ptr + i // g, mask=is_open, other=-1)
+            in_slot = slots_ptr + ((place >> 1) * g + i % g).to(tl.int64) * WIDTH
+            stored = tl.where((place >= 0) & (place % 2 == 0), in_slot, stored)
+            moves = ((place >= 0) & (place % 2 == 1))[:, None]
+        at = tl.where(is_ring, (first + i) % W, i).to(tl.int64)
+        k_at = tl.where(is_ring, ring_k_ptr + at * D, tl.where(is_entry, entries_k_ptr + at * D, stored))
+        v_at = tl.where(is_ring, ring_v_ptr + at * DV, tl.where(is_entry, entries_v_ptr + at * DV, stored + D))
+        k = tl.load(k_at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_at[:, None] + e[None, :], mask=inside[:, None] & (e < DV)[None, :], other=0.0)
+        if SLOTS > 0:
+            tl.store(in_slot[:, None] + d[None, :], k, mask=moves & (d < D)[None, :])
+            tl.store(in_slot[:, None] + D + e[None, :], v, mask=moves & (e < DV)[None, :])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.where(inside[None, :], s + offset[None, :], float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
+        total = total * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    r = tl.arange(0, BR)
     some = total > 0
     total = tl.where(some, total, 1.0)
     at = (head * R + r) * S + split

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # stands for "no limit": positions are int32
 _NEVER = 2**31 - 1
 _step_kernel, _join_kernel = Launcher(step_kernel), Launcher(step_join_kernel)
-# up to this many numbers, the parts of a KV head are joined by the last program to finish; beyond, by a second kernel
+# up to this many numbers, the parts of a KV head are joined by the last program to finish; beyond, by a second kernel,
+# as for few KV heads, where the last program of each would leave most multiprocessors without work
 _MOST_JOINED = 2**16
 # numbers that a joining program holds in registers
 _JOINED_AT_ONCE = 2**13
@@ -108,11 +109,8 @@ class _Tiles(NamedTuple):
     waves: int
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, few: bool) -> _Tiles:
-    """Tiles by dtype and the wider of keys and values; neither length nor capacity matters.
-
-    few: so few KV heads in all rows that there are 16 multiprocessors for each.
-    """
+def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int) -> _Tiles:
+    """Tiles by dtype and the wider of keys and values; neither length nor capacity matters."""
     if device.type != "cuda":  # the interpreter
         return _Tiles(64, 16, 4, 1, 1)
     if dtype == torch.float32:  # no tensor cores, and whole rows in registers: more warps, smaller tiles
@@ -121,7 +119,7 @@ def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, fe
         return _Tiles(32 if latent > 256 else 64, 32, 4, 3, 1)
     if width > 128:
         return _Tiles(64, 32, 4, 3, 2)
-    return _Tiles(64, 64, 4, 5, 1) if few else _Tiles(64, 64, 4, 3, 2)
+    return _Tiles(64, 64, 4, 3, 2)
 
 
 def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Tiles) -> int:
@@ -171,14 +169,14 @@ def _launch(
     check_programs(sizes.B * sizes.K)
     settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
     gpu = gpu_of(device) if device.type == "cuda" else None
-    few = gpu is not None and gpu.multiprocessors >= 16 * B * K
-    R, tiles, rule = H // K, _tiles(device, dtype, max(D, Dv), latent, few), settings.rule
+    few = gpu is not None and gpu.multiprocessors >= 16 * B * K  # KV heads
+    R, tiles, rule = H // K, _tiles(device, dtype, max(D, Dv), latent), settings.rule
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
     S = _num_splits(device, row_tiles * B * K, M + W, tiles)
-    joins = row_tiles == 1 and R * S * Dv <= _MOST_JOINED
-    # with one kernel, the next kernel may be launched early only if this one leaves most of the device free
-    early = gpu is not None and gpu.capability >= (9, 0) and (few or not joins)
+    joins = row_tiles == 1 and not few and R * S * Dv <= _MOST_JOINED
+    # the join may start up while the last splits run; one kernel leaves no multiprocessor free for the next step's
+    early = gpu is not None and gpu.capability >= (9, 0) and not joins
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
     (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
     kind = Kind(
@@ -206,7 +204,7 @@ def _launch(
         (K, R, M, W, Q, settings.num_summary, rule.chunk, window, max_chunks, settings.summary_delay,
          weight_scale, scale * LOG2E, settings.bias * LOG2E),
         kind,
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **(starts_early if joins else {})},
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
         None if joins else (B * H, cdiv(Dv, BC), 1),
         (Dv, BC, 64, has_real, early),
         starts_early,

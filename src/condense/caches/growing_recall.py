@@ -1,0 +1,126 @@
+"""Recall's growing cache layer: its past always stands in buffers with spare room, so that a group that closes is
+written and nothing else is copied.
+
+Single tokens are read by `condense.ops.recall.recall_step`, several by `condense.functional.extend`; both write to the
+same buffers. Shapes as in `condense.ops.recall.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from condense.caches.buffers import Buffers, empty_recall_buffers, write_state
+from condense.caches.growing import CondensedLayer
+from condense.caches.ring import RingState, longer
+from condense.caches.token_store import (
+    PinnedCopies,
+    check_store,
+    finish_writes,
+    is_in_host_memory,
+    longer_store,
+    refuse_reorder,
+    with_pinned_store,
+)
+from condense.methods import Method, Recall
+from condense.ops.recall import RecallState, recall_step
+from condense.ops.tensors.per_row import PerRow
+from condense.state import LayerState
+
+
+class RecallRing(PinnedCopies, RingState):
+    """The buffers of one layer, a `RecallState`, which are copied to longer ones when their room is used up.
+
+    A store in host memory doubles, since PyTorch takes pinned memory in powers of two; all else grows by 1/32.
+    """
+
+    buffers: RecallState
+    method: Recall
+
+    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
+        return empty_recall_buffers(self.method, k, v, M, W, self._store_slots(M))
+
+    def write(self, before: LayerState, after: LayerState) -> None:
+        """Take over the state ``after``, which `condense.functional.extend` made of the state ``before`` of these."""
+        self._make_room(after.seen)
+        write_state(self.method, self.buffers, before, after)
+        self._before, self._taken, self.num_window = after.seen, 0, after.window_k.shape[2]
+        self._steps_left = self._count_steps()
+
+    def crop(self, count: int) -> None:
+        """As `RingState.crop`. Slots are emptied: groups that close again may be others."""
+        super().crop(count)
+        self.buffers = self.buffers._replace(held=torch.full_like(self.buffers.held, -1))
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> None:
+        """Apply ``change`` to all buffers and ``change_number`` to the numbers per row; a pinned store stays pinned."""
+        if is_in_host_memory(self.buffers):
+            finish_writes(self.buffers.seen.device)
+        super().map_tensors(change, change_number)
+        self.buffers = with_pinned_store(self.buffers)
+
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None) -> Tensor:
+        settings = self.method.step_settings
+        return recall_step(q, k, v, self.buffers, settings, scale=scale, real=real, latent=self.latent)
+
+    def _longer_entries(self, buffers: Buffers, slots: int) -> RecallState:
+        assert isinstance(buffers, RecallState)
+        *entries, store = buffers.entries
+        tokens = self._store_slots(slots) * self.method.group_size
+        if tokens > store.shape[2]:
+            store = longer_store(store, tokens, buffers.seen.device)
+        new = zip(buffers._fields, (*(longer(x, slots) for x in entries), store), strict=False)
+        return buffers._replace(**dict(new))
+
+    def _store_slots(self, groups: int) -> int:
+        return groups if self.method.store == "device" else 1 << (groups - 1).bit_length()
+
+
+class RecallLayer(CondensedLayer):
+    """As `CondensedLayer`, for `condense.Recall`.
+
+    Raises ValueError, nothing stored, for keys that the index cannot hold (4 bits and an odd width), and for what
+    `condense.caches.token_store.check_store` refuses; RuntimeError where the host cannot pin what a store needs.
+    """
+
+    def __init__(self, method: Recall) -> None:
+        super().__init__(method)
+        self.recall = method
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note the device, once it is clear that tokens like these can be kept."""
+        self.recall.index_settings.widths(key_states.shape[3])
+        # latents have no values of their own
+        check_store(self.recall, key_states, value_states, latent=int(value_states.shape[3] == 0))
+        super().lazy_initialization(key_states, value_states)
+
+    def _before(self) -> LayerState | None:
+        if self._ring is None:
+            return None
+        if not self._ring.is_writable:
+            self._map_tensors(torch.clone)
+        # autograd may keep what attention reads, and later tokens are written to the buffers in place
+        return self._ring.state() if torch.is_grad_enabled() else self._ring.view()
+
+    def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:
+        if before is None:
+            self._ring = RecallRing(method, self._settings, after, latent)
+        else:
+            assert isinstance(self._ring, RecallRing)
+            self._ring.write(before, after)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in the order of ``beam_idx`` (int ``[B]``). Raises ValueError for a store in host memory."""
+        refuse_reorder(self.recall)
+        super().reorder_cache(beam_idx)
+
+    def offload(self) -> None:
+        """Move the state to the CPU. Raises ValueError for a store that is there already."""
+        if self.recall.store == "host":
+            raise ValueError(
+                "offloaded caches move all layers to the CPU and back, and store='host' keeps most of them there: "
+                "leave cache_implementation unset, or use store='device'"
+            )
+        super().offload()

@@ -1,0 +1,141 @@
+"""Recall's store of exact tokens: on the device of the other buffers, or in host memory.
+
+Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. Whole prompts are written to
+it on a stream of its own, while attention of the same layer runs; `join_writes` makes later work wait for that. Beside
+tensors on the CPU, host memory is ordinary memory.
+
+Shapes: B rows, K KV heads, N tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.methods import Recall
+from condense.ops.recall import RecallState
+from condense.ops.recall.limits import store_obstacle
+
+
+def check_store(method: Recall, k: Tensor, v: Tensor, latent: int) -> None:
+    """Raise ValueError where steps cannot read a store in host memory.
+
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; latent: as of `condense.ops.recall.recall_step`.
+    """
+    if method.store == "host" and k.is_cuda:
+        obstacle = store_obstacle(k, v, method.step_settings, latent=latent)
+        if obstacle is not None:
+            raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
+
+
+def refuse_reorder(method: Recall) -> None:
+    """Raise ValueError if rows would move in host memory at every step."""
+    if method.store == "host":
+        raise ValueError(
+            "beams move the rows of a cache at every step, too much for store='host': use store='device', or decode "
+            "greedily or by sampling"
+        )
+
+
+def new_store(k: Tensor, tokens: int, width: int, *, on_host: bool) -> Tensor:
+    """Zeros ``[B, K, tokens, width]`` for k ``[B, K, L, D]``, on its device or in host memory.
+
+    Raises RuntimeError where the host cannot pin so much memory.
+    """
+    shape = (*k.shape[:2], tokens, width)
+    return _pinned_zeros(shape, k.dtype) if on_host and k.is_cuda else k.new_zeros(shape)
+
+
+def longer_store(store: Tensor, tokens: int, device: torch.device) -> Tensor:
+    """A copy of a store, whose tokens come from ``device``, with zeros up to column ``tokens``."""
+    if store.device == device:
+        return F.pad(store, (0, 0, 0, tokens - store.shape[2]))
+    finish_writes(device)
+    longer = _pinned_zeros((*store.shape[:2], tokens, store.shape[3]), store.dtype)
+    longer[:, :, : store.shape[2]].copy_(store)
+    return longer
+
+
+def _pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"store='host' wants {math.prod(shape) * dtype.itemsize:,} bytes of pinned host memory for a layer of "
+            f"{shape[2]:,} tokens, which the host does not give: use store='device', a shorter cache or fewer rows"
+        ) from error
+
+
+def write_tokens(store: Tensor, start: int, tokens: Tensor) -> None:
+    """Write ``tokens`` ``[B, K, n, width]`` to columns ``[start, start + n)`` of a store; see `join_writes`."""
+    n = tokens.shape[2]
+    if store.device == tokens.device:
+        store[:, :, start : start + n].copy_(tokens)
+        return
+    side = _side_stream(tokens.device)
+    side.wait_stream(torch.cuda.current_stream(tokens.device))
+    with torch.cuda.stream(side):
+        # one copy per row and KV head, because only their columns lie side by side in the store
+        for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
+            there[start : start + n].copy_(here, non_blocking=True)
+    tokens.record_stream(side)
+
+
+def read_tokens(store: Tensor, count: int, device: torch.device) -> Tensor:
+    """The first ``count`` columns of a store on ``device``: a view of a store there, else a copy, for one call only."""
+    if store.device == device:
+        return store[:, :, :count]
+    join_writes(device)
+    tokens = torch.empty(*store.shape[:2], count, store.shape[3], dtype=store.dtype, device=device)
+    for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
+        here.copy_(there[:count], non_blocking=True)
+    return tokens
+
+
+def join_writes(device: torch.device) -> None:
+    """Make what is given to the device's current stream from now on wait for all that `write_tokens` has begun."""
+    torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+
+def finish_writes(device: torch.device) -> None:
+    """Wait on the host until stores in its memory hold all that was given to the device so far."""
+    join_writes(device)
+    torch.cuda.current_stream(device).synchronize()
+
+
+def is_in_host_memory(buffers: RecallState) -> bool:
+    """True if the store lies in host memory and the other buffers do not."""
+    return buffers.store.device != buffers.seen.device
+
+
+def with_pinned_store(buffers: RecallState) -> RecallState:
+    """The buffers with their store in pinned memory, if it is in host memory: copies of tensors are not pinned."""
+    if not is_in_host_memory(buffers) or buffers.store.is_pinned():
+        return buffers
+    return buffers._replace(store=buffers.store.pin_memory())
+
+
+class PinnedCopies:
+    """Mixin for what has `RecallState` ``buffers``: copies, also unpickled ones, have their store in pinned memory."""
+
+    buffers: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.buffers is not None and is_in_host_memory(self.buffers):
+            finish_writes(self.buffers.seen.device)
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.buffers is not None:
+            self.buffers = with_pinned_store(self.buffers)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -1,0 +1,52 @@
+"""`condense methods`: the methods, and the settings of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from condense.config import method_class, method_names
+
+
+def methods_command(
+    name: Annotated[str | None, typer.Argument(help="A method, to see its settings. Default: list all.")] = None,
+) -> None:
+    """The methods, or one method's settings with their types and defaults."""
+    console = Console()
+    if name is None:
+        table = Table("method", "what it does", box=None)
+        for each in method_names():
+            table.add_row(each, _paragraphs(method_class(each)).partition("\n")[0])
+        console.print(table)
+        return
+    cls = method_class(name)
+    console.print(_paragraphs(cls), markup=False, highlight=False)
+    fields, types = dataclasses.fields(cls), get_type_hints(cls)
+    if not fields:
+        return
+    table = Table("setting", "values", "default", box=None)
+    for field in fields:
+        table.add_row(field.name, _values(types[field.name]), str(field.default))
+    console.print(table)
+    example = f"--method {cls.name}:{fields[0].name}={fields[0].default}"
+    console.print(f"As an option: {example}", highlight=False, markup=False)
+
+
+def _paragraphs(cls: type) -> str:
+    """The class's docstring, each paragraph on one line, without its last line, which says what is raised."""
+    text = (inspect.getdoc(cls) or "").partition("Raises ValueError")[0].replace("``", "")
+    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n")) + "\n"
+
+
+def _values(kind: Any) -> str:
+    """A setting's type in words: ``a`` or ``b`` for choices."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if get_args(kind):
+        return " or ".join(_values(part) for part in get_args(kind))
+    return "None" if kind is type(None) else str(kind.__name__)

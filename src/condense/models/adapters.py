@@ -1,0 +1,135 @@
+"""Adapters (PEFT) trained on a condensed model: their folder names the methods, and loading them condenses the base.
+
+PEFT is not imported here, which takes long: its classes are wrapped when somebody imports them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from condense.methods import methods_in, settings_of
+from condense.models.apply import apply, condensed_layers
+from condense.version import __version__
+
+logger = logging.getLogger(__name__)
+FILE = "condense.json"
+_MODULE = "peft.peft_model"
+_WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def install() -> None:
+    """Wrap what saves and loads adapters, PEFT's own classes once they are imported."""
+    PreTrainedModel.load_adapter = _wrap_load(PreTrainedModel.load_adapter)
+    if _MODULE in sys.modules:
+        _wrap(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+def write_record(folder: str | os.PathLike[str], model: nn.Module) -> None:
+    """Write the model's methods beside each adapter in a folder, if it is condensed."""
+    methods = condensed_layers(model)
+    for path in (*Path(folder).glob("adapter_config.json"), *Path(folder).glob("*/adapter_config.json")):
+        if methods:
+            record = json.dumps(settings_of(methods) | {"version": __version__}, indent=2)
+            path.with_name(FILE).write_text(record + "\n", encoding="utf-8")
+        else:
+            path.with_name(FILE).unlink(missing_ok=True)
+
+
+def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
+    """Condense a model as an adapter's folder says; without a record nothing happens.
+
+    where: what else finds the folder, as given to PEFT. Raises ValueError, model unchanged, if the model is condensed
+    in another way, or cannot be condensed.
+    """
+    if not isinstance(adapter, str | os.PathLike):
+        return
+    known = {key: where[key] for key in _WHERE if where.get(key) is not None}
+    path = cached_file(
+        adapter,
+        FILE,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        **known,
+    )
+    if path is None:
+        return
+    wanted, held = methods_in(json.loads(Path(path).read_text(encoding="utf-8"))), condensed_layers(model)
+    if held and held != wanted:
+        raise ValueError(
+            f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: call "
+            "condense.restore(model) first, or condense it in the adapter's way"
+        )
+    if not held:
+        for method in dict.fromkeys(wanted.values()):
+            apply(model, method, [i for i in wanted if wanted[i] == method])
+        logger.warning("the adapter in %s was trained with %s: so is the model condensed", adapter, _said(wanted))
+
+
+def _said(methods: dict[int, Any]) -> str:
+    return ", ".join(map(str, dict.fromkeys(methods.values())))
+
+
+def _wrap(module: ModuleType) -> None:
+    cls = module.PeftModel
+    cls.save_pretrained = _wrap_save(cls.save_pretrained)
+    cls.load_adapter = _wrap_load(cls.load_adapter)
+
+
+def _wrap_save(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, save_directory, *args, **kwargs)
+        write_record(save_directory, self)
+        return result
+
+    return save_pretrained
+
+
+def _wrap_load(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        adapter = args[0] if args else kwargs.get("model_id", kwargs.get("peft_model_id"))
+        read_record(self, adapter, kwargs | (kwargs.get("adapter_kwargs") or {}))
+        return stock(self, *args, **kwargs)
+
+    return load_adapter
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds `peft.peft_model` as ever, once, and has it wrapped when it is executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _wrap(module)
+
+            loader.exec_module = exec_module
+        return spec

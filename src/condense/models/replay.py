@@ -1,0 +1,92 @@
+"""Plain `generate` over a CUDA graph: prompts are read as ever, steps of one token are captured once and replayed.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from condense.models.families import rope_that_changes
+
+# cache sizes are multiples of this: kernels are compiled anew for sizes that 16 does not divide, and a group is 16
+# tokens by default
+_BLOCK = 256
+_ONE_FORWARD_PER_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+def replayable_cache(
+    model: PreTrainedModel, cache: Cache, generation_config: GenerationConfig, mode: GenerationMode, length: int
+) -> Cache:
+    """A static cache of ``length`` tokens in place of the growing one made by `generate`, if its steps can be replayed.
+
+    They can on one CUDA device with one forward per token (greedy or sampled), for a model that transformers can
+    compile as one graph. Otherwise, and where the caller chose a cache, its implementation, ``disable_compile`` or a
+    returned dictionary, which holds the cache, it stays as it is.
+    """
+    chosen = generation_config.cache_implementation is not None or generation_config.return_dict_in_generate
+    if type(cache) is not DynamicCache or cache.offloading or chosen or mode not in _ONE_FORWARD_PER_TOKEN:
+        return cache
+    config = model.config.get_text_config(decoder=True)
+    if not model._can_compile_fullgraph or rope_that_changes(config) is not None or torch.is_autocast_enabled("cuda"):
+        return cache
+    static = StaticCache(config=config, max_cache_len=-(-length // _BLOCK) * _BLOCK)
+    can_step = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
+    return static if can_step and can_replay(model) else cache
+
+
+def can_replay(model: PreTrainedModel) -> bool:
+    """True for a condensed model on one CUDA device and in one process, whose forward was not compiled by its user."""
+    compiled = getattr(model, "_compiled_call_impl", None) or hasattr(model.forward, "_torchdynamo_orig_callable")
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    return model.device.type == "cuda" and not compiled and not distributed and len(devices) <= 1
+
+
+class ReplayedForward:
+    """A model's forward whose steps of one token are one CUDA graph, for a single call of `generate`.
+
+    The first step runs as it is, which compiles kernels and takes workspaces; the second is captured. Steps over other
+    caches than static ones, whose addresses may change, and calls with other arguments than the step before run as they
+    are.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._known: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._output: Any = None
+
+    def __call__(self, *, past_key_values: Cache, **inputs: Any) -> Any:
+        """The model's output; that of a replayed step is overwritten by the next one."""
+        leaves, structure = tree_flatten(inputs)
+        others = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        call = (id(past_key_values), structure, others)
+        ids = inputs.get("input_ids")
+        is_step = ids is not None and ids.shape[1] == 1 and isinstance(past_key_values, StaticCache)
+        if not is_step or call != self._known:
+            self._known, self._graph = call if is_step else None, None
+            return self._model(past_key_values=past_key_values, **inputs)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if self._graph is None:
+            self._inputs = [x.clone() for x in tensors]
+            held = iter(self._inputs)
+            leaves = [next(held) if isinstance(x, Tensor) else x for x in leaves]
+            self._graph = self._capture(past_key_values, tree_unflatten(leaves, structure))
+        for own, new in zip(self._inputs, tensors, strict=True):
+            own.copy_(new)
+        self._graph.replay()
+        return self._output
+
+    def _capture(self, cache: Cache, inputs: dict[str, Any]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._model.device), torch.cuda.graph(graph):
+            self._output = self._model(past_key_values=cache, **inputs)
+        return graph

@@ -1,0 +1,59 @@
+"""How a condensed model's configuration is written, so that nothing loads it as a dense one unsaid."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from condense.methods import Method
+from condense.models.attention import IMPLEMENTATION
+from condense.version import __version__
+
+KEY = "condense"
+
+
+CARD = """---
+library_name: transformers
+---
+
+This model's attention is condensed: {methods}. Saved by `condense` {version}. To load it:
+
+```python
+import condense
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(path)
+```
+
+Programs that load models by themselves run as `condense run -m <module> ...`. Without `condense` loading fails; with an
+`attn_implementation` of their own, transformers without `condense` load it with full attention, as another model.
+"""
+
+
+def written(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
+    """What ``config.to_dict()`` returns, ``output``, made to say what runs: condensed attention or another one.
+
+    A condensed configuration is written with its methods, the version of this library and ``attn_implementation``,
+    which transformers without `condense` refuse to load. One that was set to another implementation is a stock one.
+    """
+    settings = output.pop(KEY, None)
+    if isinstance(settings, dict) and _is_condensed(config):
+        output |= {KEY: settings | {"version": __version__}, "attn_implementation": IMPLEMENTATION}
+    # the implementation of a whole model is set in its parts, too: where only a part is condensed it is named
+    parts = {key: IMPLEMENTATION for key in config.sub_configs if _is_condensed(getattr(config, key, None))}
+    return output | {"attn_implementation": parts} if parts else output
+
+
+def write_card(folder: str | os.PathLike[str], methods: dict[int, Method]) -> None:
+    """A README in a saved model's folder that says how to load it; one that is there stays."""
+    path = Path(folder) / "README.md"
+    if path.parent.is_dir() and not path.exists():
+        text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))
+        path.write_text(CARD.format(methods=text, version=__version__), encoding="utf-8")
+
+
+def _is_condensed(config: Any) -> bool:
+    return bool(getattr(config, KEY, None)) and config._attn_implementation == IMPLEMENTATION

@@ -1,0 +1,161 @@
+"""Recall by definition: loops over queries, groups and numbers; and the choice of groups over whole tensors.
+
+The loops take one row and KV head and score the keys themselves, as an index of 16 bits of float64 keys does. `choose`
+decodes any index, in float64, and also says which queries' choice is clear: where two groups' scores differ by less
+than the error of scores computed in float32, either may be opened.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, L or S queries, G groups of g tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Key(NamedTuple):
+    """Something that a query sees: its vectors, what is added to its score, and the positions that it stands for."""
+
+    k: Tensor
+    v: Tensor
+    bias: float
+    tokens: list[int]
+
+
+def score(query: Tensor, keys: Tensor, kind: str, size: int, scale: float) -> float:
+    """The index score of a group of keys ``[g, D]`` in blocks of ``size`` tokens for one query ``[D]``."""
+    blocks = [keys[i : i + size] for i in range(0, len(keys), size)]
+    if kind == "sub_means":
+        return math.log(sum(math.exp(scale * float(query @ block.mean(0))) for block in blocks))
+    bounds = [[(float(x), float(c.min()), float(c.max())) for x, c in zip(query, b.T, strict=True)] for b in blocks]
+    return max(scale * sum(max(x * low, x * high) for x, low, high in block) for block in bounds)
+
+
+def opened(method: Any, queries: Tensor, k: Tensor, closed: int, scale: float) -> list[int]:
+    """Groups that the queries ``[R, D]`` of one KV head open together, of the first ``closed``; k ``[L, D]``."""
+    if closed == 0:
+        return []
+    settings, shares = method.index_settings, []
+    groups = k[: closed * settings.group_size].unflatten(0, (closed, -1))
+    for query in queries:
+        scores = [score(query, keys, settings.kind, settings.size, scale) for keys in groups]
+        total = math.log(sum(math.exp(s) for s in scores))
+        shares.append([s - total for s in scores])
+    best = [max(of_heads) for of_heads in zip(*shares, strict=True)]
+    return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[: method.num_recall])
+
+
+def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float) -> list[Key]:
+    """What the query at position t sees; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
+    g = method.group_size
+    closed = max(0, t + 1 - method.window) // g
+    chosen = opened(method, q[:, t], k, closed, scale)
+    bias = math.log(g) if method.rep_bias == "log_size" else 0.0
+    keys = []
+    for j in range(closed):
+        tokens = list(range(j * g, (j + 1) * g))
+        if j in chosen:
+            keys += [Key(k[i], v[i], 0.0, [i]) for i in tokens]
+        elif method.unchosen == "pool":
+            keys.append(Key(k[tokens].mean(0), v[tokens].mean(0), bias, tokens))
+    return keys + [Key(k[i], v[i], 0.0, [i]) for i in range(closed * g, t + 1)]
+
+
+def row(
+    method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
+
+    prompt: as in `condense.testing.oracle.attention`; it makes no difference here.
+    """
+    outs, lses = [], []
+    for t in range(len(k)):
+        keys = seen(method, q, k, v, t, scale)
+        scores = scale * q[:, t] @ torch.stack([key.k for key in keys]).T + k.new_tensor([key.bias for key in keys])
+        outs.append(scores.softmax(-1) @ torch.stack([key.v for key in keys]))
+        lses.append(scores.logsumexp(-1))
+    return outs, lses
+
+
+def index_rows(method: Any, codes: Tensor, grid: Tensor, D: int) -> Tensor:
+    """The rows of an index (`condense.ops.recall.GroupIndex`) in float64, ``[B, K, G, F, D]``."""
+    settings = method.index_settings
+    codes = codes.unflatten(3, (settings.num_rows, -1))
+    if settings.bits == 16:
+        return codes.double()
+    if settings.bits == 4:
+        codes = torch.cat([codes % 16, codes // 16], dim=-1)
+    step, zero = grid.double()[..., None, None].unbind(3)
+    assert codes.shape[-1] == D
+    return zero + step * codes.double()
+
+
+def choose(
+    method: Any, q: Tensor, codes: Tensor, grid: Tensor, closed: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The groups that queries open by an index, bool ``[B, K, S, G]``, and where that is clear, bool ``[B, K, S]``.
+
+    q ``[B, H, S, D]``; codes and grid of G groups; closed int64 ``[B|1, 1, S]``: groups that each query may open.
+    """
+    K, G, r = codes.shape[1], codes.shape[2], method.num_recall
+    settings, rows = method.index_settings, index_rows(method, codes, grid, q.shape[3])
+    is_closed = torch.arange(G, device=q.device) < closed[..., None]
+    best = q.new_full((q.shape[0], K, q.shape[2], G), -math.inf, dtype=torch.float64)
+    largest = 0.0
+    for query in q.double().unflatten(1, (K, -1)).unbind(2):
+        if settings.kind == "bounds":
+            low, high = rows.unflatten(3, (2, -1)).unbind(3)
+            scores = scale * (_products(query.clamp(min=0), high) + _products(query.clamp(max=0), low)).amax(-1)
+        else:
+            scores = (scale * _products(query, rows)).logsumexp(-1)
+        scores = scores.masked_fill(~is_closed, -math.inf)
+        largest = max(largest, float(scores.masked_fill(~is_closed, 0.0).abs().max()))
+        best = torch.maximum(best, scores - scores.logsumexp(-1, keepdim=True))
+    best = best.masked_fill(~is_closed, -math.inf)
+    values, order = best.sort(dim=-1, descending=True, stable=True)  # ties to the lower group
+    chosen = torch.zeros_like(is_closed.expand_as(best)).scatter_(3, order[..., :r], True) & is_closed
+    if not 0 < r < G:
+        return chosen, torch.ones_like(chosen[..., 0])
+    # sums of D products in float32
+    error = 64 * torch.finfo(torch.float32).eps * largest
+    return chosen, (values[..., r - 1] - values[..., r] > error) | (closed <= r)
+
+
+def _products(query: Tensor, rows: Tensor) -> Tensor:
+    """query ``[B, K, S, D]`` and rows ``[B, K, G, m, D]`` as ``[B, K, S, G, m]``."""
+    return (query @ rows.flatten(2, 3).mT).unflatten(3, rows.shape[2:4])
+
+
+def store(kept: Sequence[Tensor], D: int) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, G * g, D]`` and values of the store, from what a context has behind codes and grid of the index."""
+    keys, values = kept
+    return keys, values
+
+
+def holds(method: Any, k: Tensor, v: Tensor, kept: tuple[Tensor, ...]) -> bool:
+    """True if what a method keeps of its closed groups, beside entries, is theirs; k and v: whole rows.
+
+    kept: codes and grid of the index, then the store, as in `condense.methods.Context.extra`. The store holds the
+    tokens themselves. Bounds lie outside of their keys, means beside theirs, by at most one step of the index' grid; of
+    16 bits, by a unit in the last place.
+    """
+    codes, grid, *tokens = kept
+    store_k, store_v = store(tokens, k.shape[3])
+    settings, L = method.index_settings, store_k.shape[2]
+    if not (torch.equal(store_k, k[:, :, :L]) and torch.equal(store_v, v[:, :, :L])):
+        return False
+    rows = index_rows(method, codes, grid, k.shape[3])
+    blocks = k[:, :, :L].double().unflatten(2, (-1, settings.num_blocks, settings.size))
+    step = torch.finfo(k.dtype).eps * blocks.abs().amax() if settings.bits == 16 else grid[..., :1, None].double()
+    slack = step * (1 + 2**-10)
+    if settings.kind == "sub_means":
+        return bool(((rows - blocks.mean(4)).abs() <= slack).all())
+    below, above = (
+        blocks.amin(4) - rows[..., : settings.num_blocks, :],
+        rows[..., settings.num_blocks :, :] - blocks.amax(4),
+    )
+    return all(bool(((x >= 0) & (x <= slack)).all()) for x in (below, above))

@@ -1,0 +1,30 @@
+"""The tables of docs/recall.md are those of the result file that the page names."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
+
+import zero_shot_page
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "recall.md"
+
+
+def test_the_page_is_as_the_results_fill_it(tmp_path):
+    results = ROOT / re.search(r"`(benchmarks/results/zero-shot-\S+\.json)`", PAGE.read_text())[1]
+    copy = Path(shutil.copy(PAGE, tmp_path))
+    zero_shot_page.fill(copy, results)
+    assert copy.read_text() == PAGE.read_text()
+
+
+def test_an_unmeasured_row_is_refused(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- zero-shot llama 4096 -->\n| |\n|---|\n| recall r=5 | |\n<!-- /zero-shot -->\n")
+    results = next((ROOT / "benchmarks" / "results").glob("zero-shot-*.json"))
+    with pytest.raises(ValueError, match="no run of llama 4096 recall r=5"):
+        zero_shot_page.fill(page, results)

@@ -1,0 +1,107 @@
+"""Versions, the methods' settings, chat templates, and an interruption during the imports."""
+
+import builtins
+import dataclasses
+import sys
+
+import pytest
+from cli.test_commands import run_here
+from transformers import AutoTokenizer
+
+import condense
+import condense_command
+from condense.config import method_class, method_names
+from condense.demo import demo_prompt
+from condense.evaluate.compare import Prompt, chat_message, compare
+
+TEMPLATE = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    model, tokenizer = condense.demo_model()
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
+
+
+def test_the_version():
+    shown = run_here("--version")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(f"condense {condense.__version__} (torch ")
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_setting_of_a_method_is_listed(name):
+    shown = run_here("methods", name).stdout
+    assert all(field.name in shown for field in dataclasses.fields(method_class(name)))
+    assert name in run_here("methods").stdout
+
+
+@pytest.mark.parametrize("command", [(), ("compare",), ("train",), ("bench", "model"), ("bench", "kernel")], ids=str)
+def test_help_is_whole_at_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run_here(*command, "--help").stdout
+    assert "…" not in shown
+    assert "..." not in shown.replace("[ARGS]...", "").replace("balanced, ...", "").replace("cuda:1, ...", "").replace(
+        "bfloat16, ...", ""
+    )
+
+
+def test_methods_from_text():
+    assert condense.Method.parse("cca:window=512,rep_bias=log_size") == condense.CCA(window=512, rep_bias="log_size")
+    with pytest.raises(ValueError, match=r"name=value, got '512' in 'cca:512'"):
+        condense.Method.parse("cca:512")
+
+
+def test_a_chat_message_in_two_parts(demo):
+    _, tokenizer = demo
+    assert chat_message(tokenizer, " a text\n", "Why?") == ("<s>[user] a text", "\n\nWhy? [end][assistant]")
+    assert chat_message(tokenizer, "hello") == ("<s>[user] hello", " [end][assistant]")
+
+
+def test_chat_compares_the_templated_prompt(demo):
+    model, tokenizer = demo
+    text, question = demo_prompt().text[:600], "What is the number?"
+    (got,) = compare(model, tokenizer, [condense.Dense()], Prompt(text, [question], chat=True), max_new_tokens=4)
+    before, after = chat_message(tokenizer, text, question)
+    ids = tokenizer(before + after, add_special_tokens=False, return_tensors="pt").input_ids
+    want = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert got.answers == [tokenizer.decode(want[0, ids.shape[1] :], skip_special_tokens=True).strip()]
+
+
+def test_chat_needs_a_template():
+    tokenizer = AutoTokenizer.from_pretrained(condense.demo_model()[0].name_or_path)
+    with pytest.raises(ValueError, match="no chat template"):
+        chat_message(tokenizer, "hello")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("compare", "--chat"), "--chat needs a text"),
+        (("generate", "hi", "--chat"), "no chat template"),
+        (("generate", "hi", "--device", "cpu", "--device-map", "auto"), "not both"),
+    ],
+    ids=["no-text", "no-template", "two-devices"],
+)
+def test_bad_input_is_one_line(arguments, said):
+    shown = run_here(*arguments)
+    assert shown.returncode == 2
+    assert said in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_ctrl_c_during_the_imports_is_one_line(monkeypatch, capsys):
+    stock = builtins.__import__
+
+    def interrupted(name, *args, **kwargs):
+        if name == "condense.cli.main":
+            raise KeyboardInterrupt
+        return stock(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "condense.cli.main")
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as done:
+        condense_command.main()
+    assert done.value.code == 130
+    assert capsys.readouterr().err == "condense: interrupted\n"

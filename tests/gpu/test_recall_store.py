@@ -1,0 +1,90 @@
+"""Recall with its store in pinned memory: the bits of the store on the device, however it is read, moved and copied."""
+
+import copy
+
+import pytest
+import torch
+from models import tiny
+from transformers import DynamicCache, StaticCache
+
+import condense
+from condense.caches.token_store import new_store
+
+DEVICE_STORE = condense.Recall(group_size=4, window=8, num_recall=3)
+SLOTS = (0, 2, 12, 100)
+IDS = tiny.tokens(2, 90, seed=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
+
+
+def _logits(model, method, cache_of, sizes):
+    """Logits of IDS, read in pieces."""
+    with condense.use(model, method), torch.no_grad():
+        cache, ids = cache_of(model.config), IDS.cuda()
+        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(sizes, dim=1)]
+    return torch.cat(parts, dim=1), cache
+
+
+def _static(config):
+    return StaticCache(config, max_cache_len=120)
+
+
+def _growing(config):
+    return DynamicCache(config=config)
+
+
+@pytest.mark.parametrize("cache_of", [_static, _growing])
+@pytest.mark.parametrize("slots", SLOTS)
+def test_chunks_and_steps(model, cache_of, slots):
+    sizes = [30, 1, 1, 17, *[1] * 41]
+    want, _ = _logits(model, DEVICE_STORE, cache_of, sizes)
+    got, cache = _logits(model, DEVICE_STORE.replace(store="host", slots=slots), cache_of, sizes)
+    assert torch.equal(got, want)
+    for layer in cache.layers:
+        buffers = layer.buffers if cache_of is _static else layer._ring.buffers
+        assert buffers.store.is_pinned()
+        assert buffers.slots.is_cuda
+
+
+def test_graph_of_two_prompts(model):
+    outs = []
+    for method in (DEVICE_STORE, DEVICE_STORE.replace(store="host", slots=2), DEVICE_STORE.replace(store="host")):
+        with condense.use(model, method):
+            decoder = condense.GraphDecoder(model, batch_size=2, max_length=300)
+            assert decoder.model is model
+            runs = []
+            for ids, chunk in ((IDS, None), (tiny.tokens(2, 70, seed=9), 16)):
+                logits = [decoder.prefill(ids.cuda(), chunk=chunk)]
+                for _ in range(200):
+                    logits.append(decoder.step(logits[-1].argmax(-1)))
+                runs.append(torch.stack(logits))
+        outs.append(runs)
+    for runs in outs[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(runs, outs[0], strict=True))
+
+
+def test_a_copied_cache_goes_on_as_its_original(model):
+    method = DEVICE_STORE.replace(store="host", slots=3)
+    for cache_of in (_static, _growing):
+        _, cache = _logits(model, method, cache_of, [60, *[1] * 30])
+        other = copy.deepcopy(cache)
+        with condense.use(model, method), torch.no_grad():
+            for token in tiny.tokens(2, 20, seed=5).cuda().split(1, dim=1):
+                assert torch.equal(*(model(token, past_key_values=x, use_cache=True).logits for x in (cache, other)))
+
+
+def test_memory_that_the_host_cannot_pin():
+    with pytest.raises(RuntimeError, match=r"bytes of pinned host memory.*store='device'"):
+        new_store(torch.empty(1, 8, 1, 128, device="cuda"), 2**35, 256, on_host=True)
+
+
+def test_latents_are_refused():
+    model = tiny.model("deepseek_v2", torch.float32).to("cuda")
+    with (
+        condense.use(model, DEVICE_STORE.replace(store="host")),
+        pytest.raises(ValueError, match=r"got latents.*use store='device'"),
+    ):
+        model(IDS[:, :30].cuda(), use_cache=True)

@@ -1,0 +1,62 @@
+"""On a CUDA device (collected only there): plain generate replays a graph and gives the growing cache's tokens."""
+
+import pytest
+import torch
+from gpu.test_graph import METHODS, SELECT, agree
+from models import tiny
+
+import condense
+from condense.models.replay import ReplayedForward
+
+STEPS = 100
+CHOICES = METHODS | {"selection": SELECT, "recall": condense.Recall(group_size=16, window=64, num_recall=2)}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs captured during the test."""
+    found, capture = [], ReplayedForward._capture
+
+    def spy(self, *args):
+        found.append(capture(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(ReplayedForward, "_capture", spy)
+    return found
+
+
+def _generate(model, ids, mask, **settings):
+    torch.manual_seed(5)
+    settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 1} | settings
+    return model.generate(ids, attention_mask=mask, **settings)
+
+
+# latents cannot be read as one prompt with a selection of its tokens
+CELLS = {f"llama-{name}": ("llama", method) for name, method in CHOICES.items()} | {
+    f"deepseek_v3-{name}": ("deepseek_v3", method) for name, method in CHOICES.items() if method is not SELECT
+}
+
+
+@pytest.mark.parametrize(("name", "method"), CELLS.values(), ids=CELLS)
+def test_tokens_are_those_of_the_growing_cache(graphs, name, method):
+    model = condense.apply(tiny.model(name, torch.float32, max_position_embeddings=1024).to("cuda"), method)
+    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
+    want = _generate(model, ids, mask, cache_implementation="dynamic")
+    assert not graphs
+    for times in (1, 2):
+        got = _generate(model, ids, mask)
+        if method is SELECT:  # steps cannot be read again as one prompt to look up a near tie
+            assert torch.equal(got[:, : ids.shape[1] + 20], want[:, : ids.shape[1] + 20])
+        else:
+            agree(got, want, model, mask)
+        assert len(graphs) == times
+
+
+def test_sampling_draws_the_same_tokens(graphs):
+    model = condense.apply(tiny.model("llama", torch.float32).to("cuda"), METHODS["cca"])
+    ids = tiny.tokens(1, 90, seed=9).cuda()
+    settings = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30, "num_return_sequences": 2}
+    want = _generate(model, ids, torch.ones_like(ids), cache_implementation="dynamic", **settings)
+    got = _generate(model, ids, torch.ones_like(ids), **settings)
+    assert len(graphs) == 1
+    assert torch.equal(got[:, :100], want[:, :100])  # ten draws; probabilities agree to rounding

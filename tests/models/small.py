@@ -1,0 +1,166 @@
+"""Every causal-LM type that the installed transformers registers, as a tiny random model in float64.
+
+A configuration is made small by the names that configurations give their sizes; `CHANGES` holds what a type needs
+besides. Models have one layer of every kind that their type knows, and two at least.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+VOCAB = 64
+_MOST_PARAMETERS = 10_000_000
+
+# in names of classes that the stock models compute in float32, one token after another or many at once, which agrees
+# the better the smaller their weights are
+_RECURRENT = ("Conv", "Delta", "Lightning", "Mamba", "Mixer")
+
+_WIDTHS = ("hidden_size", "d_model", "n_embd")
+_INNER = ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
+_HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
+)  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(_WIDTHS, 32),
+    **dict.fromkeys(_INNER, 48),
+    **dict.fromkeys(_HEADS, 4),
+    **dict.fromkeys(_EXPERTS, 4),
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "sliding_window": 6,
+    # experts
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    # latents
+    "q_lora_rank": 24,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    # linear attention
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "ssm_state_size": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "n_groups": 1,
+    # pictures
+    "image_size": 16,
+    "patch_size": 8,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": 1,
+}
+# settings whose default None means something: a type that leaves them out keeps it so
+_OPTIONAL = ("q_lora_rank", "sliding_window", "num_experts", "n_inner")
+
+_BOTH = ("sliding_attention", "full_attention")
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_OF_FULL_LAYERS = {"global_head_dim": 8, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+CHANGES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"layer_types": _BOTH, "rope_parameters": dict.fromkeys(_BOTH, _ROPE)},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "gemma4": {"text_config": _OF_FULL_LAYERS},
+    "gemma4_text": _OF_FULL_LAYERS,
+    "gemma4_unified_text": _OF_FULL_LAYERS,
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
+    "ministral": {"layer_types": _BOTH},
+    "mistral": {"sliding_window": None},
+}
+# refused types whose default configuration makes no model, for want of a package or for an error of its own
+UNBUILT = (
+    "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp",
+    "qwen4_exp_text", "reformer",
+)  # fmt: skip
+
+
+def config(name: str, **changes: Any) -> PreTrainedConfig:
+    """A small configuration of a type."""
+    return _small(CONFIG_MAPPING[name], CHANGES.get(name, {}) | changes)
+
+
+def model(name: str, **changes: Any) -> Any:
+    """A tiny model of a type, in float64 where its own code lets it be, its projections large."""
+    settings = config(name, **changes)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(settings).parameters())
+    if parameters > _MOST_PARAMETERS:
+        raise ValueError(f"{name} has {parameters} parameters: name what makes it small in CHANGES")
+    stock = AutoModelForCausalLM.from_config(settings, experts_implementation="eager")  # the default needs float32
+    generator = torch.Generator().manual_seed(0)
+    recurrent = [m for m in stock.modules() if any(part in type(m).__name__ for part in _RECURRENT)]
+    small = {id(parameter) for module in recurrent for parameter in module.parameters()}
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            if parameter.ndim > 1 and id(parameter) not in small:
+                parameter.normal_(0, min(parameter.shape) ** -0.5, generator=generator)
+    return stock.double().eval()
+
+
+def outline(name: str) -> Any:
+    """A model of a type in its default size, without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name]())
+
+
+def _small(cls: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
+    stock = cls()
+    settings = {key: value for key, value in SIZES.items() if _has(stock, key) and _is_settable(cls, key)}
+    if _has(stock, "kv_lora_rank"):
+        settings.pop("head_dim", None)
+        settings["num_key_value_heads"] = 4
+    for key in getattr(cls, "sub_configs", {}):
+        if (part := getattr(stock, key, None)) is not None:
+            settings[key] = _small(type(part), changes.get(key, {}))
+    changes = {key: value for key, value in changes.items() if key not in getattr(cls, "sub_configs", {})}
+    kinds: dict[str, list[str]] = {}
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
+        if key not in cls.attribute_map and _is_settable(cls, key):
+            kinds[key] = list(changes.get(key, ())) or list(dict.fromkeys(getattr(stock, key, None) or ()))
+    kinds = {key: of for key, of in kinds.items() if of}
+    num_layers = max(2, *map(len, kinds.values()), 0)
+    settings |= {key: [*of, *of[-1:] * (num_layers - len(of))] for key, of in kinds.items()}
+    settings |= {key: num_layers for key in _LAYERS if _has(stock, key) and _is_settable(cls, key)}
+    return cls(**(settings | {key: value for key, value in changes.items() if key not in kinds}))
+
+
+def _has(stock: PreTrainedConfig, key: str) -> bool:
+    """True if a type has a setting, and uses it if it may be left out."""
+    try:
+        return hasattr(stock, key) and not (key in _OPTIONAL and getattr(stock, key) is None)
+    except RuntimeError:
+        return True  # a setting of its own for every layer
+
+
+def _is_settable(cls: type[PreTrainedConfig], key: str) -> bool:
+    declared = getattr(cls, cls.attribute_map.get(key, key), None)
+    return not isinstance(declared, property) or declared.fset is not None

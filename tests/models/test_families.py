@@ -1,0 +1,116 @@
+"""Every causal-LM type that the installed transformers registers: condensed exactly, or refused for a stated reason."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from models import small, tiny
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama import modeling_llama
+
+import condense
+from condense.models.families import FAMILIES, REFUSED, obstacle
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+# type -> what the page says of it
+STATED = {
+    name: said
+    for said, names in re.findall(r"^\| (.+?) \| (`.+?) \|$", PAGE, re.MULTILINE)
+    for name in re.findall(r"`([^`]+)`", names)
+}
+EXACT = "exact"
+LENGTH, PROMPT, NUM_PADS = 22, 13, 5
+CONDENSED = condense.CCA(group_size=2, window=4)
+# those that are the stock model: nothing pooled yet, and groups of one token
+STOCK = (condense.CCA(group_size=2, window=LENGTH), condense.CCA(group_size=1, window=0))
+# some models compute routers, rotations or linear attention in float32, where sums in another order differ by so much
+ROUNDED = {"rtol": 0, "atol": 5e-6}
+
+SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
+
+
+def test_the_page_knows_every_type():
+    missing = set(small.TYPES) - set(STATED)
+    assert not missing, f"decide: add to FAMILIES or REFUSED, and to docs/models.md: {sorted(missing)}"
+
+
+# gpt_bigcode of the oldest transformers compiles a function with it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", [name for name in small.TYPES if STATED.get(name) == EXACT])
+def test_exact(name):
+    model = small.model(name)
+    ids = tiny.tokens(2, LENGTH)
+    stock = tiny.logits(model, ids)
+    for method in STOCK:
+        with condense.use(model, method):
+            torch.testing.assert_close(tiny.logits(model, ids), stock, **ROUNDED)
+    with condense.use(model, CONDENSED):
+        rows = [tiny.logits(model, ids[:1])[0], tiny.logits(model, ids[1:, :-NUM_PADS])[0]]
+        assert (rows[0] - stock[0]).abs().max() > 1e-3
+        padded, mask = tiny.left_padded([ids[0], ids[1, :-NUM_PADS]])
+        steps = tiny.in_chunks(model, padded, (PROMPT, *[1] * (LENGTH - PROMPT)), mask=mask)
+    torch.testing.assert_close(steps[0], rows[0], **ROUNDED)
+    torch.testing.assert_close(steps[1, NUM_PADS:], rows[1], **ROUNDED)
+    torch.testing.assert_close(tiny.logits(model, ids), stock, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in small.TYPES if STATED.get(name) != EXACT])
+def test_refused(name):
+    if name in small.UNBUILT:
+        cls = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[name]]
+        reason = REFUSED[cls.__module__.split(".")[-2]]
+    else:
+        model = small.outline(name)
+        classes = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match=r"has cross-attention|cannot be condensed: "):
+            condense.apply(model, CONDENSED)
+        assert [type(module) for module in model.modules()] == classes
+        reason = obstacle(model)
+    assert STATED[name] == reason
+
+
+def test_later_layers_that_read_the_keys_of_earlier_ones():
+    model = small.model("gemma4_text", layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2)
+    with pytest.raises(
+        ValueError, match="Gemma4ForCausalLM cannot be condensed: later layers read the keys of earlier"
+    ):
+        condense.apply(model, CONDENSED)
+
+
+def test_an_unknown_class_is_named_with_those_like_it():
+    class LlamaAttentionOfMine(modeling_llama.LlamaAttention):
+        pass
+
+    model = tiny.model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LlamaAttentionOfMine
+    with pytest.raises(ValueError, match="that condense knows, but LlamaAttentionOfMine; it knows LlamaAttention"):
+        condense.apply(model, CONDENSED)
+
+
+def test_queries_scaled_by_position():
+    """Scaling makes other queries, of which nothing is cached: a model with it is condensed like any other."""
+    model = small.model("ministral3", rope_parameters=SCALED)
+    ids = tiny.tokens(1, LENGTH)
+    stock = tiny.logits(model, ids)
+    assert (stock - tiny.logits(small.model("ministral3"), ids)).abs().max() > 1e-3
+    with condense.use(model, STOCK[1]):
+        torch.testing.assert_close(tiny.logits(model, ids), stock, **tiny.EXACT)
+    with condense.use(model, CONDENSED):
+        whole = tiny.logits(model, ids)
+        torch.testing.assert_close(tiny.in_chunks(model, ids, (PROMPT, *[1] * 9)), whole, **tiny.EXACT)
+
+
+def test_a_layer_that_turns_out_to_have_a_sliding_window():
+    """Its configuration names it a full one, its own forward says otherwise."""
+    model = small.model("minimax", sliding_window=6)
+    with pytest.raises(ValueError, match="layer 0 has a sliding window and cannot be condensed"):
+        tiny.logits(condense.apply(model, CONDENSED), tiny.tokens(1, LENGTH))
+
+
+def test_the_lists_name_families_that_exist_and_none_twice():
+    assert not set(FAMILIES.values()) & set(REFUSED)
+    said = set(STATED.values()) - {EXACT}
+    assert said <= {*REFUSED.values(), "its mask lets the tokens of a picture see each other"}
