@@ -65,7 +65,7 @@ DEAR = {
     "ops/test_recall_step.py::test_many_steps_equal_the_whole": 8,
     "ops/test_step.py::test_many_steps_equal_the_whole": 35,
     "ops/test_step.py::test_entries_are_those_of_the_growing_path_to_the_bit": 35,
-    "ops/test_step.py::test_one_graph_for_all_steps": 6,
+    "ops/test_step.py::test_one_graph_for_all_steps": 4,
     "ops/test_step.py::test_rows_that_are_not_real": 35,
     "test_compile.py::test_attention": 2,
     "test_compile.py::test_attention_by_the_default_compiler": 2,
