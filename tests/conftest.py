@@ -84,6 +84,7 @@ DEAR = {
     "triton_kernels/test_growing_model.py::test_padding_among_single_tokens": 2,
     "triton_kernels/test_growing_model.py::test_prompt_lookup_takes_candidates_back": 2,
     "triton_kernels/test_importance.py::test_importance": 6,
+    "triton_kernels/test_paged_step.py::test_steps_are_within_the_budget": 4,
     "triton_kernels/test_pool.py::test_chunks_give_what_one_call_gives": 3,
     "triton_kernels/test_pool.py::test_every_group_size": 5,
     "triton_kernels/test_pool.py::test_every_pair_of_poolings": 5,

@@ -36,7 +36,7 @@ class Server:
             env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         )
 
-    def wait(self, seconds=240):
+    def wait(self, seconds=600):
         for _ in range(seconds):
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
