@@ -102,7 +102,7 @@ class CacheProxy:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
-        method: Method = call.module.condense_method  # type: ignore[assignment]
+        method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout)
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
