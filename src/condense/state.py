@@ -70,7 +70,7 @@ def first_needed(method: Method, seen: PerRow) -> PerRow:
 
 def prompt_entries(method: Method, prompt_tokens: PerRow) -> PerRow:
     """Number of entries of prompts of ``prompt_tokens`` tokens read at once, both an int or int64 CPU ``[B]``."""
-    return prompt_tokens * 0 if method.prompt is None else method.prompt.num_entries(prompt_tokens)
+    return prompt_tokens * 0 if method.prompt_reader is None else method.prompt_reader.num_entries(prompt_tokens)
 
 
 def num_entries(method: Method, seen: PerRow, prompt_tokens: PerRow = 0) -> PerRow:
@@ -85,7 +85,7 @@ def num_entries(method: Method, seen: PerRow, prompt_tokens: PerRow = 0) -> PerR
 
 def most_entries(method: Method, tokens: int) -> int:
     """The most condensed entries that a row of up to ``tokens`` tokens can have, for any length of its prompt."""
-    return max_row(num_entries(method, tokens)) if method.prompt is None else _most_after_prompts(method, tokens)
+    return max_row(num_entries(method, tokens)) if method.prompt_reader is None else _most_after_prompts(method, tokens)
 
 
 @lru_cache(maxsize=64)  # once for all layers of a model

@@ -93,7 +93,7 @@ def test_bytes_after_crop_and_row_changes():
     assert condense.cache_nbytes(cache) == 0
 
 
-STATIC = {name: method for name, method in METHODS.items() if method.prompt is None}
+STATIC = {name: method for name, method in METHODS.items() if method.prompt_reader is None}
 
 
 @pytest.mark.parametrize("method", STATIC.values(), ids=STATIC.keys())

@@ -63,9 +63,19 @@ def _unchanged(layer, snapshot):
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 def test_many_steps_and_chunks_equal_the_growing_layer(method, ragged):
+    check_steps_and_chunks(method, ragged, (9, *[1] * 40, 30, 1, 2, *[1] * 25, 17, *[1] * 15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+def test_300_steps_and_chunks_equal_the_growing_layer(ragged):
+    check_steps_and_chunks(METHODS["wide-groups"], ragged, (9, *[1] * 60, 30, 1, 2, *[1] * 180, 17, *[1] * 60))
+
+
+def check_steps_and_chunks(method, ragged, sizes):
     static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
     generator = torch.Generator().manual_seed(3)
-    for seed, L in enumerate((9, *[1] * 40, 30, 1, 2, *[1] * 25, 17, *[1] * 15)):
+    for seed, L in enumerate(sizes):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
         qkv = _qkv(L, seed)
         addresses = None if static.buffers is None else [x.data_ptr() for x in static.buffers]
@@ -114,7 +124,7 @@ def test_reset_is_in_place(method):
     layer.reset()
     assert int(layer.get_seq_length()) == 0
     assert not any(bool(x.any()) for x in layer.buffers)
-    assert layer.awaits_prompt == (method.prompt is not None)
+    assert layer.awaits_prompt == (method.prompt_reader is not None)
     fresh = StaticCondensedLayer(method, LENGTH)
     fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.buffers.entries_k.shape[2])
     for L in (21, 1, 1, 5):
@@ -133,7 +143,7 @@ class Reads(TorchDispatchMode):
 
 
 # a selection looks at how many tokens each row chooses, on the host
-@pytest.mark.parametrize("method", [method for method in METHODS.values() if method.prompt is None], ids=str)
+@pytest.mark.parametrize("method", [method for method in METHODS.values() if method.prompt_reader is None], ids=str)
 def test_the_host_looks_at_nothing_for_a_prompt_and_eager_steps(method):
     layer = StaticCondensedLayer(method, LENGTH)
     for _ in range(2):
@@ -169,7 +179,7 @@ def test_the_first_tokens_may_come_one_by_one(method):
     qkv = _qkv(40)
     got = torch.cat([_read(layer, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     # token by token there is no prompt to look ahead in
-    if method.prompt is not None:  # nothing but the first
+    if method.prompt_reader is not None:  # nothing but the first
         growing = CondensedLayer(method)
         want = torch.cat([_read(growing, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     else:
@@ -178,7 +188,7 @@ def test_the_first_tokens_may_come_one_by_one(method):
     assert_close(got, want, **EXACT)
 
 
-SELECTIONS = {name: method for name, method in METHODS.items() if method.prompt is not None}
+SELECTIONS = {name: method for name, method in METHODS.items() if method.prompt_reader is not None}
 
 
 @pytest.mark.parametrize("method", SELECTIONS.values(), ids=SELECTIONS)

@@ -63,11 +63,21 @@ def _addresses(layer):
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 def test_many_steps_and_chunks_equal_the_growing_layer_and_the_whole(method, ragged):
+    check_steps_and_chunks(method, ragged, (9, *[1] * 40, 30, 1, 2, *[1] * 25, 17, *[1] * 15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+def test_300_steps_and_chunks_equal_the_growing_layer_and_the_whole(ragged):
+    check_steps_and_chunks(METHODS["bounds"], ragged, (9, *[1] * 60, 30, 1, 2, *[1] * 180, 17, *[1] * 60))
+
+
+def check_steps_and_chunks(method, ragged, sizes):
     """Chunks in between, steps of which a row makes none, and all tokens of a row at once."""
     static, growing = StaticRecallLayer(method, LENGTH), RecallLayer(method)
     generator = torch.Generator().manual_seed(3)
     rows, outs = ([[[], [], []] for _ in range(B)] for _ in range(2))
-    for seed, L in enumerate((9, *[1] * 40, 30, 1, 2, *[1] * 25, 17, *[1] * 15)):
+    for seed, L in enumerate(sizes):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else torch.full((B,), L)
         qkv = _qkv(L, seed)
         addresses = None if static.buffers is None else _addresses(static)

@@ -107,7 +107,7 @@ def test_unknown_settings_are_refused():
         method_from_dict("cca")
 
 
-@pytest.mark.parametrize("thing", [None, "cca", CCA, 3, object()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("thing", [None, ["cca"], CCA, 3, object()], ids=lambda x: type(x).__name__)
 def test_only_a_method_is_a_method(thing):
     with pytest.raises(ValueError, match=r"^method must be a condense method such as condense.CCA\(\), got "):
         Method.parse(thing)

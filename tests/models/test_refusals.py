@@ -315,7 +315,8 @@ def test_layers(model, layers, message):
 
 
 METHODS = {
-    "text": ("cca", "method must be a condense method such as"),
+    "text": ("cda", "method must be one of"),
+    "list": (["cca"], "method must be a condense method such as"),
     "none": (None, "method must be a condense method such as"),
     "class": (condense.CCA, "method must be a condense method such as"),
     "unknown-name": ({"method": "mystery"}, "method must be one of"),

@@ -77,7 +77,7 @@ def definition(q, k, v, *, g, w, r, settings, unchosen="pool"):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("H", "K"), HEADS.values(), ids=HEADS)
 def test_against_plain_loops(H, K, kind, unchosen, backend):
-    q, k, v = tensors(H, K, 29)
+    q, k, v = tensors(H, K, 23)
     settings = IndexSettings(kind, 4, 2, 16)
     want = definition(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen)
     got = recall(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen, backend=backend, lse=True)

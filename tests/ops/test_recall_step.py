@@ -58,8 +58,16 @@ def empty_state(
 @pytest.mark.parametrize("unchosen", ["pool", "drop"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_many_steps_equal_the_whole(case, unchosen):
-    L, (g, w, *_) = 100, case
-    qkv = tensors(4, 2, L)
+    check_steps(case, unchosen, 100)
+
+
+@pytest.mark.slow
+def test_300_steps_equal_the_whole():
+    check_steps(CASES["bounds-8"], "pool", 300)
+
+
+def check_steps(case, unchosen, L):
+    qkv, (g, w, *_) = tensors(4, 2, L), case
     settings = settings_of(case, unchosen)
     want = recall(*qkv, g=g, w=w, r=settings.num_recall, settings=settings.index, unchosen=unchosen)
     state = empty_state(settings, L, 2)

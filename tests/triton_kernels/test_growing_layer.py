@@ -175,12 +175,12 @@ CHANGES = {
 def test_rows_follow_in_the_middle_of_steps(change, rows, name):
     layers = _pair(METHODS[name])
     _agree(layers, 23, 0, torch.tensor([23, 14]))
-    for i in range(7):
+    for i in range(3):
         _agree(layers, 1, i)
     for layer in layers:
         change(layer)
     assert layers[0]._ring is not None
-    for seed, L in enumerate((*[1] * 9, 4, 1, 1)):
+    for seed, L in enumerate((*[1] * 5, 4, 1)):
         _agree(layers, L, seed, rows=rows)
     _same_numbers(*layers, rows=rows)
 
@@ -224,7 +224,7 @@ def test_a_step_is_one_operation(method):
     _read(layer, _qkv(50))
     _read(layer, _qkv(1))
     made_room = 0
-    for i in range(20):
+    for i in range(20 if DEVICE == "cuda" else 12):
         new, before = _qkv(1, i), layer._ring.buffers
         with Counting() as counting:
             _read(layer, new)
@@ -300,9 +300,9 @@ def test_a_copy_goes_its_own_way():
     for L in (20, 1):
         _agree(layers, L, L)
     twins = copy.deepcopy(layers)
-    for i in range(9):
+    for i in range(5):
         _agree(twins, 1, i)
-    for i in range(9):
+    for i in range(5):
         _agree(layers, 1, 50 + i)
 
 
@@ -311,7 +311,7 @@ def test_a_past_made_in_inference_mode_goes_on_outside():
     with torch.inference_mode():
         for L in (20, 1, 1):
             _agree(layers, L, L)
-    for i in range(9):
+    for i in range(5):
         _agree(layers, 1, i)
     assert layers[0]._ring is not None
     with torch.inference_mode():

@@ -34,7 +34,7 @@ def plan_of(method):
         bias,
         num_focal=method.layout.rule.entries - 1,
         weight_scale=getattr(method, "weight_scale", None),
-        reads_prompt=method.prompt is not None,
+        reads_prompt=method.prompt_reader is not None,
     )
 
 
@@ -218,10 +218,12 @@ def after_prompts(method, q, k, v, lengths, tokens):
     B, K, _, D = past.entries[0].shape
     spare = most_entries(method, L + tokens) - method.layout.rule.visible_entries(tokens // method.layout.rule.chunk)
     state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=k.dtype, spare=spare)
-    made = [method.prompt.num_entries(n) for n in lengths]
+    made = [method.prompt_reader.num_entries(n) for n in lengths]
     for b, n in enumerate(made):
         state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries[0][b, :, :n], past.entries[1][b, :, :n]
-    state.prompt.copy_(torch.tensor([[n, m, method.prompt.num_focal(n)] for n, m in zip(lengths, made, strict=True)]))
+    state.prompt.copy_(
+        torch.tensor([[n, m, method.prompt_reader.num_focal(n)] for n, m in zip(lengths, made, strict=True)])
+    )
     return past, state
 
 

@@ -91,13 +91,15 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
     """True if prompts of so many tokens are read at once and not all of their tokens stay exact."""
     return (
-        isinstance(method, DGA) and method.prompt is not None and bool(FocalPrompt(method).num_focal(length) < length)
+        isinstance(method, DGA)
+        and method.prompt_reader is not None
+        and bool(FocalPrompt(method).num_focal(length) < length)
     )
 
 
 def sees_by_position(method: Method) -> bool:
     """True if a query's position alone says what it sees, whatever the tokens are."""
-    return method.prompt is None and not isinstance(method, Recall)
+    return method.prompt_reader is None and not isinstance(method, Recall)
 
 
 def sampled(method: DGA, rows: int, length: int, device: torch.device) -> Sample:

@@ -1,4 +1,4 @@
-"""Ways to read a prompt and go on token by token, timed: Hugging Face's own loop, and a replayed CUDA graph."""
+"""Ways to read a prompt and go on token by token, timed: plain `generate`, and a `GraphDecoder`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from condense.bench.timing import now
 from condense.caches import cache_nbytes
@@ -26,31 +26,36 @@ class Reading:
 
 
 def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
-    """``model.generate``, greedy, with a dynamic cache; ids ``[B, L]``.
+    """Plain ``model.generate``, greedy; ids ``[B, L]``. chunk: its ``prefill_chunk_size``.
 
-    chunk: tokens read at a time by plain forwards; generate itself reads the rest, at least one token.
+    A condensed model on CUDA replays its steps (`condense.models.replay`), a stock one takes Hugging Face's loop.
     Raises ValueError for a chunk smaller than the prompt where a method looks ahead in it.
     """
     ahead = next((method for method in condensed_layers(model).values() if method.layout.lookahead), None)
     if ahead is not None and chunk is not None and chunk < ids.shape[1]:
         raise ValueError(f"{ahead} needs the whole prompt in one forward: leave prefill_chunk out")
-    cache, done = DynamicCache(config=model.config.get_text_config(decoder=True)), 0
+    caches: list[Cache] = []
     watch = _Stopwatch(ids.device)
-    while chunk is not None and ids.shape[1] - done > chunk:
-        model(ids[:, done : done + chunk], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        done += chunk
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        use_cache=True,
-        max_new_tokens=steps + 1,
-        do_sample=False,
-        stopping_criteria=StoppingCriteriaList([watch]),
-    )
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caches[:] = [kwargs["past_key_values"]]
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            use_cache=True,
+            max_new_tokens=steps + 1,
+            do_sample=False,
+            prefill_chunk_size=chunk,
+            stopping_criteria=StoppingCriteriaList([watch]),
+        )
+    finally:
+        hook.remove()
     marks = watch.marks
     further = [b - a for a, b in itertools.pairwise(marks[1:])]
-    return Reading(marks[1] - marks[0], further, cache_nbytes(cache))
+    return Reading(marks[1] - marks[0], further, cache_nbytes(caches[0]))
 
 
 def read_by_graph(
@@ -85,7 +90,7 @@ class _Stopwatch(StoppingCriteria):
 
 
 class Runner(NamedTuple):
-    """How a model is run. compile: whether a graph's step is compiled first, None: no graph, Hugging Face's loop."""
+    """How a model is run. compile: whether the step of a GraphDecoder is compiled first, None: plain generate."""
 
     description: str
     compile: bool | None
@@ -101,8 +106,8 @@ _KINDS = {"dense": "stock attention", "condensed": "condensed attention"}
 RUNNERS = {
     name + suffix: Runner(f"{how}, {kind}", compile)
     for suffix, how, compile in (
-        ("", "Hugging Face's generate, dynamic cache", None),
-        ("_graph", "static cache and CUDA graph", False),
+        ("", "plain generate", None),
+        ("_graph", "GraphDecoder: static cache and CUDA graph", False),
         ("_compiled", "static cache, step compiled by torch.compile, CUDA graph", True),
     )
     for name, kind in _KINDS.items()

@@ -116,13 +116,13 @@ def has_op(op: str, method: Method, length: int) -> bool:
         case "importance":
             return reads_at_once(method, length) and method.focal == "top"
         case "pooling":
-            if method.prompt is not None:
+            if method.prompt_reader is not None:
                 return reads_at_once(method, length)
             rule = method.layout.rule
             makes_entries = rule.window is not None and rule.max_chunks is None
             return makes_entries and bool(num_entries(method, torch.tensor([length])) > 0)
         case "backward" | "decode":
-            return method.prompt is None
+            return method.prompt_reader is None
     return True
 
 
@@ -158,7 +158,7 @@ def _pooling(problem: Problem, method: Method, backend: str) -> Work:
     call = partial(pooled, method, inputs, backend)
 
     def check() -> Verdict:
-        if method.prompt is not None:
+        if method.prompt_reader is not None:
             return gate_prompt.check_prompt(method, inputs, call(), backend)
         return gate.check_entries(method, inputs, call())
 

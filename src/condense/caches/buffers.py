@@ -58,10 +58,16 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, s
     )
 
 
-def forget_slots(buffers: RecallState) -> None:
-    """Empty the slots of a store, whose groups may not be what they were; in place."""
-    buffers.held.fill_(-1)
-    buffers.order.copy_(torch.arange(buffers.order.shape[2], device=buffers.order.device))
+def clear_buffers(buffers: Buffers) -> None:
+    """Make buffers in place what new ones are, but for pinned memory, which takes seconds: no kernel reads groups there
+    that are not closed.
+    """
+    for x in buffers:
+        if x.device == buffers.seen.device:
+            x.zero_()
+    if isinstance(buffers, RecallState):
+        buffers.held.fill_(-1)
+        buffers.order.copy_(torch.arange(buffers.order.shape[2], device=buffers.order.device))
 
 
 def read_state(
@@ -96,10 +102,10 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
     rows = buffers.seen.shape[0]
     # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
     buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
-    if before is None and method.prompt is not None:
+    if before is None and method.prompt_reader is not None:
         assert isinstance(buffers, StepState)
         tokens = state.prompt_tokens
-        numbers = (tokens, method.prompt.num_entries(tokens), method.prompt.num_focal(tokens))
+        numbers = (tokens, method.prompt_reader.num_entries(tokens), method.prompt_reader.num_focal(tokens))
         buffers.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
 
 
@@ -110,7 +116,7 @@ def static_bias(
     if method.layout.pooling is not None:
         return None
     bias = per_entry(entry_bias(method, capacity, device, prompt_tokens), capacity, device)
-    if bias is None or method.prompt is None:
+    if bias is None or method.prompt_reader is None:
         return bias
     return bias.expand(rows, 1, capacity).contiguous()
 

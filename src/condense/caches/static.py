@@ -3,10 +3,10 @@
 Its buffers have room for the entries of ``max_cache_len`` tokens and for the window, a ring. A single new token is one
 `condense.ops.decode_step`. Several tokens are read by `condense.functional.extend`, and the new state is written back.
 
-A method that reads prompts at once (`condense.Method.prompt`) leaves other numbers of entries than chunks do. If the
-prompt comes first, the buffers are sized for it and for the chunks that can follow. If a step comes first, as before a
-CUDA graph is captured, they are sized for whatever prompt needs most: for DGA about ``min_focal * (1 - p / c)`` entries
-more than chunks take, because short prompts stay exact.
+A method that reads prompts at once (`condense.Method.prompt_reader`) leaves other numbers of entries than chunks do. If
+the prompt comes first, the buffers are sized for it and for the chunks that can follow. If a step comes first, as
+before a CUDA graph is captured, they are sized for whatever prompt needs most: for DGA about
+``min_focal * (1 - p / c)`` entries more than chunks take, because short prompts stay exact.
 Shapes as in `condense.state` and `condense.ops.types`.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.buffers import Buffers, empty_buffers, read_state, static_bias, write_state
+from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_state, static_bias, write_state
 from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
@@ -49,7 +49,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.settings = step_settings(method)
         self.buffers: Buffers | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
-        self.awaits_prompt = method.prompt is not None
+        self.awaits_prompt = method.prompt_reader is not None
         # num_slots on the host, None where a step that is replayed may have counted
         self._known_slots: int | None = 0
         self._is_replayed = False
@@ -131,7 +131,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
         held = self.buffers
         needed = None
-        if fresh and self.method.prompt is not None:
+        if fresh and self.method.prompt_reader is not None:
             later = max(0, self.max_cache_len - L)
             needed = max_row(num_entries(self.method, later, plan.num_tokens - plan.padding))
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
@@ -144,7 +144,7 @@ class StaticCondensedLayer(CacheLayerMixin):
             raise
         assert after is not None
         write_state(self.method, buffers, before, after)
-        if fresh and self.method.prompt is not None:
+        if fresh and self.method.prompt_reader is not None:
             self._set_bias(after.prompt_tokens)
         self._advance(L)
         self.awaits_prompt = False
@@ -258,22 +258,18 @@ class StaticCondensedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything, in place."""
         if self.buffers is not None:
-            self._clear(self.buffers)
+            clear_buffers(self.buffers)
             self.num_slots.zero_()
-            if self.method.prompt is not None:
+            if self.method.prompt_reader is not None:
                 self._set_bias(0)
-        self.awaits_prompt = self.method.prompt is not None
+        self.awaits_prompt = self.method.prompt_reader is not None
         # a graph of somebody else's could be replayed before the next prompt
         self._known_slots = None if self._is_replayed else 0
-
-    def _clear(self, buffers: Buffers) -> None:
-        for tensor in buffers:
-            tensor.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
         of_rows = [*(self.buffers or ())]
-        if of_rows and self.method.prompt is not None and self.bias is not None:
+        if of_rows and self.method.prompt_reader is not None and self.bias is not None:
             of_rows.append(self.bias)
         for tensor in of_rows:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from condense.caches.buffers import Buffers, empty_recall_buffers, forget_slots
+from condense.caches.buffers import Buffers, empty_recall_buffers
 from condense.caches.static import StaticCondensedLayer
 from condense.caches.token_store import PinnedCopies, check_store, refuse_reorder
 from condense.methods import Recall
@@ -39,12 +39,6 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
         assert isinstance(buffers, RecallState)
         settings = self.recall.step_settings
         return recall_step(q, k, v, buffers, settings, scale=scale, real=real, latent=self.latent_width)
-
-    def _clear(self, buffers: Buffers) -> None:
-        assert isinstance(buffers, RecallState)
-        # pinned memory stays as it is: clearing it takes seconds, and no kernel reads groups that are not closed
-        super()._clear(buffers if buffers.store.device == self.device else buffers._replace(store=buffers.slots))
-        forget_slots(buffers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""

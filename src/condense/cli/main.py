@@ -16,6 +16,7 @@ from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
 from condense.cli.methods import methods_command
 from condense.cli.run import SETTINGS, run_command
+from condense.cli.serve import serve_command
 from condense.cli.train import train_command
 from condense.version import __version__
 
@@ -51,6 +52,11 @@ app.command("generate")(generate_command)
 app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
 app.command("methods", short_help="List the methods, or one method's settings.")(methods_command)
 app.command("run", context_settings=SETTINGS)(run_command)
+app.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    short_help="Serve a condensed model with vLLM.",
+)(serve_command)
 app.command("train")(train_command)
 
 

@@ -8,6 +8,7 @@ from condense.methods.layout import ChunkPooling, Layout, Lookahead, first_token
 from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.recall import Recall
+from condense.methods.saved import methods_in, settings_of
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
 
@@ -29,5 +30,7 @@ __all__ = [
     "check_trainable",
     "entry_bias",
     "first_tokens",
+    "methods_in",
+    "settings_of",
     "step_settings",
 ]

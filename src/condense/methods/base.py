@@ -91,7 +91,7 @@ class PromptPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(MethodConfig):
-    """Base of all methods, which may override `layout`, `represent`, `prompt`, `attend` and `for_latents`."""
+    """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`."""
 
     @property
     def layout(self) -> Layout:
@@ -109,7 +109,7 @@ class Method(MethodConfig):
         return k.flatten(2, 3), v.flatten(2, 3)
 
     @property
-    def prompt(self) -> PromptReader | None:
+    def prompt_reader(self) -> PromptReader | None:
         """Reads a whole prompt at once; None for a method that reads prompts like other tokens."""
         return None
 
@@ -143,7 +143,7 @@ class Method(MethodConfig):
         By default the method itself, for methods that treat all channels of a key alike. Raises ValueError for a method
         that reads prompts at once: it needs a summary query per head, and latents have one for all heads.
         """
-        if self.prompt is not None:
+        if self.prompt_reader is not None:
             assert self.layout.lookahead is not None
             raise ValueError(
                 f"{self} chooses a prompt's tokens by each head's own queries, which latents (MLA) do not keep apart: "
@@ -185,7 +185,7 @@ def entry_bias(
     prompt_tokens: tokens of prompts that were read at once, whose entries come first: single tokens without bias, then
     groups with the bias of a chunk's last entry.
     """
-    bias, reader = method.layout.bias, method.prompt
+    bias, reader = method.layout.bias, method.prompt_reader
     if not any(bias):
         return None
     has_prompt = reader is not None and (isinstance(prompt_tokens, Tensor) or prompt_tokens > 0)
@@ -209,7 +209,9 @@ def step_settings(method: Method) -> StepSettings:
     layout = method.layout
     fixed = (layout.rule, layout.summary_delay, layout.num_summary)
     if layout.pooling is None:
-        return StepSettings(*fixed, None, None, 0.0, reads_prompt=method.prompt is not None)
+        return StepSettings(*fixed, None, None, 0.0, reads_prompt=method.prompt_reader is not None)
     bias = layout.bias[-1] if layout.bias else 0.0
     key, value, num_focal, weight_scale = layout.pooling
-    return StepSettings(*fixed, key, value, bias, num_focal, weight_scale, reads_prompt=method.prompt is not None)
+    return StepSettings(
+        *fixed, key, value, bias, num_focal, weight_scale, reads_prompt=method.prompt_reader is not None
+    )

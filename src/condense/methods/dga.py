@@ -102,7 +102,7 @@ class DGA(Method):
         )
 
     @property
-    def prompt(self) -> FocalPrompt | None:
+    def prompt_reader(self) -> FocalPrompt | None:
         """The reader of the paper's prefill with ``selection="prompt"``, else None."""
         return FocalPrompt(self) if self.selection == "prompt" else None
 

@@ -7,6 +7,7 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D an
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -17,7 +18,7 @@ from torch import Tensor
 from condense.config import check_choice, check_int
 from condense.methods.base import Context, Method
 from condense.methods.layout import Layout
-from condense.ops import Chunks, Source, UniformRule, pool_groups
+from condense.ops import Chunks, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
 from condense.ops.recall import (
     INDEX_BITS,
     INDEX_KINDS,
@@ -47,6 +48,9 @@ class Recall(Method):
     of the keys), 8 or 4 per number.
     rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens; or "none".
     unchosen: "pool", or "drop" to leave the entries of groups that are not open out (Quest).
+    prompt: "recall", or "exact" to read calls of several tokens (prompts, their chunks, later turns, what an assistant
+    proposes) with dense attention and recall from the first single token on: no loss in a prompt and no gain in its
+    time, and no longer the same function in prompt and decode; not for training.
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0.
     Raises ValueError for a field out of range.
@@ -61,6 +65,7 @@ class Recall(Method):
     index_bits: int = 8
     rep_bias: Literal["none", "log_size"] = "log_size"
     unchosen: Unchosen = "pool"
+    prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
     slots: int = 64
 
@@ -76,6 +81,7 @@ class Recall(Method):
             raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
         check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
+        check_choice("prompt", self.prompt, ("recall", "exact"))
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
@@ -153,11 +159,18 @@ class Recall(Method):
         codes, grid, store = context.extra
         D, Dv = context.entries.k.shape[3], context.entries.v.shape[3]
         # of latents, the values are the first columns of their keys
-        store_v = store[..., D:] if store.shape[3] > D else store[..., :Dv]
+        tokens = Source(store[..., :D], store[..., D:] if store.shape[3] > D else store[..., :Dv])
+        if self.prompt == "exact" and q.shape[2] > 1:
+            if torch.is_grad_enabled() and q.requires_grad:
+                raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
+            return attend(
+                q, (tokens, context.window), self._all_tokens(context.spans), scale=scale, backend=backend,
+                return_lse=return_lse,
+            )  # fmt: skip
         return attend_recall(
             q,
             context.entries,
-            Source(store[..., :D], store_v),
+            tokens,
             context.window,
             context.spans,
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.num_recall),
@@ -166,3 +179,15 @@ class Recall(Method):
             backend=backend,
             return_lse=return_lse,
         )
+
+    def _all_tokens(self, spans: Spans) -> Spans:
+        """Spans of the store's tokens and the window: a query sees all tokens of closed groups; or of a window alone.
+
+        A window that begins with the first token of every row holds the store's tokens too, and dense attention over
+        one source is faster.
+        """
+        assert isinstance(spans, RuleSpans)
+        start = spans.same_in_all_rows()
+        whole = start is not None and start.window == 0
+        rule = UniformRule(self.group_size, None if whole else self.window, entries=self.group_size)
+        return dataclasses.replace(spans, rule=rule)

@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from condense.methods import methods_in, settings_of
 from condense.models.apply import apply, condensed_layers
-from condense.models.saving import methods_in, settings_of
 from condense.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method, StreamingLLM
+from condense.methods import Method, StreamingLLM, methods_in, settings_of
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 from condense.models.forward import ForwardBoard
-from condense.models.saving import KEY, methods_in, settings_of
+from condense.models.saving import KEY
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)

@@ -102,6 +102,8 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | None:
     if isinstance(method, Recall):
         read = f"a step after them reads {heads.recalled_bytes(method, length, itemsize):,} bytes"
+        if method.prompt == "exact":
+            read = f"the prompt is read with dense attention; {read}"
         if method.store == "host":
             host = _on_host(method, length) * heads.entry_numbers * itemsize
             return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
@@ -224,12 +226,14 @@ class _Heads:
         return visible * self._per_key + (selecting + pooled) * (groups > 0)
 
     def _recalled(self, method: Recall, length: int) -> int:
-        """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends.
+        """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends. With
+        ``prompt="exact"`` it attends to all tokens and asks nothing.
 
         Latents are read as they are: queries and outputs are projected in place of entries, at the same price.
         """
         rule, (D, Dv) = method.layout.rule, self.cached_widths
-        closed, opened = (_sum_closed(rule, length, most) for most in (None, method.num_recall))
+        exact = method.prompt == "exact"
+        closed, opened = (0, 0) if exact else (_sum_closed(rule, length, most) for most in (None, method.num_recall))
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
         asked = closed * method.index_settings.num_rows

@@ -57,36 +57,3 @@ def write_card(folder: str | os.PathLike[str], methods: dict[int, Method]) -> No
 
 def _is_condensed(config: Any) -> bool:
     return bool(getattr(config, KEY, None)) and config._attn_implementation == IMPLEMENTATION
-
-
-def settings_of(assignment: dict[int, Method]) -> dict[str, Any]:
-    """``config.condense``: each method once, with its layers, in JSON types."""
-    methods = dict.fromkeys(assignment.values())
-    return {
-        "methods": [
-            {"method": method.to_dict(), "layers": [i for i in sorted(assignment) if assignment[i] == method]}
-            for method in methods
-        ]
-    }
-
-
-def methods_in(settings: Any) -> dict[int, Method]:
-    """Layer to method from ``config.condense``.
-
-    Raises ValueError for anything but what `settings_of` makes, and names the version that wrote it where it is not
-    this one.
-    """
-    try:
-        return {int(i): Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            'config.condense must be {"methods": [{"method": {...}, "layers": [...]}, ...]}, as condense.apply writes '
-            f"it, got {settings!r}"
-        ) from error
-    except ValueError as error:
-        version = settings.get("version", __version__)
-        if version == __version__:
-            raise
-        raise ValueError(
-            f"config.condense was written by condense {version}, this is {__version__}: {error}"
-        ) from error

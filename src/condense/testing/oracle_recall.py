@@ -132,8 +132,8 @@ def _products(query: Tensor, rows: Tensor) -> Tensor:
 
 def store(kept: Sequence[Tensor], D: int) -> tuple[Tensor, Tensor]:
     """Keys ``[B, K, G * g, D]`` and values of the store, from what a context has behind codes and grid of the index."""
-    keys, values = kept
-    return keys, values
+    (tokens,) = kept
+    return tokens[..., :D], tokens[..., D:]
 
 
 def holds(method: Any, k: Tensor, v: Tensor, kept: tuple[Tensor, ...]) -> bool:

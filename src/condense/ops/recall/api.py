@@ -121,6 +121,9 @@ def recall_step(
             return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real)
         if backend == "triton":
             raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-        if state.store.device != q.device:
-            raise ValueError(f"a store in host memory needs the Triton step, which {obstacle}; use store='device'")
+    if state.store.device != q.device:
+        raise ValueError(
+            "a store in host memory needs the Triton step, which "
+            f"{step_obstacle(q, k, v, state, settings, latent=latent) or 'was not asked for'}; use store='device'"
+        )
     return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent)

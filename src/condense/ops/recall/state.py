@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, IndexSettings
@@ -91,3 +92,36 @@ class RecallSettings:
     num_recall: int
     bias: float
     pool: bool = True
+
+
+def check_step(
+    q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, real: Tensor | None
+) -> None:
+    """Raise ValueError for tensors of a step that do not fit together, or a state that is not contiguous."""
+    (B, K, G, _), g, D, Dv = state.entries_k.shape, settings.rule.chunk, k.shape[3], v.shape[3]
+    num_codes, num_grid = settings.index.widths(D)
+    W, S, codes = state.ring_k.shape[2], state.held.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
+    for name, x, shape, dtype in (
+        ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
+        ("k", k, (B, K, 1, D), q.dtype),
+        ("v", v, (B, K, 1, Dv), q.dtype),
+        ("entries_k", state.entries_k, (B, K, G, D), q.dtype),
+        ("entries_v", state.entries_v, (B, K, G, Dv), q.dtype),
+        ("codes", state.codes, (B, K, G, num_codes), codes),
+        ("grid", state.grid, (B, K, G, num_grid), torch.float32),
+        ("store", state.store, (B, K, max(G * g, state.store.shape[2]), D + Dv), q.dtype),
+        ("ring_k", state.ring_k, (B, K, W, D), q.dtype),
+        ("ring_v", state.ring_v, (B, K, W, Dv), q.dtype),
+        ("seen", state.seen, (B,), torch.int64),
+        ("slots", state.slots, (B, K, S * g, D + Dv), q.dtype),
+        ("held", state.held, (B, K, S), torch.int32),
+        ("order", state.order, (B, K, S), torch.int32),
+    ):
+        is_pinned = x is state.store and x.device.type == "cpu" and (x.numel() == 0 or x.is_pinned())
+        if x.shape != shape or x.dtype != dtype or not (x.device == q.device or is_pinned):
+            raise ValueError(f"{name} must be {shape} in {dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype}")
+    for name, x in zip(state._fields, state, strict=True):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+    if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
+        raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")

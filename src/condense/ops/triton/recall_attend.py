@@ -33,14 +33,19 @@ _WORDS = 2**29
 
 @functools.cache
 def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
-    """Tiles by kernel, dtype, width and heads per KV head; all have the same rows, whose choices share a word."""
+    """Tiles by kernel, dtype, width and heads per KV head.
+
+    Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts.
+    """
     rows = power_of_2(R)
     if not is_cuda:  # the interpreter
-        return Tiles(max(16, rows), 16, {})
+        return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
     if dtype == torch.float32:  # small, because each product is computed as three (tf32x3), in registers
-        return Tiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
-    if kernel in ("dkv", "store"):
-        return Tiles(64, 64, {"num_warps": 8, "num_stages": 2 if widest <= 128 else 1})
+        return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
+    if kernel == "dkv":
+        return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
+    if kernel == "store":
+        return Tiles(64, 64, {"num_warps": 4, "num_stages": 2 if widest <= 128 else 1})
     return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if kernel == "fwd" else 2})
 
 
@@ -159,7 +164,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
             (R, g, *call.constants(call.pool, call.kind, shared.precision), tiles.rows, tiles.keys),
             tiles.options,
         )  # fmt: skip
-        queries = (row_lse, delta, q, d_out)
+        queries, rows = (row_lse, delta, q, d_out), tiles.rows
         tiles = _tiles("dkv", q.dtype, q.is_cuda, max(D, Dv), R)
         for n, level in ((0, call.level), (2, 0.0)):
             if n == 0 and not call.pool:
@@ -173,7 +178,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
                     s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), level * LOG2E, K, L, keys[0].shape[2],
                     of_tiles.numbers[0], of_tiles.words.shape[1], *call.rule, *scales,
                 ),
-                (R, *call.constants(n == 0, call.kind, shared.precision), tiles.rows, tiles.keys),
+                (R, *call.constants(n == 0, call.kind, shared.precision), rows, tiles.rows, tiles.keys),
                 tiles.options,
             )  # fmt: skip
         tiles = _tiles("store", q.dtype, q.is_cuda, max(D, Dv), R)

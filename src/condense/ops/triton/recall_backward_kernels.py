@@ -15,7 +15,7 @@ import triton.language as tl
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import add_weighted, load_rows, products, store_rows, zeros
 from condense.ops.triton.device.records import Queries, Row, Rule, Spans, Start
-from condense.ops.triton.device.rule import seen_by, start_of_row, tile_rows
+from condense.ops.triton.device.rule import seen_by, start_of_row
 
 
 @triton.jit
@@ -48,9 +48,13 @@ def recall_dkv_kernel(
     s_q, s_out, s_keys, level, K, L, size, words, tiles,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     R: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries or else of the window."""
+    """dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries or else of the window.
+
+    BM: rows of a tile, whose queries share a word; BS: rows that are read at a time.
+    """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
@@ -65,13 +69,16 @@ def recall_dkv_kernel(
     queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
     first = tl.min(tl.where(lo < hi, lo, L)) // Q
-    for tile in range(first, tl.cdiv(tl.max(hi), Q)):
-        i, r, real = tile_rows(tile * Q, L, R, BM)
-        head = kvh * R + r
+    STEPS: tl.constexpr = BM // BS
+    for step in range(first * STEPS, tl.cdiv(tl.max(hi), Q) * STEPS):
+        tile, j = step // STEPS, step % STEPS * BS + tl.arange(0, BS)
+        i = tl.minimum(tile * Q + j // R, L - 1)
+        real = (j < Q * R) & (tile * Q + j // R < L)
+        head = kvh * R + j % R
         at_q = b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
         at_out = b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2]
         rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, real, D0, D1, V0, V1)
-        sees = (i[None, :] >= lo[:, None]) & (i[None, :] < hi[:, None])
+        sees = real[None, :] & (i[None, :] >= lo[:, None]) & (i[None, :] < hi[:, None])
         if ENTRIES:
             word_at = (tl.program_id(1).to(tl.int64) * tiles + tile) * words + n
             word = tl.load(words_ptr + word_at, mask=n < words, other=0)

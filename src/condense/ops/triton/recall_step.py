@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops.recall.index import IndexSettings
 from condense.ops.recall.limits import step_obstacle
-from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.recall.state import RecallSettings, RecallState, check_step
 from condense.ops.spans import UniformRule
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
 from condense.ops.triton.launch import Launcher
@@ -53,7 +53,7 @@ def recall_step(
     obstacle = step_obstacle(q, k, v, state, settings)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-    _check(q, k, v, state, settings, real)
+    check_step(q, k, v, state, settings, real)
     rule, index = settings.rule, settings.index
     assert rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
@@ -61,36 +61,6 @@ def recall_step(
         settings.bias, settings.pool, scale,
     )  # fmt: skip
     return out
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, real: Tensor | None) -> None:
-    (B, K, G, _), g, D, Dv = state.entries_k.shape, settings.rule.chunk, k.shape[3], v.shape[3]
-    num_codes, num_grid = settings.index.widths(D)
-    W, S, codes = state.ring_k.shape[2], state.held.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
-    for name, x, shape, dtype in (
-        ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
-        ("k", k, (B, K, 1, D), q.dtype),
-        ("v", v, (B, K, 1, Dv), q.dtype),
-        ("entries_k", state.entries_k, (B, K, G, D), q.dtype),
-        ("entries_v", state.entries_v, (B, K, G, Dv), q.dtype),
-        ("codes", state.codes, (B, K, G, num_codes), codes),
-        ("grid", state.grid, (B, K, G, num_grid), torch.float32),
-        ("store", state.store, (B, K, max(G * g, state.store.shape[2]), D + Dv), q.dtype),
-        ("ring_k", state.ring_k, (B, K, W, D), q.dtype),
-        ("ring_v", state.ring_v, (B, K, W, Dv), q.dtype),
-        ("seen", state.seen, (B,), torch.int64),
-        ("slots", state.slots, (B, K, S * g, D + Dv), q.dtype),
-        ("held", state.held, (B, K, S), torch.int32),
-        ("order", state.order, (B, K, S), torch.int32),
-    ):
-        is_pinned = x is state.store and x.device.type == "cpu" and x.is_pinned()
-        if x.shape != shape or x.dtype != dtype or not (x.device == q.device or is_pinned):
-            raise ValueError(f"{name} must be {shape} in {dtype} on {q.device}, got {tuple(x.shape)} in {x.dtype}")
-    for name, x in zip(state._fields, state, strict=True):
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
-    if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
-        raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
 
 
 class _Tiles(NamedTuple):

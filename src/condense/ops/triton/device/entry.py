@@ -1,7 +1,7 @@
 """Making the entries of a chunk that is due in a decode step: its focal tokens as they are, the others pooled into one.
 
-A chunk's tokens are read from the ring, but for the new token, which the ring may not hold yet: it is read from the
-step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
+A chunk's tokens are read from the ring, or from pages, but for the new token, which these may not hold yet: it is read
+from the step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
     heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
+    paged: a chunk's tokens lie in `Pages`, not in a ring.
     """
 
     D0: int
@@ -50,6 +51,7 @@ class Kind(NamedTuple):
     joined_rows: int
     joined_parts: int
     joined_columns: int
+    paged: bool = False
 
 
 class Buffer(NamedTuple):
@@ -60,6 +62,20 @@ class Buffer(NamedTuple):
     s_k: Any
     s_v: Any
     size: Any
+
+
+class Pages(NamedTuple):
+    """Keys and values of one request and KV head: pointers to the first slot of page 0, strides from slot to slot,
+    which are equal, slots of a page, the request's pages, stride from page to page.
+    """
+
+    k: Any
+    v: Any
+    s_k: Any
+    s_v: Any
+    size: Any
+    table: Any
+    s_page: Any
 
 
 class Queries(NamedTuple):
@@ -137,10 +153,26 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def _tokens(ptr, stride, ring_size, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
-    """Rows of tokens i of the chunk, zeros past its end."""
+def page_slots(pages, position, inside):
+    """Where the rows of these positions begin, int64; anywhere where not inside."""
+    page = tl.load(pages.table + position // pages.size, mask=inside, other=0).to(tl.int64)
+    return page * pages.s_page + (position % pages.size).to(tl.int64) * pages.s_k
+
+
+@triton.jit
+def _places(ring, stride, chunk, i, KIND: tl.constexpr):
+    """Where the rows of tokens i of the chunk begin."""
     position = chunk.first + i
-    at = (position % ring_size).to(tl.int64) * stride
+    if KIND.paged:
+        return page_slots(ring, position, i < chunk.size)
+    else:
+        return (position % ring.size).to(tl.int64) * stride
+
+
+@triton.jit
+def _tokens(ptr, at, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
+    """Rows of tokens i of the chunk, which begin at ``ptr + at``; zeros past its end."""
+    position = chunk.first + i
     x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)
     is_new = ((i < chunk.size) & (position == chunk.t))[:, None]
     first = tl.where(is_new, new[0], x[0])
@@ -153,13 +185,13 @@ def _tokens(ptr, stride, ring_size, new, chunk, i, D0: tl.constexpr, D1: tl.cons
 @triton.jit
 def chunk_keys(ring, chunk, i, KIND: tl.constexpr):
     """Keys of tokens i of the chunk."""
-    return _tokens(ring.k, ring.s_k, ring.size, chunk.k, chunk, i, KIND.D0, KIND.D1)
+    return _tokens(ring.k, _places(ring, ring.s_k, chunk, i, KIND), chunk.k, chunk, i, KIND.D0, KIND.D1)
 
 
 @triton.jit
 def chunk_values(ring, chunk, i, KIND: tl.constexpr):
     """Values of tokens i of the chunk, which are not latents."""
-    return _tokens(ring.v, ring.s_v, ring.size, chunk.v, chunk, i, KIND.V0, KIND.V1)
+    return _tokens(ring.v, _places(ring, ring.s_v, chunk, i, KIND), chunk.v, chunk, i, KIND.V0, KIND.V1)
 
 
 @triton.jit

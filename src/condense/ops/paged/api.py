@@ -1,0 +1,59 @@
+"""Reading new tokens of many requests into their pages, and their attention: the choice of a backend.
+
+Shapes: T new tokens of all requests, H query heads, K KV heads, D and Dv widths, g tokens per group.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from condense.ops.backends import check_backend, step_backend
+from condense.ops.paged.pages import NewTokens, PagedState
+from condense.ops.paged.requests import read_requests
+from condense.ops.reference import paged as reference
+from condense.ops.types import StepSettings
+
+
+def read_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: PagedState,
+    new: NewTokens,
+    settings: StepSettings,
+    *,
+    scale: float,
+    out: Tensor,
+    backend: str = "auto",
+) -> None:
+    """Reads the new tokens of all requests into ``state``, in place, and writes their attention to ``out``.
+
+    q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``, out ``[T, H, Dv]``, one dtype; K divides H. settings: of groups
+    with ``summary_delay`` a multiple of g, at most g summary queries and no focal tokens. For every new token, its key
+    and value go to the window and its mean query to the ring, groups that are due become entries, and its query attends
+    to the entries of closed groups and the tokens behind them, as in `condense.ops.attend`. All keys and values are
+    stored first, then all entries, then comes attention: a request may read what another one writes in the same call.
+    backend: "reference"; or as of `condense.ops.attend` for requests with several new tokens, and "triton" or "torch"
+    for those with one, by "auto" the first on CUDA where it can run.
+    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    """
+    if check_backend(backend) == "reference":
+        out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
+        return
+    steps = new.num_steps if _has_kernels(backend, q, k, v, settings) else 0
+    if steps == 0:
+        read_requests((q, k, v), state, new, settings, out, first=0, scale=scale, backend=backend)
+        return
+    from condense.ops.triton import paged_step
+
+    first, seen = state.first(steps), new.seen_on_device[:steps]
+    paged_step.store(q[:steps], k[:steps], v[:steps], first, seen, settings, scale=scale)
+    read_requests((q, k, v), state, new, settings, out, first=steps, scale=scale, backend=backend)
+    paged_step.attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
+
+
+def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSettings) -> bool:
+    """True if single tokens are read by the Triton kernels."""
+    if backend == "auto":
+        return step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings) == "triton"
+    return backend in ("triton", "hopper")

@@ -1,0 +1,165 @@
+"""One decode step over pages in Triton: a kernel that stores, two that attend, and no wait for the host.
+
+Shapes: R requests, H query heads, K KV heads, r = H / K, S splits, D and Dv widths, N slots of a page.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.paged.pages import PagedState, Pages
+from condense.ops.triton.device.entry import Kind
+from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, on_device_of, power_of_2
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.limits import step_obstacle
+from condense.ops.triton.paged_step_kernels import paged_attend_kernel, paged_join_kernel, paged_store_kernel
+from condense.ops.types import StepSettings, numbered_settings
+
+_store, _attend, _join = Launcher(paged_store_kernel), Launcher(paged_attend_kernel), Launcher(paged_join_kernel)
+
+
+def store(
+    q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float
+) -> None:
+    """Stores one token of each request, and the entry of a group that is due.
+
+    q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the pages. seen
+    int32 ``[R]`` on the device: tokens of each request, the new one included; 0: the place is empty and nothing is
+    stored. settings: as of `condense.ops.paged.read_paged`.
+    Raises ValueError for a device without kernels, another dtype and a width above 256.
+    """
+    launch = _launch_of(q, state, settings, scale)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    # without a ring the window stands in its place and is not read there
+    ring = state.window if state.ring is None else state.ring
+    with on_device_of(q):
+        _store(
+            (k.shape[1], k.shape[0], 1),
+            (q, k, v, seen, *_places(state), ring.cache, ring.table),
+            (
+                *(n for x in (q, k, v) for n in x.stride()[:2]),
+                *_strides(state.window),
+                *_strides(state.entries),
+                *_strides(ring),
+                *launch.store_numbers,
+            ),
+            (launch.kind, state.ring is not None),
+            {"num_warps": 4},
+        )
+
+
+def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float, out: Tensor) -> None:
+    """Attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for empty places.
+
+    Arguments as of `store`, raises ValueError as it does.
+    """
+    launch, (R, H, Dv) = _launch_of(q, state, settings, scale), out.shape
+    q, columns = dense_rows(q), min(64, power_of_2(Dv))
+    part = torch.empty(R, H, launch.num_splits, Dv, dtype=torch.float32, device=q.device)
+    lse = torch.empty(R, H, launch.num_splits, dtype=torch.float32, device=q.device)
+    with on_device_of(q):
+        _attend(
+            launch.grid,
+            (q, seen, *_places(state), part, lse),
+            (*q.stride()[:2], *_strides(state.window), *_strides(state.entries), *launch.attend_numbers),
+            (launch.kind,),
+            launch.options,
+        )
+        _join(
+            (R * H, cdiv(Dv, columns), 1),
+            (part, lse, seen, out),
+            (*out.stride()[:2], H, launch.num_splits),
+            (Dv, columns, 64),
+            {},
+        )
+
+
+def _places(state: PagedState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return state.window.cache, state.window.table, state.entries.cache, state.entries.table
+
+
+def _strides(pages: Pages) -> tuple[int, ...]:
+    """From page to page, head to head, slot to slot; and from request to request in the table."""
+    return *pages.cache.stride()[:3], pages.table.stride(0)
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a step. capacity: slots of entries and window that a request may have."""
+
+    R: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    N: int
+    capacity: int
+
+
+def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> _Launch:
+    """Raises ValueError as `store`."""
+    (R, H, D), (_, K, _, C) = q.shape, state.window.cache.shape
+    Dv = C - D
+    obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings)
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    assert settings.rule.window is not None
+    entries = state.entries.table.shape[1] * state.entries.slots
+    capacity = entries + settings.rule.window + settings.rule.chunk
+    sizes = _Sizes(R, H, K, D, Dv, state.window.slots, capacity)
+    return _launch(settings.number, scale, sizes, q.dtype, q.device)
+
+
+class _Launch(NamedTuple):
+    """Launch arguments of a step's kernels, without tensors and strides."""
+
+    num_splits: int
+    grid: tuple[int, int, int]
+    store_numbers: tuple[int | float, ...]
+    attend_numbers: tuple[int | float, ...]
+    kind: Kind
+    options: Mapping[str, Any]
+
+
+@functools.lru_cache(maxsize=4096)  # the same for all layers, in every step of as many requests
+def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> _Launch:
+    """number: `StepSettings.number`."""
+    settings, (R, H, K, D, Dv, N, capacity) = numbered_settings(number), sizes
+    check_programs(R * K)
+    rule, heads = settings.rule, H // K
+    keys, warps, stages, waves = _tiles(device, dtype, max(D, Dv))
+    rows = min(64, max(16, power_of_2(heads)))
+    row_tiles = cdiv(heads, rows)
+    wanted = waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
+    splits = max(1, min(wanted, cdiv(capacity, keys)))
+    (D0, D1), (V0, V1) = split_width(D), split_width(Dv)
+    kind = Kind(
+        D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
+        focal=0, tile=1, period=0, has_prompt=False, has_real=False, rows=rows, keys=keys,
+        precision="ieee" if dtype == torch.float32 else "tf32",
+        early=False, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, paged=True,
+    )  # fmt: skip
+    weight_scale = scale if settings.weight_scale is None else settings.weight_scale
+    assert rule.window is not None
+    return _Launch(
+        splits,
+        (splits, row_tiles, R * K),
+        (K, heads, N, settings.num_summary, rule.chunk, settings.summary_delay, weight_scale),
+        (K, heads, N, rule.chunk, rule.window, settings.summary_delay, scale * LOG2E, settings.bias * LOG2E),
+        kind,
+        {"num_warps": warps, "num_stages": stages},
+    )
+
+
+def _tiles(device: torch.device, dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
+    """Keys per tile, warps, stages, and programs wanted per multiprocessor, as of `condense.ops.triton.step`."""
+    if device.type != "cuda":  # the interpreter
+        return 16, 4, 1, 1
+    if dtype == torch.float32:
+        return 32 if width <= 128 else 16, 8, 2, 2
+    return (64, 4, 3, 2) if width <= 128 else (32, 4, 3, 2)

@@ -1,0 +1,150 @@
+"""Kernels of one decode step over pages: store the new tokens and entries, attend by splits of the keys, join.
+
+The first kernel writes what the second reads, so that a request may see pages that another one fills in the same step.
+All decisions are made on the device, from ``seen``: a request that has seen nothing is a place left empty, whose output
+is 0 and whose pages are not touched.
+
+Shapes: R requests, H query heads, K KV heads, r = H / K, S splits, V columns of values, N slots of a page. Pages are as
+in `condense.ops.paged`. Scores are base 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.device.entry import (
+    Chunk,
+    Pages,
+    Queries,
+    load_row,
+    make_entries,
+    mean_query,
+    page_slots,
+    store_row,
+    summary_query,
+)
+from condense.ops.triton.device.parts import load_rows
+from condense.ops.triton.device.softmax import add_keys, empty_softmax, join_parts, key_products, store_part
+
+
+class _Stretch(NamedTuple):
+    """The ``count`` slots of a request's pages from slot ``first`` on."""
+
+    first: Any
+    count: Any
+
+
+@triton.jit
+def _pages(ptr, table_ptr, request, head, strides, N, KIND: tl.constexpr):
+    """The `Pages` of one request and KV head; values stand behind keys."""
+    s_page, s_head, s_slot, s_table = strides
+    k = ptr + head * s_head
+    return Pages(k, k + (KIND.D0 + KIND.D1), s_slot, s_slot, N, table_ptr + request * s_table, s_page)
+
+
+@triton.jit
+def _slot(pages, position):
+    """Where the row of one position begins."""
+    page = tl.load(pages.table + position // pages.size).to(tl.int64)
+    return page * pages.s_page + (position % pages.size) * pages.s_k
+
+
+@triton.jit
+def paged_store_kernel(
+    q_ptr, k_ptr, v_ptr, seen_ptr, window_ptr, window_table_ptr, entries_ptr, entries_table_ptr, ring_ptr,
+    ring_table_ptr, s_qt, s_qh, s_kt, s_kh, s_vt, s_vh, s_wp, s_wh, s_wn, s_wt, s_ep, s_eh, s_en, s_et, s_rp, s_rh,
+    s_rn, s_rt, K, R, N, num_summary, chunk_size, summary_delay, scale,
+    KIND: tl.constexpr, HAS_RING: tl.constexpr,
+):  # fmt: skip
+    """Keys, values and mean queries into the pages, and the entry of a group that is due; grid (K, R requests, 1)."""
+    request, kvh = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    t = tl.load(seen_ptr + request).to(tl.int32) - 1
+    if t >= 0:
+        window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), N, KIND)
+        entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), N, KIND)
+        k = load_row(k_ptr + request * s_kt + kvh * s_kh, KIND.D0, KIND.D1)
+        v = load_row(v_ptr + request * s_vt + kvh * s_vh, KIND.V0, KIND.V1)
+        at = _slot(window, t)
+        store_row(window.k + at, k, KIND.D0, KIND.D1)
+        store_row(window.v + at, v, KIND.V0, KIND.V1)
+        # without a ring the newest query is all that a summary needs, and `past` is not read
+        past, mean = Queries(q_ptr, s_qh, N), k
+        if KIND.scored:
+            mean = mean_query(Queries(q_ptr + request * s_qt + kvh * R * s_qh, s_qh, R), KIND.D0, KIND.D1)
+        if HAS_RING:
+            page = tl.load(ring_table_ptr + request * s_rt).to(tl.int64)
+            past = Queries(ring_ptr + page * s_rp + kvh * s_rh, s_rn, N)
+            store_row(past.q + (t % N) * s_rn, mean, KIND.D0, KIND.D1)
+        complete = t + 1 - summary_delay
+        if (complete > 0) & (complete % chunk_size == 0):
+            summary = [x.to(tl.float32) for x in mean]
+            if HAS_RING:
+                summary = summary_query(mean, past, t, num_summary, KIND.D0, KIND.D1)
+            chunk = Chunk(complete - chunk_size, chunk_size, t, k, v)
+            entry_k, entry_v = make_entries(entries, window, chunk, summary, summary, 0, True, scale, KIND)
+            # the slot of a group's entry is that of the token by which it is made
+            at = _slot(entries, t // chunk_size)
+            store_row(entries.k + at, entry_k, KIND.D0, KIND.D1)
+            store_row(entries.v + at, entry_v, KIND.V0, KIND.V1)
+
+
+@triton.jit
+def _attend_pages(softmax, q, pages, stretch, lo, hi, scale, bias, KIND: tl.constexpr):
+    """Adds tiles ``[lo, hi)`` of a stretch; no tile is empty."""
+    for tile in range(lo, hi):
+        i = tile * KIND.keys + tl.arange(0, KIND.keys)
+        inside = i < stretch.count
+        at = page_slots(pages, stretch.first + i, inside)
+        k = load_rows(pages.k, at, inside, KIND.D0, KIND.D1)
+        s = tl.where(inside[None, :], key_products(q, k, KIND.precision) * scale + bias, float("-inf"))
+        v = load_rows(pages.v, at, inside, KIND.V0, KIND.V1)
+        softmax = add_keys(softmax, s, v, KIND.precision)
+    return softmax
+
+
+@triton.jit
+def paged_attend_kernel(
+    q_ptr, seen_ptr, window_ptr, window_table_ptr, entries_ptr, entries_table_ptr, part_ptr, lse_ptr,
+    s_qt, s_qh, s_wp, s_wh, s_wn, s_wt, s_ep, s_eh, s_en, s_et, K, R, N, chunk_size, window_size, summary_delay,
+    score_scale, bias, KIND: tl.constexpr,
+):  # fmt: skip
+    """part float32 ``[R, H, S, V]`` and log-sum-exp ``[R, H, S]``; grid (S, row tiles, R requests * K)."""
+    split, S, row_tile, program = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
+    request, kvh = (program // K).to(tl.int64), (program % K).to(tl.int64)
+    seen = tl.load(seen_ptr + request).to(tl.int32)
+    if seen > 0:
+        window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), N, KIND)
+        entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), N, KIND)
+        closed = tl.maximum(seen - window_size, 0) // chunk_size
+        far = _Stretch(summary_delay // chunk_size, closed)
+        near = _Stretch(closed * chunk_size, seen - closed * chunk_size)
+        far_tiles = tl.cdiv(far.count, KIND.keys)
+        tiles = far_tiles + tl.cdiv(near.count, KIND.keys)
+        lo, hi = tiles * split // S, tiles * (split + 1) // S
+        r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
+        at = request * s_qt + (kvh * R + r) * s_qh
+        q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
+        softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
+        softmax = _attend_pages(softmax, q, entries, far, lo, tl.minimum(hi, far_tiles), score_scale, bias, KIND)
+        softmax = _attend_pages(
+            softmax, q, window, near, tl.maximum(lo - far_tiles, 0), hi - far_tiles, score_scale, 0.0, KIND
+        )  # fmt: skip
+        at = (program.to(tl.int64) * R + r) * S + split
+        store_part(part_ptr, lse_ptr, softmax, at, r < R, KIND.V0, KIND.V1)
+
+
+@triton.jit
+def paged_join_kernel(
+    part_ptr, lse_ptr, seen_ptr, out_ptr, s_ot, s_oh, H, S, V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """out ``[R, H, V]``: all splits of a query head joined, 0 for places left empty; grid (R requests * H, columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    request = row // H
+    live = tl.load(seen_ptr + request).to(tl.int32) > 0
+    column, one = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, 1)
+    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, tl.where(live, S, 0), column, V, BS)
+    at = request * s_ot + (row % H) * s_oh
+    tl.store(out_ptr + at + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])

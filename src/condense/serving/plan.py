@@ -1,0 +1,164 @@
+"""A method in pages: what an engine must keep for a request, and what cannot be served, by name with the way out.
+
+An engine keeps what its layers know of a request in pages of N slots, all of one size, from one pool. A condensed layer
+has up to three kinds (`condense.ops.paged`):
+
+- window: the exact tokens, N to a page; pages behind the last ``window + group_size`` tokens go back to the pool;
+- entries: one entry per group, N to a page, which so covers ``N * group_size`` tokens; kept as long as the request;
+- ring: the newest mean queries, one page per request, for methods whose groups are weighed by several queries.
+
+A page of entries may be shared by requests that begin with the same tokens, as an engine's prefix cache does. So the
+entry of group j lies where the token stands that completes its summary: in state ``s = j + summary_delay / g``, which
+covers tokens ``[s * g, (s + 1) * g)`` and depends on no later ones.
+
+Shapes: g tokens per group, w tokens of window, N slots of a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from condense.methods import Method, step_settings
+from condense.methods.grouped import GroupPooling
+from condense.ops import StepSettings
+
+# pages hold a multiple of so many slots: a tile of keys in a kernel is a few whole pages
+_SLOTS = 16
+
+
+class Blocks(NamedTuple):
+    """Pages of each kind, in every condensed layer."""
+
+    window: int
+    entries: int
+    ring: int
+
+    @property
+    def total(self) -> int:
+        """All pages."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """The pages of one method. settings: the method as kernels know it. slots: of a page, N."""
+
+    settings: StepSettings
+    slots: int
+
+    @property
+    def group_size(self) -> int:
+        """Tokens per group, g: so many tokens of a request become one state."""
+        return self.settings.rule.chunk
+
+    @property
+    def kept_tokens(self) -> int:
+        """Exact tokens that reading the next one needs, itself included: the window and the group that leaves it."""
+        assert self.settings.rule.window is not None
+        return self.settings.rule.window + self.group_size
+
+    @property
+    def has_ring(self) -> bool:
+        """True if a group's summary is the mean of more queries than that of the token that completes it."""
+        return self.settings.num_summary > 1
+
+    @property
+    def tokens_per_page(self) -> int:
+        """Tokens that a page of entries covers. Prompts share what they have in common up to a multiple of it."""
+        return self.slots * self.group_size
+
+    def blocks(self, num_tokens: int, num_new: int = 1) -> Blocks:
+        """The most pages that a request holds while ``num_new`` of its ``num_tokens`` tokens are read."""
+        window = min(num_tokens, self.kept_tokens - 1 + num_new)
+        # the window may begin anywhere in its first page
+        num_window = min(-(-window // self.slots) + 1, -(-num_tokens // self.slots))
+        return Blocks(num_window, -(-num_tokens // self.tokens_per_page), int(self.has_ring))
+
+
+def serving_plan(method: Method) -> ServingPlan:
+    """The pages of a method. Raises ValueError for a method that cannot be served in pages."""
+    if not isinstance(method, GroupPooling):
+        raise ValueError(f"method must be CCA or LCA to be served, got {method}: others run with model.generate")
+    if method.summary == "prompt":
+        raise ValueError(
+            f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use summary='streaming'"
+        )
+    settings = step_settings(method)
+    g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
+    if g < 2:
+        raise ValueError(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
+    if delay % g:
+        raise ValueError(
+            f"window must be a multiple of group_size, {g}, to be served with summary='streaming', got {delay}: use "
+            f"window={-(-delay // g) * g} or summary='last'"
+        )
+    if num_summary > g:
+        raise ValueError(
+            f"num_summary_queries must be at most group_size, {g}, to be served, got {num_summary}: a shared prefix "
+            "ends with a whole group, and queries before it are not kept"
+        )
+    return ServingPlan(settings, -(-max(num_summary, 1) // _SLOTS) * _SLOTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The settings of an engine that decide whether it can serve a condensed model.
+
+    kv_heads: of the whole model. cache_dtype: "auto" is the model's. one_manager: all caches are managed alike, as
+    full attention. shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves.
+    """
+
+    version: str
+    kv_heads: int
+    tensor_parallel: int = 1
+    cache_dtype: str = "auto"
+    model_dtype: str = "bfloat16"
+    kv_transfer: bool = False
+    offloading: bool = False
+    one_manager: bool = False
+    speculative: bool = False
+    shared_context: bool = False
+    microbatches: bool = False
+
+
+# releases of vLLM that this package was tested with: from the first, below the second
+TESTED = ("0.32", "0.33")
+
+
+def check_engine(engine: EngineSettings) -> None:
+    """Raise ValueError, in vLLM's own terms, if an engine cannot serve condensed models as it is set up."""
+    first, end = (_release(version) for version in TESTED)
+    if not first <= _release(engine.version) < end:
+        raise ValueError(
+            f"vLLM must be {TESTED[0]}, the release that condensed models were tested with, got {engine.version}: "
+            f"install 'vllm>={TESTED[0]},<{TESTED[1]}'"
+        )
+    if engine.cache_dtype not in ("auto", engine.model_dtype):
+        raise ValueError(
+            f"--kv-cache-dtype must be auto or the model's {engine.model_dtype} for condensed models, got "
+            f"{engine.cache_dtype}: entries are made of exact keys and values"
+        )
+    if engine.kv_heads % engine.tensor_parallel:
+        raise ValueError(
+            f"--tensor-parallel-size must divide the model's {engine.kv_heads} KV heads, got "
+            f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"
+        )
+    for chosen, message in (
+        (engine.kv_transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
+        (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
+        (
+            engine.one_manager,
+            "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
+        ),
+        (engine.speculative, "--speculative-config is not served with condensed models: leave it out"),
+        (engine.shared_context, "context parallelism is not served with condensed models: use tensor parallelism"),
+        (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
+    ):
+        if chosen:
+            raise ValueError(message)
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,82 @@
+"""What a step tells a condensed layer: which tokens are new, and the pages of each request, for each kind of page."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from condense.ops.paged import NewTokens
+
+# a child of vLLM's own logger, which alone has a handler
+logger = init_logger("vllm.condense")
+
+
+@dataclass
+class CondensedMetadata(AttentionMetadata):
+    """One kind of pages in one step; table int32 ``[R, n]``."""
+
+    new: NewTokens
+    table: Tensor
+
+
+class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
+    """Makes the metadata of a step, for one kind of pages, from what vLLM says of the batch."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    # requests with one new token come first
+    reorder_batch_threshold: int | None = 1
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._said = False
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CondensedMetadata:
+        """The metadata of one step; both other arguments change nothing."""
+        batch = common_attn_metadata
+        if not self._said:
+            self._said = True
+            self._say_concurrency()
+        starts = batch.query_start_loc_cpu.tolist()
+        # exact but for speculative decoding, which is refused
+        lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
+        new = NewTokens(starts, lengths.tolist(), batch.seq_lens, _num_steps(starts))
+        return CondensedMetadata(new, batch.block_table_tensor)
+
+    def _say_concurrency(self) -> None:
+        """Says how many of the longest requests the pages hold, for a model whose layers are all condensed alike.
+
+        What vLLM says holds back pages for all tokens in flight, for every request: more than it will ever keep.
+        """
+        layers = list(self.vllm_config.compilation_config.static_forward_context.values())
+        plans = {layer.plan for layer in layers if hasattr(layer, "plan")}
+        own = [layer for layer in layers if getattr(layer, "layer_name", None) == self.layer_names[0]]
+        if len(plans) != 1 or not hasattr(own[0], "plan") or any(_is_stock(layer) for layer in layers):
+            return
+        longest, (plan,) = self.vllm_config.model_config.max_model_len, plans
+        # one page belongs to nobody
+        held = (own[0].kv_cache.shape[0] - 1) / plan.blocks(longest).total
+        message = "Concurrency for %s tokens per request, once their prompts are read: %.2fx"
+        logger.info_once(message, f"{longest:,}", held)
+
+
+def _is_stock(layer: object) -> bool:
+    return isinstance(layer, Attention) and not hasattr(layer, "plan")
+
+
+def _num_steps(starts: list[int]) -> int:
+    """How many of the first requests have at most one new token."""
+    longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)
+    return next(longer, len(starts) - 1)

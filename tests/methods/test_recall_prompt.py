@@ -1,0 +1,72 @@
+"""`Recall(prompt="exact")`: calls of several tokens are dense attention, single tokens recall."""
+
+import pytest
+import torch
+from models import tiny
+
+import condense
+from condense.caches import CondensedLayer
+from condense.caches.request import read_request
+from condense.models.inspect import inspect
+from condense.testing import oracle
+
+RECALL = condense.Recall(group_size=4, window=8, num_recall=2)
+EXACT = RECALL.replace(prompt="exact")
+DENSE = condense.Dense()
+CLOSE = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["whole", "padded"])
+@pytest.mark.parametrize("L", [2, 8, 12, 61])
+def test_a_prompt_is_dense_attention(L, padding):
+    padding = None if padding is None else padding.clamp(max=L - 1)
+    q, k, v = oracle.random_qkv(2, 6, 2, L, 8, 6)
+    for backend in ("reference", "torch"):
+        got, got_lse = condense.attention(q, k, v, method=EXACT, padding=padding, backend=backend, return_lse=True)
+        want, lse = condense.attention(q, k, v, method=DENSE, padding=padding, return_lse=True)
+        torch.testing.assert_close(got, want, **CLOSE)
+        torch.testing.assert_close(got_lse, lse, **CLOSE)
+
+
+def _attend(layer, method, q, k, v, start, stop):
+    q, k, v = (x[:, :, start:stop] for x in (q, k, v))
+    context = layer.read(k, v, read_request(q, scale=0.3))
+    return method.attend(q, context, scale=0.3)[0]
+
+
+def test_chunks_are_dense_and_steps_recall():
+    """The state is Recall's, whatever read the prompt, so the steps after it are its own."""
+    q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
+    dense, whole = (condense.attention(q, k, v, method=method, scale=0.3) for method in (DENSE, RECALL))
+    layer = CondensedLayer(EXACT)
+    for start, stop in ((0, 17), (17, 20), (20, 53)):
+        torch.testing.assert_close(_attend(layer, EXACT, q, k, v, start, stop), dense[:, :, start:stop], **CLOSE)
+    for t in range(53, 70):
+        torch.testing.assert_close(_attend(layer, EXACT, q, k, v, t, t + 1), whole[:, :, t : t + 1], **CLOSE)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_generate_reads_its_prompt_as_a_dense_model(name, cache):
+    model, ids = tiny.model(name), tiny.tokens(1, 61)
+    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    want = model.generate(ids, **settings).logits
+    with condense.use(model, EXACT):
+        exact = model.generate(ids, cache_implementation=cache, **settings).logits
+    with condense.use(model, RECALL):
+        recalled = model.generate(ids, cache_implementation=cache, **settings).logits
+    torch.testing.assert_close(exact[0], want[0], rtol=0, atol=1e-9)
+    assert not torch.allclose(recalled[0], want[0], rtol=0, atol=1e-6)
+
+
+def test_it_is_not_for_training():
+    q, k, v = (x.requires_grad_() for x in oracle.random_qkv(1, 2, 2, 40, 8, 8))
+    with pytest.raises(ValueError, match="train with prompt='recall'"):
+        condense.attention(q, k, v, method=EXACT)
+
+
+def test_inspect_says_so():
+    model = tiny.model("llama")
+    exact, dense, recall = (inspect(model, method, 4096, 2)[0] for method in (EXACT, DENSE, RECALL))
+    assert "dense attention" in exact.remark
+    assert exact.flops > dense.flops > recall.flops  # beside attention, entries are made

@@ -1,0 +1,119 @@
+"""A pool of pages for tests, as an engine has it: shuffled pages, window pages taken back, NaN in all the rest.
+
+Shapes: R requests, T new tokens, H query heads, K KV heads, D and Dv widths, P pages, N slots of a page.
+"""
+
+import random
+
+import torch
+
+import condense
+from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
+from condense.serving.plan import serving_plan
+from condense.testing import oracle
+
+NULL = 0  # a page that belongs to no request
+
+
+class Pool:
+    """Pages of one layer. Every page is given to one request and one kind; a page that is given back becomes NaN."""
+
+    def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0):
+        self.method, self.plan = method, serving_plan(method)
+        self.kv_heads, self.width, self.value_width = heads
+        shape = (num_pages, self.kv_heads, self.plan.slots, self.width + self.value_width)
+        self.cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        self.free = list(range(1, num_pages))
+        random.Random(seed).shuffle(self.free)
+        self.requests = []
+
+    def add(self, length, shared=None, shared_tokens=0):
+        """A request of up to ``length`` tokens; it begins with ``shared_tokens`` tokens in the pages of another."""
+        request = Request(self, length)
+        if shared is not None:
+            request.share(shared, shared_tokens)
+        self.requests.append(request)
+        return request
+
+    def take(self):
+        return self.free.pop()
+
+    def give_back(self, page):
+        self.cache[page] = float("nan")
+        self.free.append(page)
+
+    def state(self, requests):
+        def pages(tables):
+            width = max(map(len, tables))
+            rows = [table + [NULL] * (width - len(table)) for table in tables]
+            return Pages(self.cache, torch.tensor(rows, dtype=torch.int32, device=self.cache.device))
+
+        ring = pages([r.ring for r in requests]) if self.plan.has_ring else None
+        return PagedState(pages([r.window for r in requests]), pages([r.entries for r in requests]), ring)
+
+    def read(self, chunks, **options):
+        """Reads ``[(request, qkv of its new tokens [., heads, width])]`` in one step; outputs, one per request."""
+        requests = [request for request, _ in chunks]
+        lengths = [qkv[0].shape[0] for _, qkv in chunks]
+        for request, length in zip(requests, lengths, strict=True):
+            request.prepare(length)
+        starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        seen = [request.seen + length for request, length in zip(requests, lengths, strict=True)]
+        steps = 0
+        while steps < len(lengths) and lengths[steps] <= 1:
+            steps += 1
+        device = self.cache.device
+        new = NewTokens(starts, seen, torch.tensor(seen, dtype=torch.int32, device=device), steps)
+        q, k, v = (torch.cat([qkv[i] for _, qkv in chunks]).to(device) for i in range(3))
+        out = torch.full((*q.shape[:2], v.shape[2]), float("nan"), dtype=q.dtype, device=device)
+        read_paged(q, k, v, self.state(requests), new, self.plan.settings, out=out, **options)
+        for request, n in zip(requests, seen, strict=True):
+            request.seen = n
+        return list(out.split(lengths))
+
+
+class Request:
+    """The pages of one request, by kind, and the tokens that it has read."""
+
+    def __init__(self, pool, length):
+        self.pool, self.seen, self.length = pool, 0, length
+        self.window, self.entries, self.shared = [], [], 0
+        self.ring = [pool.take()] if pool.plan.has_ring else []
+
+    def share(self, other, tokens):
+        assert tokens % self.pool.plan.tokens_per_page == 0
+        self.seen, self.shared = tokens, tokens
+        self.entries = other.entries[: tokens // self.pool.plan.tokens_per_page]
+        self.window = other.window[: tokens // self.pool.plan.slots]
+
+    def reserve(self, stop):
+        """Takes pages for tokens up to ``stop``."""
+        while len(self.window) * self.pool.plan.slots < stop:
+            self.window.append(self.pool.take())
+        while len(self.entries) * self.pool.plan.tokens_per_page < stop:
+            self.entries.append(self.pool.take())
+
+    def prepare(self, num_new):
+        """Gives back window pages that no later token needs, then takes pages for the new tokens."""
+        plan, stop = self.pool.plan, self.seen + num_new
+        for i in range(self.shared // plan.slots, max(0, self.seen - plan.kept_tokens + 1) // plan.slots):
+            if self.window[i] != NULL:
+                self.pool.give_back(self.window[i])
+                self.window[i] = NULL
+        self.reserve(stop)
+
+
+def complete_a_prefix(pool, num_new, heads, tolerance, *, scale, backend):
+    """A request completes a prefix by a single token; in the same step another goes on with ``num_new`` tokens."""
+    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    sizes = (heads, pool.kv_heads, prefix + num_new, pool.width, pool.value_width)
+    qkv = [x[0].transpose(0, 1).to(pool.cache) for x in oracle.random_qkv(1, *sizes)]
+    a = pool.add(prefix)
+    pool.read([(a, [x[: prefix - 1] for x in qkv])], scale=scale, backend="torch")
+    a.reserve(prefix)
+    b = pool.add(prefix + num_new, a, prefix)
+    chunks = [(a, [x[prefix - 1 : prefix] for x in qkv]), (b, [x[prefix:] for x in qkv])]
+    got = torch.cat(pool.read(chunks, scale=scale, backend=backend))
+    rows = [x.double().transpose(0, 1)[None].cpu() for x in qkv]
+    want = condense.attention(*rows, method=pool.method, scale=scale, backend="reference")[0].transpose(0, 1)
+    torch.testing.assert_close(got.double().cpu(), want[prefix - 1 :], **tolerance)

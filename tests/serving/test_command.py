@@ -1,0 +1,143 @@
+"""`condense serve` up to the moment when vLLM takes over, without vLLM."""
+
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
+
+import condense
+from condense.cli.main import main
+from condense.methods import methods_in, settings_of
+from condense.serving.vllm.command import server_command
+from condense.serving.vllm.register import ARCHITECTURES, condensed_name
+
+METHOD = condense.CCA(summary="streaming")
+SAVED = settings_of({0: METHOD, 1: METHOD})
+
+
+class TakenOver(Exception):  # noqa: N818
+    """vLLM's process has begun."""
+
+
+@pytest.fixture
+def serve(monkeypatch, capsys):
+    """Calls `condense serve`: the command that vLLM would get, or None, and what was printed on stderr."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    commands = []
+
+    def take_over(path, command):
+        commands.append(command)
+        raise TakenOver
+
+    monkeypatch.setattr(os, "execv", take_over)
+
+    def call(*arguments):
+        commands.clear()
+        monkeypatch.setattr(sys, "argv", ["condense", "serve", *map(str, arguments)])
+        with pytest.raises((SystemExit, TakenOver)):
+            main()
+        return (commands or [None])[0], capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stock")
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=32
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(stock, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    model = condense.apply(LlamaForCausalLM.from_pretrained(stock), METHOD, layers=[0, 2])
+    model.save_pretrained(path)
+    return path
+
+
+def overrides(command):
+    return json.loads(command[command.index("--hf-overrides") + 1])
+
+
+def test_a_saved_model_is_served_as_it_was_saved(serve, saved):
+    command, err = serve(saved, "--port", "8123", "--enable-prefix-caching")
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(saved)]
+    assert command[-3:] == ["--port", "8123", "--enable-prefix-caching"]
+    assert overrides(command)["architectures"] == ["CondensedLlamaForCausalLM"]
+    assert methods_in(overrides(command)["condense"]) == {0: METHOD, 2: METHOD}
+    assert err == ""
+
+
+def test_a_method_replaces_the_saved_one(serve, saved):
+    command, err = serve(saved, "--method", "lca:window=32", "--layers", "1-2")
+    assert methods_in(overrides(command)["condense"]) == {i: condense.LCA(window=32) for i in (1, 2)}
+    assert err == ""
+
+
+def test_an_unadapted_model_is_warned_of(serve, stock):
+    command, err = serve(stock, "--method", "cca:summary=streaming")
+    assert methods_in(overrides(command)["condense"]) == dict.fromkeys(range(3), METHOD)
+    assert "condense train adapt" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a method with --method"),
+        (["--layers", "0"], "add --method"),
+        (["--method", "dga"], "CCA or LCA"),
+        (["--method", "cca:summary=prompt"], "summary='streaming'"),
+        (["--method", "lca:window=1000"], "window=1008"),
+        (["--method", "cca", "--hf-overrides", "{"], "--hf-overrides must be JSON"),
+        (["--method", "cca", "--hf-overrides", "[]"], "must be a JSON object"),
+        (["--method", "cca", "--hf-overrides"], "must have a value"),
+        (["--method", "cca", '--hf-overrides={"condense": {}}'], "leave out 'condense'"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_refused(serve, stock, arguments, words):
+    command, err = serve(stock, *arguments)
+    assert command is None
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_other_architectures_are_refused(serve, tmp_path):
+    GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
+    command, err = serve(tmp_path, "--method", "cca")
+    assert command is None
+    assert "GPTNeoXForCausalLM" in err
+
+
+def test_without_vllm_it_says_how_to_install_it(serve, saved, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    command, err = serve(saved)
+    assert command is None
+    assert err == "condense: serve needs vLLM, which is not installed: pip install 'condense-attention[vllm]'\n"
+
+
+def test_own_overrides_and_batch_are_kept():
+    flags = ['--hf-overrides={"rope_scaling": null}', "--max-num-batched-tokens=512"]
+    command = server_command("model", "Qwen2ForCausalLM", SAVED, flags)
+    assert overrides(command) == {
+        "rope_scaling": None,
+        "architectures": ["CondensedQwen2ForCausalLM"],
+        "condense": SAVED,
+    }
+    assert [flag for flag in command if "batched" in flag] == ["--max-num-batched-tokens=512"]
+    command = server_command("model", "Qwen2ForCausalLM", SAVED, [])
+    assert command[command.index("--max-num-batched-tokens") + 1] == "4096"
+
+
+def test_names_are_new():
+    assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 8
+    with pytest.raises(ValueError, match=r"use model\.generate"):
+        condensed_name("MambaForCausalLM")

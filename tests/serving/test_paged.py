@@ -1,0 +1,157 @@
+"""Attention over pages: the outputs of whole sequences, however tokens come, and exactly shared prefixes.
+
+Shapes: H query heads, K KV heads, L tokens, D and Dv widths.
+"""
+
+import random
+
+import pytest
+import torch
+from paged_pool import NULL, Pool, complete_a_prefix
+
+import condense
+from condense.testing import oracle
+
+H, K, D, DV = 4, 2, 6, 5
+SCALE = 0.6
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+METHODS = {
+    "last": condense.CCA(group_size=4, window=8),
+    "last-odd-window": condense.CCA(group_size=4, window=5, rep_bias="log_size"),
+    "last-window-0": condense.CCA(group_size=5, window=0),
+    "g-2": condense.CCA(group_size=2, window=3),
+    "streaming": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
+    "streaming-window-0": condense.LCA(group_size=3, window=0),
+    "streaming-1-query": condense.LCA(group_size=4, window=12, num_summary_queries=1),
+    "streaming-3-queries": condense.CCA(group_size=4, window=4, summary="streaming", num_summary_queries=3),
+    "streaming-no-scores": condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max"),
+    "larger-group-than-page": condense.LCA(group_size=20, window=40),
+}
+BACKENDS = ("reference", "torch")
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def method(request):
+    return request.param
+
+
+def random_tokens(length, seed=0):
+    """q, k, v, packed: ``[L, heads, width]``."""
+    return [x[0].transpose(0, 1) for x in oracle.random_qkv(1, H, K, length, D, DV, seed=seed)]
+
+
+def whole(qkv, method):
+    """Attention of a whole sequence, ``[L, H, Dv]``."""
+    rows = (x.transpose(0, 1)[None] for x in qkv)
+    return condense.attention(*rows, method=method, scale=SCALE, backend="reference")[0].transpose(0, 1)
+
+
+def cut(qkv, start, stop):
+    return [x[start:stop] for x in qkv]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_equal_to_the_whole(method, chunk, backend):
+    length = 150 if chunk > 1 else 90
+    qkv, pool = random_tokens(length), Pool(method, (K, D, DV))
+    request = pool.add(length)
+    outs = [
+        pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE, backend=backend)[0] for i in range(0, length, chunk)
+    ]
+    torch.testing.assert_close(torch.cat(outs), whole(qkv, method), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_requests_at_different_lengths(method, backend):
+    """Requests come and go; each step reads single tokens of some and pieces of prompts of others."""
+    rng, pool = random.Random(1), Pool(method, (K, D, DV))
+    qkvs = [random_tokens(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
+    requests = [pool.add(x[0].shape[0]) for x in qkvs]
+    outs = [[] for _ in qkvs]
+    while any(r.seen < r.length for r in requests):
+        chunks, order = [], []
+        for i, r in enumerate(requests):
+            if r.seen < r.length and rng.random() < 0.8:
+                size = rng.choice((1, 1, 5, 23))
+                chunks.append((r, cut(qkvs[i], r.seen, min(r.seen + size, r.length))))
+                order.append(i)
+        if chunks:
+            for i, out in zip(order, pool.read(chunks, scale=SCALE, backend=backend), strict=True):
+                outs[i].append(out)
+    for qkv, out in zip(qkvs, outs, strict=True):
+        torch.testing.assert_close(torch.cat(out), whole(qkv, method), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shared_prefix_is_exact_and_never_written(method, backend):
+    """Another request takes up the pages of a prefix, with an empty ring, and goes on with tokens of its own."""
+    pool = Pool(method, (K, D, DV))
+    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 50, 1)
+    for mine, theirs in zip(other, first, strict=True):
+        mine[:prefix] = theirs[:prefix]
+    a = pool.add(prefix + 30)
+    # the prefix first, so that the window at its end is still held when the other request comes
+    pool.read([(a, cut(first, 0, prefix))], scale=SCALE, backend=backend)
+    b = pool.add(prefix + 50, a, prefix)
+    shared = [page for page in {*b.window, *b.entries} if page != NULL]
+    before = pool.cache[shared].clone()
+    outs = [
+        pool.read([(b, cut(other, i, i + 5))], scale=SCALE, backend=backend)[0] for i in range(prefix, prefix + 50, 5)
+    ]
+    torch.testing.assert_close(torch.cat(outs), whole(other, method)[prefix:], **EXACT)
+    assert torch.equal(pool.cache[shared].nan_to_num(-1.0), before.nan_to_num(-1.0))
+    rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE, backend=backend)[0]
+    torch.testing.assert_close(rest, whole(first, method)[prefix:], **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_that_is_written_in_the_same_step(method, backend):
+    """An engine hands out the pages of a prompt as soon as it is to be read, and may put who takes them first."""
+    pool = Pool(method, (K, D, DV))
+    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 9, 1)
+    for mine, theirs in zip(other, first, strict=True):
+        mine[:prefix] = theirs[:prefix]
+    a = pool.add(prefix + 30)
+    a.reserve(prefix + 30)
+    b = pool.add(prefix + 9, a, prefix)
+    chunks = [(b, cut(other, prefix, prefix + 9)), (a, first)]
+    rest, out = pool.read(chunks, scale=SCALE, backend=backend)
+    torch.testing.assert_close(out, whole(first, method), **EXACT)
+    torch.testing.assert_close(rest, whole(other, method)[prefix:], **EXACT)
+
+
+@pytest.mark.parametrize("new", [1, 9])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend, new):
+    complete_a_prefix(Pool(method, (K, D, DV)), new, H, EXACT, scale=SCALE, backend=backend)
+
+
+def test_bfloat16_is_within_the_budget_of_the_whole():
+    """Entries are rounded as in a contiguous cache: the same bits, so the same outputs."""
+    method = condense.LCA(group_size=4, window=8, rep_bias="log_size")
+    qkv = [x.bfloat16() for x in random_tokens(120)]
+    pool = Pool(method, (K, D, DV), dtype=torch.bfloat16)
+    request = pool.add(120)
+    got = torch.cat([pool.read([(request, cut(qkv, i, i + 40))], scale=SCALE)[0] for i in range(0, 120, 40)])
+    rows = [x.transpose(0, 1)[None] for x in qkv]
+    want = condense.attention(*rows, method=method, scale=SCALE, backend="torch")[0].transpose(0, 1)
+    exact = whole([x.double() for x in qkv], method)
+    assert (got.double() - exact).abs().max() <= 2 * (want.double() - exact).abs().max()
+
+
+def test_an_unknown_backend_is_refused():
+    pool = Pool(METHODS["last"], (K, D, DV))
+    with pytest.raises(ValueError, match="backend must be"):
+        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE, backend="paged")
+
+
+def test_nothing_new_writes_nothing():
+    pool = Pool(METHODS["streaming"], (K, D, DV))
+    empty, other = pool.add(3), pool.add(3)
+    outs = pool.read([(empty, random_tokens(0)), (other, random_tokens(3))], scale=SCALE)
+    assert outs[0].shape == (0, H, DV)
+    assert outs[1].isfinite().all()
+    assert empty.window == []

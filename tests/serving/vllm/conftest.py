@@ -1,0 +1,102 @@
+"""Engines of vLLM in this process, on the CPU, small enough for two cores; and a check that each gives its pages back.
+
+`make test-vllm` runs this folder, in an environment of its own; without vLLM installed it is not collected.
+"""
+
+import gc
+import importlib.util
+import os
+
+import pytest
+import torch
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
+
+if HAS_VLLM:
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        HF_HUB_OFFLINE="1",
+    )
+
+
+class Engine:
+    """A model in vLLM, asked in token ids; greedy unless told otherwise."""
+
+    def __init__(self, folder, **settings):
+        from vllm import LLM
+
+        fixed = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 8, "seed": 0}
+        self.llm = LLM(str(folder), **{**fixed, **settings})
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def generate(self, prompts, max_tokens, **sampling):
+        from vllm import SamplingParams
+
+        params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **sampling})
+        return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+    def tokens(self, prompts, max_tokens, **sampling):
+        return [list(o.outputs[0].token_ids) for o in self.generate(prompts, max_tokens, **sampling)]
+
+    @property
+    def free_pages(self):
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def pages(self):
+        """Pages of the pool but for the one that belongs to nobody."""
+        return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+    def close(self):
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm, self.scheduler
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+@pytest.fixture(scope="session")
+def engines():
+    """At most one engine at a time, with what it was made of."""
+    alive = {}
+    yield alive
+    for each in alive.values():
+        each.close()
+
+
+@pytest.fixture
+def engine(engines):
+    """Makes an engine, or hands out the last one if it is asked for the same; afterwards all its pages are free."""
+
+    def make(folder, **settings):
+        key = f"{folder} {settings}"
+        if key not in engines:
+            while engines:
+                engines.popitem()[1].close()
+            engines[key] = Engine(folder, **settings)
+        return engines[key]
+
+    yield make
+    for each in engines.values():
+        assert each.free_pages == each.pages
+
+
+@pytest.fixture(scope="session")
+def greedy():
+    """Tokens that a transformers model generates, one row at a time."""
+
+    @torch.no_grad()
+    def generate(model, prompts, max_tokens):
+        rows = []
+        for ids in prompts:
+            row = torch.tensor([ids])
+            fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_tokens}
+            rows.append(model.generate(row, attention_mask=torch.ones_like(row), **fixed)[0, len(ids) :].tolist())
+        return rows
+
+    return generate

@@ -1,0 +1,127 @@
+"""Condensed models in vLLM give the tokens of generate, however their prompts are read and whatever else runs."""
+
+import pytest
+from small_models import condensed, prompts_of, random_llama
+
+import condense
+
+# 64 tokens to a page of entries, 16 to one of the window
+METHOD = condense.LCA(group_size=4, window=24, rep_bias="log_size")
+LENGTHS = (230, 31, 1, 150, 64, 17)
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def model():
+    return condense.apply(random_llama(), METHOD)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def wanted(model, greedy):
+    return greedy(model, prompts_of(LENGTHS), NEW)
+
+
+@pytest.fixture
+def chunked(engine, model, folder):
+    """Reads 48 tokens a step: pieces of prompts beside single tokens of other requests."""
+    return engine(folder, **condensed(model, max_num_batched_tokens=48))
+
+
+def test_prompts_in_pieces_among_single_tokens(chunked, wanted):
+    assert chunked.tokens(prompts_of(LENGTHS), NEW) == wanted
+
+
+def test_the_same_prompts_again_are_found(chunked, wanted):
+    """All whole pages of entries before a prompt's last token are taken over, and the window behind them."""
+    outputs = chunked.generate(prompts_of(LENGTHS), NEW)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    assert [output.num_cached_tokens for output in outputs] == [(length - 1) // 64 * 64 for length in LENGTHS]
+
+
+def test_a_shared_beginning(chunked, model, greedy):
+    """Two questions on one text, at once and one after another."""
+    (text,) = prompts_of([192], seed=5)
+    first, second = ([*text, *question] for question in prompts_of([9, 33], seed=6))
+    want = greedy(model, [first, second], NEW)
+    assert chunked.tokens([first], NEW) == want[:1]
+    outputs = chunked.generate([first, second], NEW)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == want
+    assert [output.num_cached_tokens for output in outputs] == [192, 192]
+
+
+def test_several_answers_and_stops(chunked, wanted):
+    (output,) = chunked.generate(prompts_of(LENGTHS)[:1], NEW, n=3, temperature=1.0, top_k=1)
+    assert [list(answer.token_ids) for answer in output.outputs] == [wanted[0]] * 3
+    stop = wanted[0][7]
+    at = wanted[0].index(stop)
+    assert chunked.tokens(prompts_of(LENGTHS)[:1], NEW, stop_token_ids=[stop]) == [wanted[0][: at + 1]]
+
+
+def test_a_request_that_is_given_up(chunked, wanted):
+    """In the middle of its prompt, and in the middle of its answer; the others go on."""
+    from vllm import SamplingParams
+
+    engine = chunked.llm.llm_engine
+    chunked.scheduler.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    for name, ids in zip("abc", prompts_of(LENGTHS)[:3], strict=True):
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+    done = {}
+    for step in range(200):
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        if step == 2:
+            engine.abort_request(["a"])
+        if step == 8:
+            engine.abort_request(["b"])
+        if not engine.has_unfinished_requests():
+            break
+    assert done == {"c": wanted[2]}
+
+
+def test_whole_prompts(engine, model, folder, wanted):
+    started = engine(folder, **condensed(model, max_num_batched_tokens=2048, enable_prefix_caching=False))
+    assert started.tokens(prompts_of(LENGTHS), NEW) == wanted
+
+
+def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeypatch):
+    """Requests that grow are put back, lose their pages and are read again."""
+    prompts = prompts_of((3, 17, 9, 30, 5, 12), seed=2)
+    want = greedy(model, prompts, 70)
+    settings = {"max_num_batched_tokens": 48, "max_model_len": 128, "num_gpu_blocks_override": 22}
+    started = engine(folder, **condensed(model, scheduler_reserve_full_isl=False, **settings))
+    put_back, preempt = [], started.scheduler._preempt_request
+
+    def count(request, *rest, **options):
+        put_back.append(request.request_id)
+        return preempt(request, *rest, **options)
+
+    monkeypatch.setattr(started.scheduler, "_preempt_request", count)
+    assert started.tokens(prompts, 70) == want
+    assert len(put_back) >= 3
+
+
+@pytest.mark.parametrize(
+    ("method", "layers"),
+    [
+        (condense.CCA(group_size=4, window=19), None),
+        (condense.CCA(group_size=16, window=32, summary="streaming", key_pooling="select"), [0, 2]),
+        (condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"), None),
+    ],
+    ids=["last", "two-of-three-layers", "larger-groups-than-pages"],
+)
+def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
+    model = condense.apply(random_llama(layers=3), method, layers)
+    model.save_pretrained(tmp_path)
+    want = greedy(model, prompts_of(LENGTHS), NEW)
+    started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48))
+    assert started.tokens(prompts_of(LENGTHS), NEW) == want
+    assert started.tokens(prompts_of(LENGTHS), NEW) == want

@@ -1,0 +1,59 @@
+"""All eight model classes that are served, each a small random model: the tokens of generate."""
+
+import pytest
+import torch
+from small_models import SIZES, condensed, prompts_of
+from transformers import (
+    GemmaConfig,
+    GPT2Config,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto import AutoModelForCausalLM
+from vllm import ModelRegistry
+
+import condense
+from condense.serving.vllm import models
+from condense.serving.vllm.register import ARCHITECTURES
+
+METHOD = condense.CCA(group_size=4, window=24, summary="streaming", key_pooling="select", rep_bias="log_size")
+LENGTHS, NEW = (130, 20), 12
+
+LAYERS = {"num_hidden_layers": 2}
+CONFIGS = {
+    "gemma": GemmaConfig(**SIZES, **LAYERS),
+    "gpt2": GPT2Config(n_embd=64, n_head=2, n_layer=2, n_positions=512, vocab_size=199, initializer_range=0.2),
+    "mistral": MistralConfig(**SIZES, **LAYERS, sliding_window=None),
+    "opt": OPTConfig(
+        vocab_size=199, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=512, word_embed_proj_dim=64, init_std=0.2, do_layer_norm_before=True,
+    ),
+    "phi3": Phi3Config(**{**SIZES, "num_attention_heads": 2}, **LAYERS, pad_token_id=0, sliding_window=None),
+    # vLLM takes the width of a head from the hidden size
+    "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}, **LAYERS),
+    "qwen3": Qwen3Config(**SIZES, **LAYERS),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _known_classes():
+    """vLLM asks a process of its own about each class that it knows by name only, which takes long."""
+    for architecture in ARCHITECTURES:
+        name = f"Condensed{architecture}"
+        ModelRegistry.register_model(name, getattr(models, name))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_of_generate(engine, greedy, tmp_path, family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+    condense.apply(model, METHOD)
+    model.save_pretrained(tmp_path)
+    model.config.architectures = [type(model).__name__]
+    want = greedy(model, prompts_of(LENGTHS), NEW)
+    assert any(len(set(row)) > 2 for row in want)
+    started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48))
+    assert started.tokens(prompts_of(LENGTHS), NEW) == want

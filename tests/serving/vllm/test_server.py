@@ -1,0 +1,137 @@
+"""`condense serve` on the bundled model: an OpenAI server, several clients at once, streaming, bad input."""
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import condense
+from condense.demo import demo_model
+
+METHOD = condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
+PROMPTS = ["The old man", "Once upon a time there was " * 60, "She said", "It was a dark night and " * 30]
+NEW = 12
+
+
+class Server:
+    """The server's process and its answers."""
+
+    def __init__(self, folder, log):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        flags = ["--port", self.port, "--dtype", "float32", "--max-model-len", 1024, "--enforce-eager"]
+        flags += ["--served-model-name", "bundled", "--max-num-seqs", 8]
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "condense.cli.main", "serve", str(folder), *map(str, flags)],
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        )
+
+    def wait(self, seconds=600):
+        for _ in range(seconds):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                if self.ask("GET", "/health")[0] == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(1)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def ask(self, verb, path, body=None, raw=None):
+        """Status and body of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = raw if raw is not None else None if body is None else json.dumps(body)
+        connection.request(verb, path, data, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read().decode()
+        connection.close()
+        return answer.status, content
+
+    def complete(self, prompt, **options):
+        fixed = {"model": "bundled", "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+        return self.ask("POST", "/v1/completions", {**fixed, **options})
+
+    def text(self, prompt):
+        status, content = self.complete(prompt)
+        assert status == 200, content
+        return json.loads(content)["choices"][0]["text"]
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    model, tokenizer = demo_model()
+    condense.apply(model, METHOD)
+    folder = tmp_path_factory.mktemp("bundled")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer, folder
+
+
+@pytest.fixture(scope="module")
+def server(bundled, tmp_path_factory):
+    started = Server(bundled[2], tmp_path_factory.mktemp("log") / "server.txt")
+    try:
+        started.wait()
+        yield started
+    finally:
+        started.process.terminate()
+        started.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def wanted(bundled, greedy):
+    model, tokenizer, _ = bundled
+    ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    return [tokenizer.decode(row) for row in greedy(model, ids, NEW)]
+
+
+def test_eight_clients_at_once(server, wanted):
+    with ThreadPoolExecutor(8) as clients:
+        assert list(clients.map(server.text, PROMPTS * 2)) == wanted * 2
+
+
+def test_streaming(server, wanted):
+    status, content = server.complete(PROMPTS[1], stream=True)
+    assert status == 200
+    lines = [line.removeprefix("data: ") for line in content.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == wanted[1]
+
+
+def test_bad_requests_are_answered_and_change_nothing(server, wanted):
+    assert server.ask("POST", "/v1/completions", raw='{"model": "bundled", "prompt":')[0] == 400
+    assert server.complete("word " * 2000)[0] == 400
+    assert server.complete("word", max_tokens=-1)[0] == 400
+    assert server.complete("word", model="another")[0] == 404
+    assert server.text(PROMPTS[0]) == wanted[0]
+
+
+def test_a_client_that_goes_away(server, wanted):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"model": "bundled", "prompt": PROMPTS[3], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.getresponse().readline()
+    connection.close()
+    assert server.text(PROMPTS[2]) == wanted[2]
+    for _ in range(60):
+        metrics = server.ask("GET", "/metrics")[1].splitlines()
+        used = [float(line.split()[-1]) for line in metrics if line.startswith("vllm:kv_cache_usage_perc{")]
+        if used == [0.0]:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"pages of a client that is gone are still held: {used}")
+
+
+def test_what_is_said_of_concurrency(server):
+    """vLLM counts the pages of tokens in flight; how many requests run once they are read is said below it."""
+    assert "once their prompts are read" in server.log.read_text()

@@ -1,0 +1,124 @@
+"""Decode over pages against its definition: interpreted in float32 on a CPU, compiled for every dtype on a GPU."""
+
+import math
+
+import pytest
+import torch
+from paged_pool import NULL, Pool, complete_a_prefix
+
+import condense
+from condense.ops.paged import NewTokens, read_paged
+from condense.ops.triton import paged_step
+from condense.testing import oracle
+from condense.testing.budget import errors, one_ulp
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
+# H, K, D, Dv
+SHAPES = {"gqa": (8, 2, 64, 64), "one-head": (1, 1, 96, 80)}
+METHODS = {
+    "last-odd-window": condense.CCA(group_size=4, window=5, rep_bias="log_size"),
+    "window-0": condense.CCA(group_size=3, window=0),
+    "streaming": condense.LCA(group_size=4, window=8, num_summary_queries=4, rep_bias="log_size"),
+    "streaming-1-query": condense.LCA(group_size=4, window=8, num_summary_queries=1),
+    "no-scores": condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max"),
+    "group-over-pages": condense.LCA(group_size=20, window=20, key_pooling="weighted"),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_scratch(monkeypatch):
+    """What a split does not write must not be read."""
+    empty = torch.empty
+    monkeypatch.setattr(paged_step.torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
+
+
+def random_tokens(shape, length, dtype, seed):
+    H, K, D, Dv = shape
+    return [x[0].transpose(0, 1).to(DEVICE, dtype) for x in oracle.random_qkv(1, H, K, length, D, Dv, seed=seed)]
+
+
+def run(shape, method, dtype, lengths, steps, backend):
+    """Prompts of different lengths, then single tokens of all requests; outputs of the single tokens, per request."""
+    pool = Pool(method, shape[1:], dtype=dtype, device=DEVICE)
+    qkvs = [random_tokens(shape, length + steps, dtype, seed) for seed, length in enumerate(lengths)]
+    requests = [pool.add(length + steps) for length in lengths]
+    scale = shape[2] ** -0.5
+    for request, qkv, length in zip(requests, qkvs, lengths, strict=True):
+        if length:
+            pool.read([(request, [x[:length] for x in qkv])], scale=scale, backend="torch")
+    outs = []
+    for _ in range(steps):
+        chunks = [(r, [x[r.seen : r.seen + 1] for x in qkv]) for r, qkv in zip(requests, qkvs, strict=True)]
+        outs.append(torch.cat(pool.read(chunks, scale=scale, backend=backend)))
+    return torch.stack(outs), pool
+
+
+def exact(shape, method, dtype, lengths, steps):
+    """The same in float64, by the definition of attention over whole sequences."""
+    rows = []
+    for seed, length in enumerate(lengths):
+        qkv = [x.double().transpose(0, 1)[None].cpu() for x in random_tokens(shape, length + steps, dtype, seed)]
+        out = condense.attention(*qkv, method=method, scale=shape[2] ** -0.5, backend="reference")
+        rows.append(out[0, :, length:].transpose(0, 1))
+    return torch.stack(rows, dim=1)
+
+
+# interpreted, one shape does for all methods but one
+CELLS = [(method, shape) for method in METHODS for shape in SHAPES if DEVICE == "cuda" or shape == "gqa"]
+CELLS += [] if DEVICE == "cuda" else [("streaming", "one-head")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("method", "shape"), CELLS, ids=lambda x: x)
+def test_steps_are_within_the_budget(method, shape, dtype):
+    method, shape = METHODS[method], SHAPES[shape]
+    lengths, steps = (37, 0, 18), 4 if DEVICE == "cpu" else 30
+    got, _ = run(shape, method, dtype, lengths, steps, "triton")
+    plain, _ = run(shape, method, dtype, lengths, steps, "torch")
+    want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
+    assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
+
+
+def test_places_left_empty():
+    """As a recorded graph has them: no request, page 0 in every table. Nothing is written, the output is 0."""
+    shape, method = SHAPES["gqa"], METHODS["streaming"]
+    pool = Pool(method, shape[1:], dtype=torch.float32, device=DEVICE)
+    request = pool.add(1)
+    request.prepare(1)
+    nobody = pool.add(1)
+    nobody.window, nobody.entries, nobody.ring = [NULL], [NULL], [NULL]
+    q, k, v = (torch.cat([x, torch.full_like(x, math.nan)]) for x in random_tokens(shape, 1, torch.float32, 0))
+    out, seen = torch.full_like(q, math.nan), torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    new = NewTokens([0, 1, 2], [1, 0], seen, 2)
+    settings = pool.plan.settings
+    read_paged(q, k, v, pool.state([request, nobody]), new, settings, scale=0.1, out=out, backend="triton")
+    torch.testing.assert_close(out[0], v[0].repeat_interleave(4, 0))
+    assert bool((out[1] == 0).all())
+    assert bool(pool.cache[NULL].isnan().all())
+
+
+def test_single_tokens_and_prompts_in_one_call():
+    shape, method = SHAPES["gqa"], METHODS["streaming"]
+    pool = Pool(method, shape[1:], dtype=torch.float32, device=DEVICE)
+    a, b = random_tokens(shape, 41, torch.float32, 0), random_tokens(shape, 30, torch.float32, 1)
+    first, second = pool.add(41), pool.add(30)
+    pool.read([(first, [x[:40] for x in a])], scale=0.1, backend="torch")
+    outs = pool.read([(first, [x[40:] for x in a]), (second, b)], scale=0.1, backend="triton")
+    for out, qkv in zip(outs, (a, b), strict=True):
+        rows = [x.double().transpose(0, 1)[None].cpu() for x in qkv]
+        want = condense.attention(*rows, method=method, scale=0.1, backend="reference")[0].transpose(0, 1)
+        torch.testing.assert_close(out.double().cpu(), want[-out.shape[0] :], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_a_prefix_that_a_single_token_completes_in_the_same_step(new):
+    shape = SHAPES["gqa"]
+    pool = Pool(METHODS["streaming"], shape[1:], dtype=torch.float32, device=DEVICE)
+    complete_a_prefix(pool, new, shape[0], {"rtol": 1e-4, "atol": 1e-5}, scale=0.1, backend="triton")
+
+
+def test_other_dtypes_are_refused():
+    shape, method = SHAPES["gqa"], METHODS["streaming"]
+    with pytest.raises(ValueError, match=r"float64.*use backend='torch'"):
+        run(shape, method, torch.float64, (0,), 1, "triton")
