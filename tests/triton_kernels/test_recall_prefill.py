@@ -44,7 +44,7 @@ class Case:
     pads: tuple[int, ...] = (0,)
     unchosen: str = "pool"
     bias: float | None = math.log(4)
-    widths: tuple[int, int] = (16, 16)
+    widths: tuple[int, int] = (64, 64) if DEVICE == "cuda" else (16, 16)  # compiled kernels have widths of their own
     dtype: torch.dtype = torch.float32
 
 

@@ -263,6 +263,13 @@ def max_learned_positions(config: Any) -> int | None:
     return config.max_position_embeddings if config.model_type in _LEARNED_POSITIONS else None
 
 
+def has_eager_experts(model: nn.Module) -> bool:
+    """True if a mixture's experts run one by one, which waits for the device to learn which of them have tokens."""
+    config: Any = model.config
+    implementation = getattr(config.get_text_config(decoder=True), "_experts_implementation", None)
+    return implementation == "eager" and any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+
+
 def rope_that_changes(config: Any) -> str | None:
     """The kind of rotary embedding if its frequencies depend on the length of the text, else None."""
     settings = getattr(config, "rope_parameters", None) or {}

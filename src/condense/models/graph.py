@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, StaticCache
 from condense.caches import StaticCondensedLayer
 from condense.config import check_int
 from condense.models.apply import condensed_layers, static_methods
-from condense.models.families import max_learned_positions, rope_that_changes
+from condense.models.families import has_eager_experts, max_learned_positions, rope_that_changes
 from condense.models.layers import ensure_layers
 from condense.models.padding import ALL_REAL
 
@@ -47,6 +47,11 @@ class GraphDecoder:
             raise ValueError(
                 f"rotary frequencies that change with the length ({rope}) cannot be decoded by a graph: use "
                 "model.generate"
+            )
+        if self.model.device.type == "cuda" and has_eager_experts(self.model):
+            raise ValueError(
+                "experts that run one by one wait for the device, which a graph cannot: call "
+                "model.set_experts_implementation('batched_mm') first"
             )
         self.methods = condensed_layers(self.model)
         self.cache = StaticCache(config=config, max_cache_len=max_length)

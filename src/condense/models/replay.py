@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 
-from condense.models.families import rope_that_changes
+from condense.models.families import has_eager_experts, rope_that_changes
 
 # cache sizes are multiples of this: kernels are compiled anew for sizes that 16 does not divide, and a group is 16
 # tokens by default
@@ -37,16 +37,22 @@ def replayable_cache(
     if not model._can_compile_fullgraph or rope_that_changes(config) is not None or torch.is_autocast_enabled("cuda"):
         return cache
     static = StaticCache(config=config, max_cache_len=-(-length // _BLOCK) * _BLOCK)
-    can_step = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
-    return static if can_step and can_replay(model) else cache
+    # states of linear attention are not proved to be the same in a replayed step
+    can_step = not any(static.is_linear) and can_replay(model)
+    compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
+    return static if can_step and compilable else cache
 
 
 def can_replay(model: PreTrainedModel) -> bool:
-    """True for a condensed model on one CUDA device and in one process, whose forward was not compiled by its user."""
+    """True for a model on one CUDA device and in one process whose steps can be captured.
+
+    Not if its user compiled the forward, nor if its experts wait for the device.
+    """
     compiled = getattr(model, "_compiled_call_impl", None) or hasattr(model.forward, "_torchdynamo_orig_callable")
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     devices = set(getattr(model, "hf_device_map", {}).values())
-    return model.device.type == "cuda" and not compiled and not distributed and len(devices) <= 1
+    captures = not compiled and not has_eager_experts(model)
+    return model.device.type == "cuda" and not distributed and len(devices) <= 1 and captures
 
 
 class ReplayedForward:

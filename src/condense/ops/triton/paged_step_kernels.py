@@ -94,14 +94,15 @@ def paged_store_kernel(
 @triton.jit
 def _attend_pages(softmax, q, pages, stretch, lo, hi, scale, bias, KIND: tl.constexpr):
     """Adds tiles ``[lo, hi)`` of a stretch; no tile is empty."""
+    PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
         inside = i < stretch.count
         at = page_slots(pages, stretch.first + i, inside)
         k = load_rows(pages.k, at, inside, KIND.D0, KIND.D1)
-        s = tl.where(inside[None, :], key_products(q, k, KIND.precision) * scale + bias, float("-inf"))
+        s = tl.where(inside[None, :], key_products(q, k, PRECISION) * scale + bias, float("-inf"))
         v = load_rows(pages.v, at, inside, KIND.V0, KIND.V1)
-        softmax = add_keys(softmax, s, v, KIND.precision)
+        softmax = add_keys(softmax, s, v, PRECISION)
     return softmax
 
 
