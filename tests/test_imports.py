@@ -21,7 +21,7 @@ ARROWS["plan"] = {"state"} | ARROWS["state"]
 ARROWS["functional"] = {"plan"} | ARROWS["plan"]
 ARROWS["serving"] = {"methods"} | ARROWS["methods"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
-ARROWS["models"] = {"caches", "latent"} | ARROWS["caches"]
+ARROWS["models"] = {"caches", "latent", "version"} | ARROWS["caches"]
 ARROWS["testing"] = {"methods"} | ARROWS["methods"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "bench", "analysis")
