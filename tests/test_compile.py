@@ -69,7 +69,7 @@ def _compiled_loss(model):
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "right-padded"])
 def test_training_forward_of_a_model(method, padded):
     """As one graph, with what a data collator gives: labels, and a mask with padding on the right."""
-    model, ids = condense.apply(tiny.model("llama"), method), tiny.tokens()
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=2), method), tiny.tokens()
     mask = torch.ones_like(ids)
     mask[0, 40:] = 0
     inputs = (ids, ids.masked_fill(mask == 0, -100), mask) if padded else (ids, ids)
@@ -87,7 +87,7 @@ def test_training_forward_of_a_model(method, padded):
 def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
     torch._dynamo.reset()
     ids = tiny.tokens()
-    _, compiled = _compiled_loss(condense.apply(tiny.model("llama"), METHODS["cca"]))
+    _, compiled = _compiled_loss(condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]))
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     with pytest.raises(RuntimeError, match="padding on the left"):
@@ -99,14 +99,14 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
 
 def test_a_prompt_is_not_compiled_as_one_graph():
     torch._dynamo.reset()
-    model = condense.apply(tiny.model("llama"), METHODS["cca"])
+    model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
     forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile single steps instead"):
         forward(input_ids=tiny.tokens(), use_cache=True)
 
 
 def test_export_of_a_forward_without_a_cache():
-    model, ids = condense.apply(tiny.model("llama"), METHODS["cca"]), tiny.tokens()
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens()
     exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False).module()
     with torch.no_grad():
         torch.testing.assert_close(

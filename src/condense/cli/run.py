@@ -23,9 +23,9 @@ def run_command(
     context: typer.Context,
     module: Annotated[str | None, typer.Option("-m", help="The module; everything after it are its arguments.")] = None,
 ) -> None:
-    """Run a module, as python -m, with condense imported: it loads saved condensed models condensed.
+    """Run a module, as python -m does, with condense imported.
 
-    Processes that it starts are on their own.
+    Models that were saved condensed are so when it loads them. Processes that it starts are on their own.
     """
     if module is None:
         print(context.get_help())
