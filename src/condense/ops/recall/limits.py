@@ -74,12 +74,6 @@ def hopper_obstacle(
     return None
 
 
-def fills_gpu(q: Tensor, K: int) -> bool:
-    """True if there is a tile of Hopper's kernels for every multiprocessor."""
-    tiles = -(-q.shape[2] // (hopper_limits.TILE_ROWS // (q.shape[1] // K)))
-    return tiles * q.shape[0] * K >= gpu_of(q.device).multiprocessors
-
-
 def step_obstacle(
     q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, *, latent: int = 0
 ) -> str | None:

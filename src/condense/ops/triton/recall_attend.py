@@ -46,7 +46,9 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
         return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
     if kernel == "store":
         return Tiles(64, 64, {"num_warps": 4, "num_stages": 2 if widest <= 128 else 1})
-    return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if kernel == "fwd" else 2})
+    if kernel == "fwd" and widest <= 128 and R > 1:  # a word has up to 64 bits, of a query each
+        return Tiles(128, 32, {"num_warps": 4, "num_stages": 2})
+    return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 2})
 
 
 class Call(NamedTuple):
