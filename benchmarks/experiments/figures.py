@@ -70,7 +70,7 @@ def learned_at(history: Sequence[Mapping[str, Any]]) -> str:
 
 def num_seen(method: Method, length: int) -> int:
     """Keys that the last of ``length`` tokens sees, itself included: what a cache holds per KV head."""
-    if method.prompt is not None:
+    if method.prompt_reader is not None:
         return max_row(prompt_entries(method, length))
     spans = RuleSpans(method.layout.rule, 0, 0).at(length - 1, length, torch.device("cpu"))
     return sum(int(hi - lo) for lo, hi in spans)

@@ -194,7 +194,7 @@ def test_gamma_means_what_is_written():
     assert DGA(gamma=0).layout.rule.entries == 1
     assert DGA(gamma=1).layout.rule.chunk == 32
     lengths = torch.tensor([0, 1, 7, 100, 101, 1000])
-    reader = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt").prompt
+    reader = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt").prompt_reader
     assert reader.num_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
     assert reader.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
 
