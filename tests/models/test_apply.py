@@ -225,3 +225,8 @@ def test_nothing_is_left_on_the_modules(model):
     before = [set(vars(module)) for module in model.modules()]
     condense.restore(condense.apply(model, tiny.CCA))
     assert [set(vars(module)) for module in model.modules()] == before
+
+
+def test_methods_as_text_and_layers_from_the_last():
+    model = condense.apply(tiny.model("llama"), "cca:group_size=4,window=8", layers=[-1, 0])
+    assert condensed_layers(model) == dict.fromkeys((2, 0), tiny.CCA)

@@ -297,7 +297,7 @@ def _enter(model, method):
 
 LAYERS = {
     "too-high": ([0, 3], "layers must be indices from 0 to 2, got 3"),
-    "negative": ([-1], "layers must be indices from 0 to 2, got -1"),
+    "negative": ([-4], "layers must be indices from 0 to 2, got -4"),
     "bool": ([True], "layers must be indices from 0 to 2, got True"),
     "float": ([1.0], r"layers must be indices from 0 to 2, got 1\.0"),
     "text": ("01", "layers must be indices from 0 to 2, got '0'"),

@@ -24,16 +24,17 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 MethodChoice = Method | Mapping[int, Method]
 
 
-def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> ModelT:
+def apply(model: ModelT, method: Method | str, layers: Iterable[int] | None = None) -> ModelT:
     """Give a Hugging Face causal LM condensed attention, in place, and return it.
 
-    layers: indices to condense; None means all that can be. On a model that is condensed already, the named
-    layers change and the others keep their method. Layers with a sliding window stay stock, which is logged.
+    method: also as text, such as ``"cca:window=512"``. layers: indices to condense, negative ones from the last layer;
+    None means all that can be. On a model that is condensed already, the named layers change and the others keep their
+    method. Layers with a sliding window stay stock, which is logged.
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
     ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
     `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches
-    condensing off, ``"condense"`` on again; save_pretrained saves what is on. Apply before accelerate,
-    FSDP and torch.compile wrap the model.
+    condensing off, ``"condense"`` on again; save_pretrained saves what is on. Apply before accelerate, FSDP and
+    torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
     another condensed model, for a layer that cannot be condensed, and for anything but a method.
     """
@@ -46,7 +47,7 @@ def apply(model: ModelT, method: Method, layers: Iterable[int] | None = None) ->
 
 
 def _assignment(
-    base: PreTrainedModel, attentions: dict[int, nn.Module], method: Method, layers: Iterable[int] | None
+    base: PreTrainedModel, attentions: dict[int, nn.Module], method: Method | str, layers: Iterable[int] | None
 ) -> dict[int, Method]:
     """Layer index to method for the whole model, checked before anything changes."""
     chosen = dict.fromkeys(chosen_layers(base, attentions, layers), Method.parse(method))
@@ -62,7 +63,7 @@ def restore(model: ModelT) -> ModelT:
 
 
 @contextmanager
-def use(model: ModelT, method: Method, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
+def use(model: ModelT, method: Method | str, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
     """`apply` for the length of a ``with`` block; afterwards the model is as before.
 
     In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and after the
@@ -229,7 +230,10 @@ def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
 
 
 def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: Iterable[int] | None) -> list[int]:
-    """The layers as a list; None: all that can be condensed. Raises ValueError for other indices and an empty list."""
+    """The layers as a list; None: all that can be condensed; negative ones count from the last layer.
+
+    Raises ValueError for other indices and an empty list.
+    """
     full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
     if layers is None:
         if not full:
@@ -237,7 +241,9 @@ def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: It
         return full
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers must be a list of layer indices, got {layers!r}")
-    chosen = list(layers)
+    config: Any = model.config
+    count = int(config.get_text_config(decoder=True).num_hidden_layers)
+    chosen = [i + count if type(i) is int and -count <= i < 0 else i for i in layers]
     for index in chosen:
         if isinstance(index, bool) or not isinstance(index, int) or index not in attentions:
             raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {index!r}")
