@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 if sys.argv[1:] == ["fail"]:
     raise ValueError("the program's own")
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
-sys.stdout.write(f"{sys.argv[1]} {type(model.model.layers[0].self_attn).__name__}\n")
+sys.stdout.write(f"{sys.argv[1]} {type(model.model.layers[0].self_attn).__name__}\\n")
 """
 
 
