@@ -18,7 +18,6 @@ from condense.cli.options import (
     CHOICES_HELP,
     DTYPES,
     METHOD_HELP,
-    described,
     parse_device,
     progress,
     read_saved,
@@ -28,7 +27,7 @@ from condense.cli.options import (
 from condense.config import check_int
 from condense.files import whole_file
 from condense.methods import Method
-from condense.models import choice_from_text, restore
+from condense.models import choice_from_text, described, restore
 from condense.ops import resolve_backend
 from condense.plots import plot_lines, require_matplotlib
 from condense.results import write_results

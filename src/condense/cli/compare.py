@@ -20,7 +20,6 @@ from condense.cli.options import (
     MODEL_HELP,
     REMOTE_HELP,
     choose,
-    described,
     load_model,
     progress,
     read_text,
@@ -30,7 +29,7 @@ from condense.cli.options import (
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Outcome, Prompt, compare
 from condense.methods import CCA, Dense, Method, Recall, StreamingLLM
-from condense.models import MethodChoice, choice_from_text, restore
+from condense.models import MethodChoice, choice_from_text, described, restore
 from condense.plots import method_labels, plot_comparison, require_matplotlib
 from condense.results import refuse_existing, write_results
 

@@ -24,7 +24,7 @@ from condense.models import (
     MethodChoice,
     attention_layers,
     condensed_layers,
-    methods_of,
+    described,
     parse_layers,
 )
 
@@ -67,14 +67,6 @@ def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
         return None
     methods = set(saved.values())
     return methods.pop() if len(methods) == 1 and len(saved) == len(attention_layers(model)) else saved
-
-
-def described(choice: MethodChoice) -> str:
-    """A method, or the methods of a choice with their layers, in words."""
-    if not isinstance(choice, Mapping):
-        return str(choice)
-    layers = {method: [str(key) for key in choice if choice[key] == method] for method in methods_of(choice)}
-    return "; ".join(f"{method} in layers {', '.join(keys)}" for method, keys in layers.items())
 
 
 def load_model(

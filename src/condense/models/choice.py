@@ -171,3 +171,22 @@ def _backwards(part: str) -> ValueError:
 def methods_of(choice: MethodChoice) -> list[Method]:
     """The methods of a choice, each once."""
     return list(dict.fromkeys(choice.values())) if isinstance(choice, Mapping) else [choice]
+
+
+def described(choice: MethodChoice) -> str:
+    """A method, or the methods of a choice with their layers, in words."""
+    if not isinstance(choice, Mapping):
+        return str(choice)
+    keys = {method: [key for key in choice if choice[key] == method] for method in methods_of(choice)}
+    return "; ".join(f"{method} in layers {_named(of)}" for method, of in keys.items())
+
+
+def _named(keys: list[Any]) -> str:
+    """Layers as text, indices that follow one another as ranges."""
+    runs: list[list[Any]] = []
+    for key in keys:
+        if runs and isinstance(key, int) and isinstance(runs[-1][-1], int) and key == runs[-1][-1] + 1:
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
