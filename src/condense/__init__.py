@@ -6,6 +6,7 @@ model.generate(**inputs)
 """
 
 from condense.caches import cache_nbytes
+from condense.calibration import Calibration, CalibrationConfig, calibrate
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
@@ -19,6 +20,8 @@ __all__ = [
     "CCA",
     "DGA",
     "LCA",
+    "Calibration",
+    "CalibrationConfig",
     "Dense",
     "GraphDecoder",
     "LMInfinite",
@@ -29,6 +32,7 @@ __all__ = [
     "apply",
     "attention",
     "cache_nbytes",
+    "calibrate",
     "demo_model",
     "latent_attention",
     "register",

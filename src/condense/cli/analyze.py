@@ -15,7 +15,6 @@ from condense.analysis import Deviation, measure_deviation
 from condense.cli.analyze_recall import recall_command
 from condense.cli.options import (
     POOLING_HELP,
-    described,
     load_model,
     progress,
     read_text,
@@ -26,7 +25,7 @@ from condense.demo import demo_text
 from condense.evaluate.compare import encode
 from condense.methods import LCA, Method
 from condense.methods.grouped import GroupPooling
-from condense.models import MethodChoice, methods_of, restore
+from condense.models import MethodChoice, described, methods_of, restore
 from condense.plots import plot_deviation, require_matplotlib
 from condense.results import refuse_existing, write_results
 

@@ -11,6 +11,7 @@ import typer
 
 from condense.cli.analyze import analyze_app
 from condense.cli.bench import bench_app
+from condense.cli.calibrate import calibrate_command
 from condense.cli.compare import compare_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
@@ -47,6 +48,9 @@ def _options(
 
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(bench_app)
+app.command("calibrate", short_help="Find the cheapest method for every layer that keeps the quality.")(
+    calibrate_command
+)
 app.command("compare", short_help="Ask the same questions under several methods.")(compare_command)
 app.command("generate")(generate_command)
 app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
