@@ -35,7 +35,7 @@ def bundled():
 
 
 def wide():
-    """A random model with eight KV heads, for several ranks; weights so large that no two tokens are nearly as likely."""
+    """A random model with eight KV heads, for several ranks, and weights so large that answers differ."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -88,7 +88,8 @@ def engine(args):
     from vllm import SamplingParams
 
     ref = torch.load(args.reference, weights_only=False)
-    overrides = {"architectures": [f"Condensed{ref['config']['architectures'][0]}"], "condense": ref["config"]["condense"]}
+    config = ref["config"]
+    overrides = {"architectures": [f"Condensed{config['architectures'][0]}"], "condense": config["condense"]}
     settings = {
         "hf_overrides": overrides, "dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 8,
         "max_num_batched_tokens": args.batched_tokens, "enable_prefix_caching": args.prefix_caching,

@@ -12,6 +12,7 @@ os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINF
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
+import vllm
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -19,6 +20,7 @@ import condense
 from condense.methods import settings_of
 
 METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
+VLLM = vllm.__version__
 LAYERS, HIDDEN, VOCABULARY = 32, 4096, 128256
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 14336,
@@ -35,11 +37,13 @@ SIZES = (1, 2, 4, 6, 8, 16, 32, 48, 64, 80, 88, 96, 128, 192, 256)
 
 
 def mode_settings(mode):
-    """"default": compiled, pieces and whole steps in graphs. "graph": whole steps of single tokens. "eager": none."""
+    """What graphs record: by "default" compiled pieces and whole steps, by "graph" steps alone, by "eager" nothing."""
     if mode == "eager":
         return {"enforce_eager": True}
-    sizes = {"cudagraph_capture_sizes": list(SIZES)}
-    return {"compilation_config": sizes if mode == "default" else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} | sizes}
+    compilation = {"cudagraph_capture_sizes": list(SIZES)}
+    if mode == "graph":
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {"compilation_config": compilation}
 
 
 def llama_folder():

@@ -13,6 +13,7 @@ Prompts that count as cached were never read: their pages are handed out and hol
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -20,14 +21,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine import BATCHED_TOKENS, METHOD, llama_engine, prompts_of
+from engine import BATCHED_TOKENS, METHOD, VLLM, llama_engine, prompts_of
 
-import vllm
 from condense.results import write_results
 
 # 512 tokens are left for the answer
 LONG = 131072 - 512
-ROWS = {4096: (1, 8, 32, 96, 192, 256), 32640: (1, 4, 8, 16, 24, 32, 64, 128, 192), LONG: (1, 2, 4, 6, 16, 32, 64, 80, 90)}
+ROWS = {
+    4096: (1, 8, 32, 96, 192, 256),
+    32640: (1, 4, 8, 16, 24, 32, 64, 128, 192),
+    LONG: (1, 2, 4, 6, 16, 32, 64, 80, 90),
+}
 STEPS, SKIPPED = 40, 6
 
 
@@ -67,8 +71,13 @@ def decode(engine, lengths, counts):
                 rows_of.append({"length": length, "rows": rows, "running": max(s.running for s in steps)})
                 print(rows_of[-1], flush=True)
                 break
-            times = [b - a for a, b in zip(at, at[1:], strict=False)]
-            row = {"length": length, "rows": rows, "step_ms": spread([1000 * t for t in times]), "preempted": engine.preempted - before}
+            times = [b - a for a, b in itertools.pairwise(at)]
+            row = {
+                "length": length,
+                "rows": rows,
+                "step_ms": spread([1000 * t for t in times]),
+                "preempted": engine.preempted - before,
+            }
             row["tokens_per_second"] = rows / statistics.median(times)
             row["cached_tokens"] = min(a.cached for a in answers)
             rows_of.append(row)
@@ -131,7 +140,7 @@ def main():
     # dense: those that fit; condensed: the largest number of rows tells
     engine.most_tokens = 10**9 if engine.condensed else engine.pages[0] * 16
     content = {
-        "vllm": vllm.__version__, "attention": args.attention, "mode": args.mode, "shape": "llama-3.1-8b",
+        "vllm": VLLM, "attention": args.attention, "mode": args.mode, "shape": "llama-3.1-8b",
         "method": str(METHOD) if engine.condensed else None, "batched_tokens": BATCHED_TOKENS[args.attention],
         "engine_seconds": time.perf_counter() - start,
     }  # fmt: skip
