@@ -1,4 +1,4 @@
-"""`rep_bias="matched"`: by definition, in all modes and backends; its limits; its gradients; buffers of decode steps."""
+"""`rep_bias="matched"`: by definition, in all modes and on latents; its limits and gradients."""
 
 import math
 
@@ -96,8 +96,8 @@ def biases(method, q, k, v):
 
 def test_equal_scores_count_as_many_as_there_are_tokens():
     q, k, v = oracle.random_qkv(1, 1, 1, 24, D, DV)
-    method = METHODS["cca"]
-    torch.testing.assert_close(biases(method, 0 * q, k, v), torch.full((1, 1, 6), math.log(4), dtype=torch.float64), **EXACT)
+    bias = biases(METHODS["cca"], 0 * q, k, v)
+    torch.testing.assert_close(bias, torch.full_like(bias, math.log(4)), **EXACT)
 
 
 def test_one_dominant_token_counts_once():

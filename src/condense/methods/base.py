@@ -102,7 +102,7 @@ class Method(MethodConfig):
         """Entries of G chunks: keys ``[B, K, G * p, D]`` and values ``[B, K, G * p, Dv]`` in the dtype of k and v.
 
         summary ``[B, K, G, D]`` float32 or wider, None if the layout's ``num_summary`` is 0. Further tensors
-        ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`; with a layout that is ``matched``,
+        ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`; if the layout is ``matched``,
         the first of these holds the entries' biases, float32 or wider ``[B, K, G * p, 1]``. By default every token is
         its own entry. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
         """

@@ -28,7 +28,7 @@ class LayerReport:
 
     width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
     (MLA), with the exact tokens in Recall's store or slots; bytes of what a cache keeps on the device after a prefill
-    of that length, with Recall's index. Buffers that a step changes have spare room beside: 1/32 and some columns.
+    of that length, with Recall's index and matched biases. Buffers that a step changes have spare room beside: 1/32 and some columns.
     host_bytes: exact tokens in host memory (``Recall(store="host")``); PyTorch takes it in powers of two per layer.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
@@ -79,7 +79,9 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
     entries, tail = _kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
-    index_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    extra_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    if method.layout.matched:
+        extra_bytes += int(num_entries(method, length)) * heads.num_cached * max(4, itemsize)
     slots = method.store_slots if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
@@ -90,7 +92,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         entries=entries,
         dense_bytes=dense_bytes,
         # a slot has two numbers of its own
-        bytes=numbers * itemsize + index_bytes + heads.scored // heads.cached_widths[0] * slots * 8,
+        bytes=numbers * itemsize + extra_bytes + heads.num_cached * slots * 8,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
@@ -152,6 +154,11 @@ class _Heads:
         num_kv = getattr(config, "num_key_value_heads", None) or num_q
         width = getattr(config, "head_dim", None) or config.hidden_size // num_q
         return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, (width, width), num_q * width, 0)
+
+    @property
+    def num_cached(self) -> int:
+        """Heads that are cached: KV heads, one for latents."""
+        return self.scored // self.cached_widths[0]
 
     def dense_flops(self, length: int, window: int | None = None) -> int:
         least = length if window is None else min(length, window)
@@ -245,7 +252,7 @@ class _Heads:
         D = self.cached_widths[0]
         num_codes, num_grid = method.index_settings.widths(D)
         code_bytes = num_codes * (itemsize if method.index_bits == 16 else 1)
-        return int(num_entries(method, length)) * self.scored // D * (code_bytes + num_grid * max(4, itemsize))
+        return int(num_entries(method, length)) * self.num_cached * (code_bytes + num_grid * max(4, itemsize))
 
     def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
         """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window."""

@@ -123,8 +123,8 @@ class StepState(NamedTuple):
     prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once, entries that stand for it, and how
     many of these, the first ones, are single tokens; zeros for methods that read no prompt at once.
     arrived int32 ``[B, K + 1]`` on the device: counters of the parts of a step that are done; 0 between steps.
-    biases float32 or wider ``[B, K, M, 1]``, contiguous: each entry's own bias; ``[B, K, 0, 1]`` if the settings are not
-    ``matched``.
+    biases float32 or wider ``[B, K, M, 1]``, contiguous: each entry's own bias; ``[B, K, 0, 1]`` if they have none
+    (`StepSettings.matched`).
     """
 
     entries_k: Tensor

@@ -86,7 +86,7 @@ def entry_bias(
 
 def match(summary: Tensor, keys: Tensor, entry: Tensor, scale: float) -> Tensor:
     """The bias by which ``entry`` ``[D]`` weighs for ``summary`` ``[D]`` what the keys ``[g, D]`` weigh together."""
-    return sum((scale * ((key - entry) * summary).sum()).exp() for key in keys).log()  # type: ignore[union-attr]
+    return torch.stack([scale * ((key - entry) * summary).sum() for key in keys]).exp().sum().log()
 
 
 def pool(x: Tensor, scores: Tensor, how: str) -> Tensor:

@@ -292,7 +292,8 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
 def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float) -> Call:
     """The arguments of the operations."""
     k, v = [source.k for source in sources], [source.v for source in sources]
-    biases, bias_of = [], []
+    biases: list[Tensor] = []
+    bias_of: list[int] = []
     for source in sources:
         bias_of.append(len(biases) if isinstance(source.bias, Tensor) else -1)
         if isinstance(source.bias, Tensor):

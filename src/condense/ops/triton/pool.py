@@ -134,9 +134,7 @@ class _Groups(NamedTuple):
         )  # fmt: skip
 
 
-def _pool(
-    k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, groups: _Groups
-) -> tuple[Tensor, ...]:
+def _pool(k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, groups: _Groups) -> tuple[Tensor, ...]:
     """See `pool_groups`. All with dense rows; starts: int32 ``[B]`` on the device where they differ."""
     (B, K, N, D), Dv, G = k.shape, v.shape[3], groups.num
     check_programs(B * K)
@@ -182,7 +180,8 @@ class _Pool(torch.autograd.Function):
                 (cdiv(num_all, tile.groups), B * K, 1),
                 (
                     k, v, k if summary is None else summary, k if starts is None else starts, d_key.contiguous(),
-                    d_value.contiguous(), d_lse[0].contiguous() if d_lse else None, dk, dv, dk if d_summary is None else d_summary,
+                    d_value.contiguous(), d_lse[0].contiguous() if d_lse else None, dk, dv,
+                    dk if d_summary is None else d_summary,
                 ),
                 (*_strides(k, v, summary), groups.start, K, N, G, c, lead, groups.scale, groups.scale * LOG2E),
                 groups.constants(D, Dv, tile, scored=summary is not None, per_row=starts is not None),

@@ -92,10 +92,10 @@ def _check(
     ):
         if x.shape != size or x.dtype != number or x.device != device:
             raise ValueError(f"{name} must be {number} of shape {size} on {device}, got {x}")
-    biases, size = state.biases, (B, K, M if settings.matched else 0, 1)
-    if biases.shape != size or biases.dtype != torch.float32 or biases.device != device or not biases.is_contiguous():
+    biases, wanted = state.biases, (B, K, M if settings.matched else 0, 1)
+    if biases.shape != wanted or biases.dtype != torch.float32 or biases.device != device or not biases.is_contiguous():
         raise ValueError(
-            f"biases must be contiguous {size} in {torch.float32} on {device}, got {tuple(biases.shape)} in "
+            f"biases must be contiguous {wanted} in {torch.float32} on {device}, got {tuple(biases.shape)} in "
             f"{biases.dtype} on {biases.device}"
         )
     if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
@@ -255,8 +255,24 @@ def _step(
     with torch.cuda.device_of(q):
         _step_kernel(
             launch.grid,
-            (q, k, v, entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases, has_token, part, lse,
-             out),
+            (
+                q,
+                k,
+                v,
+                entries_k,
+                entries_v,
+                ring_k,
+                ring_v,
+                ring_q,
+                seen,
+                prompt,
+                arrived,
+                biases,
+                has_token,
+                part,
+                lse,
+                out,
+            ),
             strides + launch.numbers,
             (launch.kind,),
             launch.options,

@@ -36,7 +36,6 @@ from condense.ops.triton.device.entry import (
 from condense.ops.triton.device.parts import load_rows
 from condense.ops.triton.device.softmax import Softmax, add_keys, empty_softmax, join_parts, key_products, store_part
 
-
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -86,8 +85,8 @@ def _attend_keys(
 ):  # fmt: skip
     """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
 
-    PERIOD < 0: ``bias`` points to each key's own, natural. PERIOD > 0: only pooled entries get the bias: those of a prompt from ``moment.prompt_focal`` on, and after these the
-    last of each ``PERIOD`` entries.
+    PERIOD > 0: only pooled entries get the bias: those of a prompt from ``moment.prompt_focal`` on, and after these the
+    last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
     """
     PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
