@@ -20,6 +20,8 @@ from condense.ops.triton.limits import settings_obstacle
 from condense.state import SLACK, first_needed, num_entries, prompt_entries
 
 _MOST_SEARCHED = 2**23
+# where Recall opens a share of the groups, the length from which it pays is looked for as if these were most of them
+_MOST_OPENED = 128
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class LayerReport:
 
     width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
     (MLA), with the exact tokens in Recall's store or slots; bytes of what a cache keeps on the device after a prefill
-    of that length, with Recall's index and matched biases. Buffers that a step changes have spare room beside: 1/32 and some columns.
+    of that length, with Recall's index and matched biases. Buffers that a step changes have spare room beside: 1/32 and
+    some columns.
     host_bytes: exact tokens in host memory (``Recall(store="host")``); PyTorch takes it in powers of two per layer.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
@@ -185,8 +188,10 @@ class _Heads:
         """Searched up to 64 windows, chunks and open groups and 8 ``min_focal``: what pays does so before."""
         if method.layout.rule.window is None:
             return None
-        num_recall = method.num_recall if isinstance(method, Recall) else 0
-        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + num_recall))
+        opened = 0
+        if isinstance(method, Recall):
+            opened = method.num_recall if isinstance(method.num_recall, int) else _MOST_OPENED
+        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
         if _selects(method):
             return self._selection_pays_from(method, limit + 8 * method.min_focal)
 
@@ -240,7 +245,7 @@ class _Heads:
         """
         rule, (D, Dv) = method.layout.rule, self.cached_widths
         exact = method.prompt == "exact"
-        closed, opened = (0, 0) if exact else (_sum_closed(rule, length, most) for most in (None, method.num_recall))
+        closed, opened = (0, 0) if exact else (_sum_closed(rule, length, None), _sum_opened(method, length))
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
         asked = closed * method.index_settings.num_rows
@@ -257,7 +262,7 @@ class _Heads:
     def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
         """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window."""
         groups = int(num_entries(method, length))
-        unopened = max(0, groups - method.num_recall)
+        unopened = groups - method.quota.at(groups)
         keys = length - unopened * method.group_size + (unopened if method.unchosen == "pool" else 0)
         return keys * self.entry_numbers * itemsize + self.index_bytes(method, length, itemsize)
 
@@ -278,6 +283,15 @@ def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
     counted = behind if most is None else min(behind, most * rule.chunk - 1)
     full, rest = divmod(counted + 1, rule.chunk)
     return rule.chunk * full * (full - 1) // 2 + rest * full + (behind - counted) * (most or 0)
+
+
+def _sum_opened(method: Recall, length: int) -> int:
+    """Groups that each query of ``length`` tokens opens, summed over the queries."""
+    rule, quota = method.layout.rule, method.quota
+    if quota.part == quota.of:
+        return _sum_closed(rule, length, quota.most)
+    full, rest = divmod(max(0, length - method.window), rule.chunk)
+    return rule.chunk * sum(map(quota.at, range(full))) + (rest + 1) * quota.at(full) if full else 0
 
 
 def _kept(method: Method, length: int) -> tuple[int, int]:
