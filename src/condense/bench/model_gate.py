@@ -28,7 +28,10 @@ class ModelGate:
         # long enough to leave the window, with groups that end in each piece and in the steps, and to choose from
         self.steps = chunk + 3
         length = max(each.layout.rule.window or 0 for each in methods) + 4 * chunk + self.steps
-        length += max(each.num_recall * chunk if isinstance(each, Recall) else 0 for each in methods)
+        length += max(
+            each.num_recall * chunk if isinstance(each, Recall) and isinstance(each.num_recall, int) else 0
+            for each in methods
+        )
         self.ids = random_tokens(model, length, seed)
 
     def check(self, compile: bool | None, *, condensed: bool = True) -> Verdict | None:

@@ -123,7 +123,7 @@ def visible_pairs(method: Method, sources: Context, length: int) -> int:
         spans = sources.spans.at(start, min(start + (1 << 20), length), device)
         entries, window = (span.hi - span.lo for span in spans)
         if isinstance(method, Recall):
-            opened = entries.clamp(max=method.num_recall)
+            opened = method.quota.at(entries)
             entries = opened * method.group_size + (entries - opened) * (method.unchosen == "pool")
         total += sum(float(seen.sum(-1).double().mean()) for seen in (entries, window))
     return round(total)

@@ -1,6 +1,6 @@
 """Attention methods, one file each: settings, the layout of chunks and window, how a chunk becomes entries."""
 
-from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, step_settings
+from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, split_bias, step_settings
 from condense.methods.cca import CCA
 from condense.methods.dense import Dense
 from condense.methods.dga import DGA
@@ -32,5 +32,6 @@ __all__ = [
     "first_tokens",
     "methods_in",
     "settings_of",
+    "split_bias",
     "step_settings",
 ]
