@@ -77,6 +77,7 @@ def measure_sparsity(
     return [_layer(number, layers.index(number), weights, rhos) for number in layers]
 
 
+@torch.no_grad()
 def last_query_weights(model: PreTrainedModel, ids: Tensor) -> list[np.ndarray]:
     """Dense attention's weights of the last of the tokens ``[L]``, per attention layer ``[H, at most L]`` float32."""
     ids = ids[None].to(model.device)

@@ -54,7 +54,7 @@ def read_documents(paths: Sequence[str | Path], kind: str | None = None) -> Iter
                     continue
                 if not isinstance(record.get("text"), str):
                     raise ValueError(
-                        f"paths: wanted JSON objects with a text field, got another object {number} in {path}"
+                        f"paths: wanted JSON objects with a text field, got another line {number} in {path}"
                     )
                 yield record["text"]
         else:
