@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from noise import noise_effect
 from studies import ARCHITECTURES, Run
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 import condense
+from condense.analysis import noise_effect
 from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
 from condense.results import write_results
 from condense.tasks import SequenceBuilder, load_corpus, load_words

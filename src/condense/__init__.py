@@ -10,7 +10,19 @@ from condense.calibration import Calibration, CalibrationConfig, calibrate
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
-from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
+from condense.methods import (
+    CCA,
+    DGA,
+    LCA,
+    Dense,
+    FlexPrefill,
+    LMInfinite,
+    Method,
+    Recall,
+    SnapKV,
+    StreamingLLM,
+    VerticalSlash,
+)
 from condense.models import GraphDecoder, apply, install, register, restore, use
 from condense.version import __version__
 
@@ -23,11 +35,14 @@ __all__ = [
     "Calibration",
     "CalibrationConfig",
     "Dense",
+    "FlexPrefill",
     "GraphDecoder",
     "LMInfinite",
     "Method",
     "Recall",
+    "SnapKV",
     "StreamingLLM",
+    "VerticalSlash",
     "__version__",
     "apply",
     "attention",

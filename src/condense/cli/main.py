@@ -13,6 +13,7 @@ from condense.cli.analyze import analyze_app
 from condense.cli.bench import bench_app
 from condense.cli.calibrate import calibrate_command
 from condense.cli.compare import compare_command
+from condense.cli.eval import eval_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
 from condense.cli.methods import methods_command
@@ -52,6 +53,7 @@ app.command("calibrate", short_help="Find the cheapest method for every layer th
     calibrate_command
 )
 app.command("compare", short_help="Ask the same questions under several methods.")(compare_command)
+app.command("eval", short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
 app.command("generate")(generate_command)
 app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
 app.command("methods", short_help="List the methods, or one method's settings.")(methods_command)
