@@ -167,6 +167,7 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
         pretrained=tmp_path / "saved",
         method=method,
         steps=2,
+        group_sizes=(),
         sequence_length=128,
         batch_size=2,
         gradient_checkpointing=True,

@@ -17,7 +17,6 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
 from condense.train.plan import plan_of
-from condense.train.teacher import Teacher
 from condense.train.trainer import COMPLETE, MixedTrainer
 from condense.train.watch import Watch
 
@@ -43,8 +42,8 @@ def train_phase(
     sequences. checkpoint: a checkpoint of the same phase to go on from. callbacks: Trainer's, called between steps,
     when the model has stock attention.
     Returns the trainer: ``state.log_history`` has one entry per ``phase.logging_steps`` steps.
-    Raises ValueError if several GPUs are visible to one process, or a batch has no sequence for each process and part;
-    and if training must stop (see `MixedTrainer`).
+    Raises ValueError if several GPUs are visible to one process, a batch has no sequence for each process and part, or
+    FSDP is asked for where it cannot be; and if training must stop (see `MixedTrainer`).
     """
     interactive, sharded = sys.stderr.isatty(), parse_flag_from_env("ACCELERATE_USE_FSDP")
     arguments = TrainingArguments(
@@ -57,6 +56,7 @@ def train_phase(
         max_grad_norm=phase.max_grad_norm,
         bf16=sharded and next(model.parameters()).dtype == torch.bfloat16,  # else the weights are bfloat16 themselves
         seed=seed,
+        use_cpu=not torch.accelerator.is_available(),  # without it several processes would not find each other there
         # The dataset is random already; in its own order, a resumed run sees the same sequences.
         train_sampling_strategy="sequential",
         dataloader_num_workers=workers,
@@ -84,18 +84,20 @@ def train_phase(
             f"{phase.batch_size}"
         )
     arguments.per_device_train_batch_size = phase.batch_size // parts
+    trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset)
+    if sharded and not trainer.is_fsdp_enabled:
+        raise ValueError(
+            "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none: start them with torchrun or accelerate launch, "
+            "or unset it"
+        )
     if arguments.process_index == 0:
         print(plan_of(model, phase, processes=arguments.world_size, sharded=sharded), flush=True)
-    teacher = Teacher(model, arguments.device, sharded=sharded) if phase.distill else None
-    if not sharded:
-        model.to(arguments.device)
     if phase.gradient_checkpointing:
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     config: Any = model.config
     use_cache = config.use_cache
-    trainer = MixedTrainer(phase, teacher=teacher, model=model, args=arguments, train_dataset=dataset)
     for callback in (*callbacks, Watch(phase.name, folder, lines=not interactive)):
         trainer.add_callback(callback)
     if not interactive:

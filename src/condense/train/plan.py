@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -37,8 +38,8 @@ class Plan:
         sizes = ", ".join(f"{name} {getattr(self, name) / _GIB:.2f}" for name in parts)
         total = sum(getattr(self, name) for name in parts) / _GIB
         return (
-            f"{self.name}: trains {_count(self.trained)} of {_count(self.parameters)} parameters for {self.steps} steps, "
-            f"{_count(self.tokens)} tokens, on {self.processes} process{'es' if self.processes > 1 else ''}\n"
+            f"{self.name}: trains {_count(self.trained)} of {_count(self.parameters)} parameters, "
+            f"{self.steps} steps, {_count(self.tokens)} tokens, processes: {self.processes}\n"
             f"{self.name}: {total:.2f} GiB each ({sizes}), before activations"
         )
 
@@ -57,7 +58,8 @@ def plan_of(model: nn.Module, phase: PhaseConfig, *, processes: int = 1, sharded
     copies = 0 if sharded or width == 4 else 4
     own_teacher = phase.distill > 0 and not hasattr(model, "disable_adapter")
     sequences = phase.batch_size // phase.gradient_accumulation_steps // processes
-    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
+    causal_lm: Any = model
+    vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
     return Plan(
         name=phase.name,
         parameters=total,

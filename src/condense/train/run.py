@@ -90,7 +90,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     and for no such phase; for a model that the method cannot condense or that is too short for a phase, and for a
     method that cannot be trained.
     """
-    processes = PartialState()
+    processes = PartialState(cpu=not torch.accelerator.is_available())
     if processes.is_main_process:
         refuse_existing(config.output, "output")
         if config.work.exists() and not resume:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class Teacher:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, sharded: bool = False) -> None:
-        self._model: nn.Module | None = None
+        self._model: Any = None
         if hasattr(model, "disable_adapter"):
             return
         self._model = copy.deepcopy(model).requires_grad_(False).eval()
@@ -33,14 +34,13 @@ class Teacher:
             self._model.to(device)
 
     @torch.no_grad()
-    def logits(self, student: nn.Module, input_ids: Tensor) -> Tensor:
+    def logits(self, student: Any, input_ids: Tensor) -> Tensor:
         """``[B, L, V]`` for ``input_ids [B, L]``, by stock attention; ``student``: the model in training."""
         if self._model is not None:
             return self._model(input_ids=input_ids, use_cache=False).logits
         training = student.training
         student.eval()
-        try:
-            with student.disable_adapter():
-                return student(input_ids=input_ids, use_cache=False).logits
-        finally:
-            student.train(training)
+        with student.disable_adapter():
+            logits: Tensor = student(input_ids=input_ids, use_cache=False).logits
+        student.train(training)
+        return logits

@@ -30,13 +30,15 @@ class MixedTrainer(Trainer):
     memory that was allocated. The loss is a mean over all tokens of a step, in whatever parts and processes it is
     computed.
 
-    phase: what is trained. teacher: the dense self, for ``phase.distill > 0``. arguments: Trainer's own.
+    phase: what is trained. arguments: Trainer's own.
     """
 
-    def __init__(self, phase: PhaseConfig, *, teacher: Teacher | None = None, **arguments: Any) -> None:
+    def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._phase = phase
-        self._teacher = teacher
+        self._teacher: Teacher | None = None
+        if phase.distill:
+            self._teacher = Teacher(self.model, self.args.device, sharded=self.is_fsdp_enabled)
         # so that Trainer counts the weights of all parts of a batch before the first is computed
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, torch.Tensor] = {}
@@ -44,14 +46,16 @@ class MixedTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with float32 copies of low-precision weights; FSDP's shards are float32 themselves."""
-        if self.optimizer is None:
+        optimizer: torch.optim.Optimizer | None = vars(self).get("optimizer")
+        if optimizer is None:
             trained, phase = self.model if model is None else model, self._phase
             if self.is_fsdp_enabled:
                 groups = parameter_groups(trained, phase.weight_decay)
-                self.optimizer = torch.optim.AdamW(groups, lr=phase.learning_rate, betas=(0.9, 0.95))
+                optimizer = torch.optim.AdamW(groups, lr=phase.learning_rate, betas=(0.9, 0.95))
             else:
-                self.optimizer = MasterAdamW(trained, lr=phase.learning_rate, weight_decay=phase.weight_decay)
-        return self.optimizer
+                optimizer = MasterAdamW(trained, lr=phase.learning_rate, weight_decay=phase.weight_decay)
+            self.optimizer = optimizer
+        return optimizer
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -90,7 +94,7 @@ class MixedTrainer(Trainer):
         )
         self._count(sums)
         # the gradients of the processes are averaged, so each must hold its part times their number
-        loss = sums.loss * (self.accelerator.num_processes / num_items_in_batch)  # type: ignore[operator]
+        loss = sums.loss * (self.accelerator.num_processes / num_items_in_batch)
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -162,8 +166,7 @@ class MixedTrainer(Trainer):
         return totals
 
     def _stopped(self, reason: str) -> str:
-        step = self.state.global_step
         return (
-            f"training: stopped at step {step}: {reason}; every complete checkpoint lies in {self.args.output_dir}, and "
-            "the same command with --resume goes on from the last"
+            f"training: stopped at step {self.state.global_step}: {reason}; the last good checkpoint lies in "
+            f"{self.args.output_dir}, and the same command with --resume goes on from it"
         )
