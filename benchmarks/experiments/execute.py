@@ -87,7 +87,7 @@ def execute(run: Run, setting: Setting, *, keep_model: bool) -> None:
     curve = None if run.curve is None else _Curve(model, run, testing)
     folder = setting.work / "checkpoints" / run.name
     began = time.monotonic()
-    history = train_phase(
+    trainer = train_phase(
         model, dataset, phase, folder, seed=run.seed, workers=setting.workers,
         callbacks=() if curve is None else (curve,),
     )  # fmt: skip
@@ -102,7 +102,7 @@ def execute(run: Run, setting: Setting, *, keep_model: bool) -> None:
 
     model.to(device).eval()
     content: dict[str, Any] = {"run": run, "parameters": model.num_parameters(), "seconds": round(seconds, 1)}
-    content["history"] = [entry for entry in history if "loss" in entry]
+    content["history"] = [entry for entry in trainer.state.log_history if "loss" in entry]
     if curve is not None:
         content["curve"] = curve.points
     if run.methods:
