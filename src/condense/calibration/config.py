@@ -73,4 +73,4 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
         return Dense(), LCA(window=window, rep_bias="log_size"), base
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
     num_recall = min(64, math.ceil(length / 16 / 16))
-    return Dense(), Recall(window=window, num_recall=num_recall, store="host"), pooled, base
+    return Dense(), Recall(window=window, num_recall=num_recall, store="host", slots=num_recall), pooled, base
