@@ -39,9 +39,14 @@ def config_of(options: argparse.Namespace) -> condense.CalibrationConfig:
         group_size=GROUP, window=options.window, key_pooling="mean", value_pooling="mean", rep_bias="log_size"
     )
     return condense.CalibrationConfig(
-        budget_nats=options.budget_nats, candidates=(condense.Dense(), recall, pooled), length=options.length, texts=options.texts,
-        hidden_numbers=KEYS, cache_length=options.cache_length, seed=options.seed,
-    )  # fmt: skip
+        budget_nats=options.budget_nats,
+        candidates=(condense.Dense(), recall, pooled),
+        length=options.length,
+        texts=options.texts,
+        hidden_numbers=KEYS,
+        cache_length=options.cache_length,
+        seed=options.seed,
+    )
 
 
 def rows(result: Calibration, options: argparse.Namespace) -> dict[str, Any]:
