@@ -23,9 +23,8 @@ Decoding = Literal["forced", "generate"]
 class RetrievalResult:
     """One method's answers. An answer counts if all its digits are right.
 
-    name: what the caller called the method. method: its settings, or methods by layer. exact: share of
-    the questions answered. by_depth: the
-    same for equal slices of the text, top first.
+    name: what the caller called the method. method: its settings, or methods by layer. exact: share of the questions
+    answered. by_depth: the same for equal slices of the text, top first.
     """
 
     name: str

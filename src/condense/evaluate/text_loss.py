@@ -33,10 +33,9 @@ class PositionLoss:
 class TextLossResult:
     """One method's loss.
 
-    name: what the caller called the method. method: its settings, or methods by layer. loss: mean over all
-    tokens, nats per token.
-    standard_error: of that mean, from the spread between sequences. accuracy: share of the tokens that were the most
-    likely one. tokens: number of predicted tokens. by_position: means over stretches of positions.
+    name: what the caller called the method. method: its settings, or methods by layer. loss: mean over all tokens, nats
+    per token. standard_error: of that mean, from the spread between sequences. accuracy: share of the tokens that were
+    the most likely one. tokens: number of predicted tokens. by_position: means over stretches of positions.
     """
 
     name: str
