@@ -207,10 +207,11 @@ def test_goals_that_cannot_be_met(model, tokenizer, text, changes, said):
         ({"texts": 1}, "texts must be an integer >= 2"),
         ({"length": 64}, "length must be an integer >= 128"),
         ({"candidates": (Dense(), Dense())}, "candidates must differ"),
+        ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
         ({"candidates": (Recall(prompt="exact"),)}, "reads whole texts with dense attention: use prompt='recall'"),
         ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
     ],
-    ids=["no-goal", "zero", "found", "texts", "length", "twice", "exact", "ahead"],
+    ids=["no-goal", "zero", "found", "texts", "length", "twice", "dense", "exact", "ahead"],
 )
 def test_bad_settings(changes, said):
     with pytest.raises(ValueError, match=said):

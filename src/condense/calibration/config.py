@@ -47,6 +47,8 @@ class CalibrationConfig:
             check_int("cache_length", self.cache_length, 1)
         if len(set(self.candidates)) < len(self.candidates):
             raise ValueError(f"candidates must differ, got {', '.join(map(str, self.candidates))}")
+        if self.candidates and all(isinstance(method, Dense) for method in self.candidates):
+            raise ValueError("candidates must hold one besides dense attention")
         for method in self.candidates:
             _check_candidate(method)
 
