@@ -130,7 +130,7 @@ def plot(options: argparse.Namespace) -> None:
     panels = {
         "numbers found": {"calibrated": (range(count + 1), [shares[name] for name in names])}
         | {name: (x, [shares[keys[name]]] * 2) for name, x in others.items()},
-        "text loss above dense, nats": {
+        "text loss above dense, second half": {
             "calibrated": (range(count + 1), [losses[name] - losses["dense"] for name in names])
         }
         | {name: (x, [losses[keys[name]] - losses["dense"]] * 2) for name, x in others.items()},
