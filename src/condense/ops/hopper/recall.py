@@ -31,6 +31,9 @@ _INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 4
 # 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
 _OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
+import os
+_SCORE_GROUPS = (2, _OPTIONS) if os.environ.get("SCORE_WG") == "2" else (3, {"num_warps": 4, "maxnreg": 128})
+
 
 def _score(call: Scoring) -> None:
     """Bounds of up to 8 blocks per group of keys that are 64 or 128 wide; Triton's kernel scores the others."""
@@ -39,14 +42,15 @@ def _score(call: Scoring) -> None:
     if call.settings.kind != "bounds" or blocks > 8 or D not in (64, 128):
         score(call)
         return
-    tiles = cdiv(call.stop - call.first, _TILE // R)
+    groups, options = _SCORE_GROUPS
+    tiles = cdiv(call.stop - call.first, groups * ROWS.value // R)
     rows = descriptor(TensorDescriptor, call.rows, [1, 1, _INDEX_ROWS, D], layout=shared_layout(D))
     _SCORE(
         (min(tiles * heads, gpu_of(q.device).multiprocessors), 1, 1),
         (q, rows, call.grid_ptr, q if call.positions.starts is None else call.positions.starts, *call.scratch[:3]),
         (q.stride()[:3], *call.sizes, call.scale, tiles, tiles * heads),
-        (R, D, blocks, call.grid is not None, call.positions.kind, _INDEX_ROWS, CELL, _INDEX_STAGES),
-        _OPTIONS,
+        (R, D, blocks, call.grid is not None, call.positions.kind, _INDEX_ROWS, CELL, _INDEX_STAGES, groups),
+        options,
     )  # fmt: skip
 
 
@@ -72,7 +76,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             tiles = cdiv(stop - first, Q)
             _FORWARD(
                 (min(tiles * B * K, gpu_of(q.device).multiprocessors), 1, 1),
-                (q, *sources, *opened, q if call.starts is None else call.starts, out, lse),
+                (q, *sources, *opened.tensors, q if call.starts is None else call.starts, out, lse),
                 (
                     q.stride()[:3], call.level * LOG2E, K, L, first, stop, *opened.numbers, *call.rule,
                     call.scale * LOG2E, tiles, tiles * B * K,

@@ -129,7 +129,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         for first, stop, of_tiles in call.blocks(Q):
             _FORWARD(
                 (cdiv(stop - first, Q), B * K, 1),
-                (q, *shared.sources, *of_tiles, call.starts, out, lse),
+                (q, *shared.sources, *of_tiles.tensors, call.starts, out, lse),
                 (
                     q.stride()[:3], shared.s_store, call.level * LOG2E, K, L, first, stop, *of_tiles.numbers,
                     *call.rule, call.scale * LOG2E,
@@ -158,7 +158,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
         _DQ(
             (cdiv(L, Q), B * K, 1),
             (
-                q, *shared.sources, *of_tiles, call.starts, out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq,
+                q, *shared.sources, *of_tiles.tensors, call.starts, out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq,
             ),
             (
                 s_q, s_out, shared.s_store, call.level * LOG2E, K, L, 0, L, *of_tiles.numbers, *call.rule, *scales,
@@ -178,7 +178,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
                 (*queries, *keys, of_tiles.words, call.starts, grads[n], grads[3 + n]),
                 (
                     s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), level * LOG2E, K, L, keys[0].shape[2],
-                    of_tiles.numbers[0], of_tiles.words.shape[1], *call.rule, *scales,
+                    of_tiles.words.shape[2], of_tiles.words.shape[1], *call.rule, *scales,
                 ),
                 (R, *call.constants(n == 0, call.kind, shared.precision), rows, tiles.rows, tiles.keys),
                 tiles.options,

@@ -21,6 +21,7 @@ from condense.ops.triton.attend_forward import VARYING, forward_keys
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import Queries, Row, Rule, Softmax, Source, Spans, Start
 from condense.ops.triton.device.rule import cut, start_of_row, tile_rows, visible
+from condense.ops.triton.recall_choice_kernels import row_of_words
 
 # numbers that differ from block to block of queries, and would compile a new kernel each
 BLOCK = ("first", "stop", "words", "room")
@@ -146,7 +147,7 @@ def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q: tl.
     """What the queries of this program's tile open."""
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
     return Opened(
-        words_ptr + tile * words,
+        words_ptr + tile * row_of_words(words),
         group_ptr + tile * room,
         word_ptr + tile * room,
         tl.load(count_ptr + tile),
