@@ -32,6 +32,7 @@ _INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 4
 _OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 import os
+
 _SCORE_GROUPS = (2, _OPTIONS) if os.environ.get("SCORE_WG") == "2" else (3, {"num_warps": 4, "maxnreg": 128})
 
 

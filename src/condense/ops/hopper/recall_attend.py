@@ -341,7 +341,9 @@ def _consume(
         _, closed = visible(0, i, row, spans, KIND)
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
         size = row_of_words(problem.words)
-        view = View(q, lo, hi, closed, bit, lists.words + tile * size, size, lists.of_groups + tile * problem.room, count)
+        view = View(
+            q, lo, hi, closed, bit, lists.words + tile * size, size, lists.of_groups + tile * problem.room, count
+        )
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
         p, m, total = _first(view, stream, scale, memory, at, nothing, BN, STAGES)
         acc = (gl.zeros([ROWS, PART], gl.float32, wide),)

@@ -213,6 +213,9 @@ def _score(
         mbarrier.arrive(memory.empty.index((now + t) % STAGES))
         best = _best_blocks(s, BC, MP, C)
         s = _products(q, memory, now + t + 1, BN, STAGES)
+        # this has been waited for: a wait's loop ends a basic block, so that the assembler cannot move what follows
+        # before the products
+        mbarrier.wait(memory.full.index((now + t + 1) % STAGES), (now + t + 1) // STAGES & 1)
         lse = _add(lse, best, t, lines, C, GRID, MASKED)
     return s, lse
 
