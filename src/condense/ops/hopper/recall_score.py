@@ -63,7 +63,7 @@ class Results(NamedTuple):
 class Lines(NamedTuple):
     """Of each row the sum of its query, its closed groups, its place among the rows of the block, and whether it
     counts. Where the scores and the cells of these rows' KV head go, and the steps and zeros of its groups stand; rows
-    of the block, and the scale of scores.
+    of the block, its cells, and the scale of scores.
     """
 
     sum_q: Any
@@ -74,6 +74,7 @@ class Lines(NamedTuple):
     cell: Any
     grid: Any
     lines: Any
+    cells: Any
     scale: Any
 
 
@@ -157,6 +158,22 @@ def _of_cells(BC, C):
     )
 
 
+@triton.constexpr_function
+def _of_best(BC):
+    """Layout of the best scores ``[ROWS, BC]`` of cells: all of a row in one thread."""
+    cells, bit = [], 1
+    while bit < BC:
+        cells.append([0, bit])
+        bit *= 2
+    return gl.DistributedLinearLayout(
+        reg_bases=[*cells, [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS.value, BC],
+    )
+
+
 @gluon.jit
 def _best_blocks(s, BC: gl.constexpr, MP: gl.constexpr, C: gl.constexpr):
     """The largest of each group's blocks: a thread has four groups in a row of each cell."""
@@ -190,9 +207,13 @@ def _add(lse, s, t, lines, C: gl.constexpr, GRID: gl.constexpr, MASKED: gl.const
     place = (cell * lines.lines * C + c)[None] + (lines.line * C)[:, None, None]
     gl.store(lines.score + place, s, mask=lines.real[:, None, None])
     best = gl.max(s, 2)
-    cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))
-    gl.store(lines.cell + (lines.line[:, None] + cell[None, :] * lines.lines), best, mask=lines.real[:, None])
     larger = gl.maximum(top, gl.max(best, 1))
+    # adjacent cells in adjacent registers, written at once
+    best = gl.convert_layout(best, _of_best(BC))
+    of_rows: gl.constexpr = gl.SliceLayout(1, best.type.layout)
+    place = gl.convert_layout(lines.line, of_rows)[:, None] * gl.multiple_of(lines.cells, 8) + t * BC
+    place += gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))[None, :]
+    gl.store(lines.cell + place, best, mask=gl.convert_layout(lines.real, of_rows)[:, None])
     safe = gl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
     added = _by_thread(gl.exp2(s - safe[:, None, None]), BC, C)
     kept = gl.convert_layout(gl.exp2(top - safe), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
@@ -254,7 +275,8 @@ def _consume(
         of_head = head * results.cells * lines
         of_lines = Lines(
             sum_q, _groups(i, row, problem, KIND), (i - problem.first) * R + r, real, results.score + of_head * C,
-            results.cell + of_head, grid_ptr + head * results.cells * (2 * C), lines, scale,
+            results.cell + of_head, grid_ptr + head * results.cells * (2 * C), lines, results.cells,
+            scale,
         )  # fmt: skip
         whole, blocks = _blocks(first, row, problem, BG, KIND)
         whole = gl.minimum(whole, blocks - 1)

@@ -81,7 +81,7 @@ class Positions(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Of n queries: score ``[B * K, cells, n * R, CELL]``, best score of every cell ``[B * K, cells, n * R]``,
+    """Of n queries: score ``[B * K, cells, n * R, CELL]``, best score of every cell ``[B * K, n * R, cells]``,
     log-sum-exp ``[B * K, n * R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``, and what their
     groups must reach, int32 ``[B * K, n]``. Room for so many; a block with fewer queries begins at the same places.
     """
@@ -98,7 +98,7 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, picke
         return torch.empty(shape, dtype=dtype, device=device)
 
     return _Scratch(
-        empty(heads, cells, n * R, CELL), empty(heads, cells, n * R), empty(heads, n * R),
+        empty(heads, cells, n * R, CELL), empty(heads, n * R, cells), empty(heads, n * R),
         empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 

@@ -118,9 +118,8 @@ def _score_groups(
             n = cell[:, None] * C + c[None, :]
             s = tl.where(n[None] < closed[:, None, None], s, float("-inf"))
         of_cells = tl.max(s, 2)
-        at = cell * queries.lines
-        tl.store(queries.cell[:, None] + at[None, :], of_cells, mask=queries.real[:, None])
-        at = at[:, None] * C + c[None, :]
+        tl.store(queries.cell[:, None] + cell[None, :], of_cells, mask=queries.real[:, None])
+        at = (cell * queries.lines)[:, None] * C + c[None, :]
         tl.store(queries.score[:, None, None] + at[None], s, mask=queries.real[:, None, None])
         larger = tl.maximum(top, tl.max(of_cells, 1))
         safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
@@ -139,7 +138,7 @@ def recall_score_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """Of queries ``[first, stop)``: scores float32 ``[B * K, cells, n * R, C]`` of closed groups, base 2; the best of
-    every cell ``[B * K, cells, n * R]``; the log-sum-exp ``[B * K, n * R]``.
+    every cell ``[B * K, n * R, cells]``; the log-sum-exp ``[B * K, n * R]``.
 
     rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, cells * C * MP, D]``, first the lowest and
     then the highest keys, else ``[B, K, cells * C * MP, D]``; MP: m as a power of two; the rows of a cell as
@@ -160,12 +159,12 @@ def recall_score_kernel(
     q = _load_queries(q_ptr, b * s_q[0] + (kvh * R + r) * s_q[1] + i.to(tl.int64) * s_q[2], real, D, P)
     sum_q = tl.sum(q.to(tl.float32), 1)
     lines, line = (stop - first) * R, (i - first) * R + r
-    at = tl.program_id(1).to(tl.int64) * cells * lines + line
+    of_head = tl.program_id(1).to(tl.int64) * cells * lines
     index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + (b * K + kvh) * cells * 2 * C)
     negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
     queries = _Scored(
-        parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + at * C, cell_ptr + at,
-        real, lines,
+        parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + (of_head + line) * C,
+        cell_ptr + of_head + line * cells, real, lines,
     )  # fmt: skip
     lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     whole = tl.min(closed) // BG * BG
@@ -178,14 +177,15 @@ def recall_score_kernel(
 
 
 @triton.jit
-def _best_share(score_ptr, at, step, lse_ptr, query, valid, R: tl.constexpr):
+def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constexpr):
     """The largest of the query heads' shares of groups or cells ``[BQ, ...]``, in log space; -inf where not valid.
 
-    Head r's score stands at ``at + r * step``; query: of the tile's queries, their place in the log-sum-exps.
+    Head r's score stands at ``at + r * step``, and was written if it is there; query: of the tile's queries, their
+    place in the log-sum-exps.
     """
     share = tl.full(valid.shape, float("-inf"), tl.float32)
     for r in tl.static_range(R):
-        score = tl.load(score_ptr + at + r * step, mask=valid, other=float("-inf"))
+        score = tl.load(score_ptr + at + r * step, mask=there, other=float("-inf"))
         if R > 1:
             lse = tl.load(lse_ptr + query * R + r)
             score -= tl.reshape(lse, [valid.shape[0]] + [1] * (len(valid.shape) - 1))
@@ -244,8 +244,8 @@ def recall_cells_kernel(
     query = tl.minimum(i, stop - 1) - first
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
-    at = n * lines + query[:, None] * R
-    share = _best_share(cell_ptr + head * cells * lines, at, 1, lse_ptr + head * lines, query, valid, R)
+    at = query[:, None] * R * cells + n
+    share = _best_share(cell_ptr + head * cells * lines, at, cells, lse_ptr + head * lines, query, valid, valid, R)
     query += head * (stop - first)
     picked, place, worst = _best(share, valid, r, _INT_MIN)
     # r cells have a group that is as good as the best of the worst of them
@@ -280,8 +280,10 @@ def recall_groups_kernel(
     cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])
     group = cell[:, :, None] * C + c
     valid = group < closed[:, None, None]
+    # whole cells are there, so that several scores are loaded at once
+    there = (cell * C < closed[:, None])[:, :, None]
     at = (cell * lines + query[:, None] * R)[:, :, None] * C + c
-    share = _best_share(score_ptr + head * cells * lines * C, at, C, lse_ptr + head * lines, query, valid, R)
+    share = _best_share(score_ptr + head * cells * lines * C, at, C, lse_ptr + head * lines, query, there, valid, R)
     group, valid = tl.reshape(group, [BQ, PICKED * C]), tl.reshape(valid, [BQ, PICKED * C])
     is_open, at, _ = _best(tl.reshape(share, [BQ, PICKED * C]), valid, r, tl.load(floor_ptr + line))
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
