@@ -62,6 +62,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     (B, H, L, D), K, g = q.shape, call.groups.shape[1], call.group_size
     R = H // K
     Q = _TILE // R
+    # the queries of a group's rows, as bits
+    halves = (1 << (ROWS.value - 1) // R + 1) - 1, -(1 << ROWS.value // R)
     near = [not_empty([x[0], x[2]]) for x in (call.k, call.v)]
     store = [whole_rows(x[1]) for x in (call.k, call.v)]
 
@@ -73,7 +75,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         *[described(x[1], _KEYS) for x in near],
     )  # fmt: skip
     with on_device_of(q):
-        for first, stop, opened in call.blocks(Q):
+        for first, stop, opened in call.blocks(Q, halves):
             tiles = cdiv(stop - first, Q)
             _FORWARD(
                 (min(tiles * B * K, gpu_of(q.device).multiprocessors), 1, 1),

@@ -212,14 +212,14 @@ def _best(share, valid, wanted, floor):
         lo = tl.where(reach >= wanted, middle, lo)
         # exactly ``wanted`` keys reach it: the search ends
         hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
-    threshold = lo.to(tl.int32)[:, None]
-    better, equal = valid & (key > threshold), valid & (key == threshold)
-    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
-    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
-    before = tl.cumsum(flags, 1) - flags
-    room = (wanted - tl.sum(better.to(tl.int32), 1))[:, None]
-    is_best = better | (equal & ((before & 0xFFFF) < room))
-    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room), lo.to(tl.int32)
+    worst = lo.to(tl.int32)
+    best = (valid & (key >= worst[:, None])).to(tl.int32)
+    excess = tl.maximum(tl.sum(best, 1) - wanted, 0)
+    if tl.max(excess, 0) > 0:  # of those that tie with the worst, the first
+        tied = (valid & (key == worst[:, None])).to(tl.int32)
+        kept = tl.sum(tied, 1) - excess
+        best = tl.where(tl.cumsum(tied, 1) * tied > kept[:, None], 0, best)
+    return best != 0, tl.cumsum(best, 1) - best, worst
 
 
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
@@ -310,18 +310,34 @@ def recall_mark_kernel(
 
 
 @triton.jit(do_not_specialize=("words", "room"))
-def recall_list_kernel(mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, BW: tl.constexpr):
+def recall_list_kernel(
+    mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, FIRST: tl.constexpr, SECOND: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
     """The groups of a tile that any of its queries opens, in rising order, with their words: int32 and as marked,
     ``[B * K, T, room]``; and how many these are, int32 ``[B * K, T]``.
+
+    FIRST, SECOND: the queries of two halves of a tile, as bits of a signed word, or 0: then there is one list. With halves there are
+    three, ``[B * K, T, 3, room]``: groups that both halves open, and those that the first and the second alone opens.
     """
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    count = tl.full([], 0, tl.int32)
+    LISTS: tl.constexpr = 1 if FIRST == 0 else 3
+    none = tl.full([], 0, tl.int32)
+    counts = (none,) if FIRST == 0 else (none, none, none)
     for start in range(0, words, BW):
         n = start + tl.arange(0, BW)
         word = tl.load(mark_ptr + tile * row_of_words(words) + n, mask=n < words, other=0)
-        some = (word != 0).to(tl.int32)
-        place = count + tl.cumsum(some, 0) - some
-        tl.store(group_ptr + tile * room + place, n, mask=some != 0)
-        tl.store(opens_ptr + tile * room + place, word, mask=some != 0)
-        count += tl.sum(some, 0)
-    tl.store(count_ptr + tile, count)
+        if LISTS == 1:
+            listed = (word != 0,)
+        else:
+            first, second = (word & FIRST) != 0, (word & SECOND) != 0
+            listed = (first & second, first & (second == 0), second & (first == 0))
+        now = ()
+        for i in tl.static_range(LISTS):
+            some = listed[i].to(tl.int32)
+            place = (tile * LISTS + i) * room + counts[i] + tl.cumsum(some, 0) - some
+            tl.store(group_ptr + place, n, mask=listed[i])
+            tl.store(opens_ptr + place, word, mask=listed[i])
+            now += (counts[i] + tl.sum(some, 0),)
+        counts = now
+    for i in tl.static_range(LISTS):
+        tl.store(count_ptr + tile * LISTS + i, counts[i])
