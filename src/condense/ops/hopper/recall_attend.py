@@ -2,9 +2,8 @@
 
 Computes the same as `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel` and is arranged as
 `condense.ops.hopper.attend_forward`: a persistent program loops over tiles of ``2 * 64`` rows. A tile reads blocks of
-BN keys: those of the window, of the entries, and of the tokens of groups that its queries open, which the loading warp
-fetches group by group from their places in the store. Of these tokens both warp groups read those that queries of both
-open; then each reads those that only its own queries open, in turn with the other.
+BN keys: those of the window, of the entries, and of the tokens of groups that any of its queries opens, which the
+loading warp fetches group by group from their places in the store.
 
 Rows of keys and values are cut into parts of 64 columns, a buffer each: a group's part of a row block is then one
 stretch of shared memory.
@@ -64,9 +63,7 @@ class Memory(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Pointers to what tiles open: words, and the lists of groups that both halves open and that one of them opens,
-    their words and counts.
-    """
+    """Pointers to what tiles open: words, groups, their words, counts."""
 
     words: Any
     groups: Any
@@ -76,22 +73,19 @@ class Lists(NamedTuple):
 
 class Stream(NamedTuple):
     """The blocks that a tile reads: the first key of the window's; up to which block there are the window's, entries
-    that all rows see but for open groups, entries, groups that both halves open; then how many pairs of blocks, one for
-    each half; and all blocks.
+    that all rows see but for open groups, entries, all.
     """
 
     window: Any
     near: Any
     whole: Any
     entries: Any
-    shared: Any
-    pairs: Any
     blocks: Any
 
 
 class View(NamedTuple):
     """A tile of queries: in shared memory; the window that each row sees, its closed groups, its bit; pointers to the
-    ``size`` words of the tile, and to those of the groups in a list, of which there are ``count``.
+    ``size`` words of the tile, and to those of the groups in its list, of which there are ``count``.
     """
 
     q: Any
@@ -106,17 +100,12 @@ class View(NamedTuple):
 
 
 class Online(NamedTuple):
-    """An online softmax: weighted values in parts, weights of the newest block, largest score and sum of weights.
-
-    at, turn: number of the newest block and of the next turn among all of the program.
-    """
+    """An online softmax: weighted values in parts, weights of the newest block, largest score and sum of weights."""
 
     acc: Any
     p: Any
     m: Any
     total: Any
-    at: Any
-    turn: Any
 
 
 @gluon.jit
@@ -127,8 +116,8 @@ def _spans_of(row, problem, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _stream(first, row, counts, problem, g: gl.constexpr, BN: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr):
-    """The `Stream` of a tile whose first query is ``first`` and whose lists have ``counts`` groups.
+def _stream(first, row, count, problem, g: gl.constexpr, BN: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr):
+    """The `Stream` of a tile whose first query is ``first`` and which opens ``count`` groups.
 
     Spans never decrease, so that those of a tile's first and last query bound those of all.
     """
@@ -143,25 +132,7 @@ def _stream(first, row, counts, problem, g: gl.constexpr, BN: gl.constexpr, POOL
         closed = gl.minimum(visible(0, first, row, spans, KIND)[1], problem.words)
         closed_last = gl.minimum(visible(0, last, row, spans, KIND)[1], problem.words)
         whole, entries = near + closed // BN, near + gl.cdiv(closed_last, BN)
-    shared = entries + gl.cdiv(counts[0] * g, BN)
-    pairs = gl.cdiv(gl.maximum(counts[1], counts[2]) * g, BN)
-    return Stream(lo, near, whole, entries, shared, pairs, shared + 2 * pairs)
-
-
-@gluon.jit
-def _counts(lists, tile):
-    """Groups that both halves of a tile open, and that the first and the second alone opens."""
-    at = lists.counts + tile * 3
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
-
-
-@gluon.jit
-def _listed(list_ptr, count, start, N: gl.constexpr):
-    """Groups ``[start, start + N)`` of a list; past its end group 0, which no row sees there."""
-    groups = ()
-    for n in gl.static_range(N):
-        groups += (gl.load(list_ptr + start + n, mask=start + n < count, other=0),)
-    return groups
+    return Stream(lo, near, whole, entries, entries + gl.cdiv(count * g, BN))
 
 
 @gluon.jit
@@ -201,9 +172,9 @@ def _produce(
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = _tile(work, problem)
         tile = (row.b * problem.K + row.head) * problem.tiles + first // (2 * ROWS // problem.R)
-        counts = _counts(lists, tile)
-        list_ptr = lists.groups + tile.to(gl.int64) * (3 * problem.room)
-        stream = _stream(problem.first + first, row, counts, problem, g, BN, POOL, KIND)
+        count = gl.load(lists.counts + tile)
+        list_ptr = lists.groups + tile.to(gl.int64) * problem.room
+        stream = _stream(problem.first + first, row, count, problem, g, BN, POOL, KIND)
         for t in range(stream.near):
             start = stream.window + t * BN
             _load(window_k, row, start, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
@@ -213,17 +184,14 @@ def _produce(
             _load(entries_k, row, t * BN, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
             _load(entries_v, row, t * BN, memory.v, memory.v_full, memory.v_empty, at, BN, STAGES)
             at += 1
-        for t in range(stream.shared - stream.entries):
-            groups = _listed(list_ptr, counts[0], t * (BN // g), BN // g)
+        for t in range(stream.blocks - stream.entries):
+            groups = ()
+            for n in gl.static_range(BN // g):
+                # past the end of the list the last group is read once more, which no row sees
+                groups += (gl.load(list_ptr + gl.minimum(t * (BN // g) + n, count - 1)),)
             _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, g, BN, STAGES)
             _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, g, BN, STAGES)
             at += 1
-        for t in range(stream.pairs):
-            for half in gl.static_range(1, 3):
-                groups = _listed(list_ptr + half * problem.room, counts[half], t * (BN // g), BN // g)
-                _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, g, BN, STAGES)
-                _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, g, BN, STAGES)
-                at += 1
 
 
 @gluon.jit
@@ -282,7 +250,7 @@ def _words(view, start, g: gl.constexpr, BN: gl.constexpr, SOURCE: gl.constexpr)
     columns: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
     if SOURCE == "window":
         return 0
-    elif SOURCE == "opened" or SOURCE == "half":
+    elif SOURCE == "opened":
         n = start + gl.arange(0, BN, layout=columns)
         return gl.load(view.of_groups + n // g, mask=n < view.count * g, other=0)
     else:
@@ -291,41 +259,27 @@ def _words(view, start, g: gl.constexpr, BN: gl.constexpr, SOURCE: gl.constexpr)
 
 
 @gluon.jit
-def _pass_by(memory, at, STAGES: gl.constexpr):
-    """Frees a block that only the other group reads; it is there, so that all earlier ones in its slot are done."""
-    stage, phase = at % STAGES, at // STAGES & 1
-    mbarrier.wait(memory.k_full.index(stage), phase)
-    mbarrier.arrive(memory.k_empty.index(stage))
-    mbarrier.wait(memory.v_full.index(stage), phase)
-    mbarrier.arrive(memory.v_empty.index(stage))
-
-
-@gluon.jit
 def _step(
-    online, count, view, level, scale, memory, start,
-    g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr,
+    online, count, now, view, level, scale, memory, piece,
+    start, g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Reads ``count`` blocks of one source from key ``start`` on; of "half", every other block, and leaves the others
-    to the other group. On entry and exit, the values of the block before are not added yet.
+    """Reads ``count`` blocks of one source from key ``start`` on. On entry and exit, the values of the block before are
+    not added yet. now: number of the first among all blocks that the program has loaded.
     """
-    acc, p, m, total, last, turn = online.acc, online.p, online.m, online.total, online.at, online.turn
+    acc, p, m, total = online.acc, online.p, online.m, online.total
     rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     word = _words(view, start, g, BN, SOURCE)
     for t in range(count):
-        at = online.at + 1 + t
-        if SOURCE == "half":
-            at = online.at + 1 + 2 * t + GROUP
-        mbarrier.wait(memory.turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
+        at = now + t
+        mbarrier.wait(memory.turns.index(GROUP), ((at - 1 - piece) & 1) ^ (1 - GROUP))
         s = _scores(view.q, memory, at, BN, STAGES)
-        added = _add_values(p, acc, memory, last, BN, STAGES)
+        added = _add_values(p, acc, memory, at - 1, BN, STAGES)
         mbarrier.arrive(memory.turns.index(1 - GROUP))
-        if SOURCE == "half":
-            _pass_by(memory, online.at + 2 + 2 * t - GROUP, STAGES)
         n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
         # words come from far: those of the next block are asked for a block ahead
         next_word = _words(view, start + (t + 1) * BN, g, BN, SOURCE)
-        if SOURCE == "opened" or SOURCE == "half":
+        if SOURCE == "opened":
             seen = (word[None, :] & view.bit[:, None]) != 0
         elif SOURCE == "window":
             seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
@@ -346,10 +300,8 @@ def _step(
         else:
             first, second, p = hopper.warpgroup_mma_wait(0, deps=[added[0], added[1], p])
             acc = (first * alpha, second * alpha)
-        mbarrier.arrive(memory.v_empty.index(last % STAGES))
-        last = at
-        turn += 1
-    return Online(acc, p, m, total, last, turn)
+        mbarrier.arrive(memory.v_empty.index((at - 1) % STAGES))
+    return Online(acc, p, m, total)
 
 
 @gluon.jit
@@ -372,50 +324,52 @@ def _consume(
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=of_rows)
     d = gl.arange(0, PART, layout=gl.SliceLayout(0, packed))[None, :]
     Q = 2 * ROWS // R
-    at, turn = 0, 0
+    at, piece = 0, 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = _tile(work, problem)
         tile = ((row.b * K + row.head) * problem.tiles + first // Q).to(gl.int64)
         first += problem.first
-        counts = _counts(lists, tile)
+        count = gl.load(lists.counts + tile)
         head = (row.b.to(gl.int64) * K + row.head.to(gl.int64)) * R
         for part in gl.static_range(PARTS):
             _fetch_queries(q[part], q_ptr, s_q, first, row, R, L, part * PART, PART, GROUP)
         hopper.fence_async_shared()
-        stream = _stream(first, row, counts, problem, g, BN, POOL, KIND)
+        stream = _stream(first, row, count, problem, g, BN, POOL, KIND)
         spans = _spans_of(row, problem, KIND)
         i, r, real = _rows(first, j, L, R)
         lo, hi = visible(1, i, row, spans, KIND)
         _, closed = visible(0, i, row, spans, KIND)
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
         size = row_of_words(problem.words)
-        words_ptr, list_ptr = lists.words + tile * size, lists.of_groups + tile * (3 * problem.room)
-        view = View(q, lo, hi, closed, bit, words_ptr, size, list_ptr, counts[0])
-        own = View(q, lo, hi, closed, bit, words_ptr, size, list_ptr + (1 + GROUP) * problem.room, counts[1 + GROUP])
+        view = View(
+            q, lo, hi, closed, bit, lists.words + tile * size, size, lists.of_groups + tile * problem.room, count
+        )
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
         p, m, total = _first(view, stream, scale, memory, at, nothing, BN, STAGES)
         acc = (gl.zeros([ROWS, PART], gl.float32, wide),)
         for _ in gl.static_range(1, PARTS):
             acc += (gl.zeros([ROWS, PART], gl.float32, wide),)
-        online = Online(acc, p, m, total, at, turn)
+        online = Online(acc, p, m, total)
         online = _step(
-            online, stream.near - 1, view, 0.0, scale, memory, stream.window + BN, g, BN, STAGES, "window", GROUP,
+            online, stream.near - 1, at + 1, view, 0.0, scale, memory, piece,
+            stream.window + BN, g, BN, STAGES, "window", GROUP,
         )  # fmt: skip
         online = _step(
-            online, stream.whole - stream.near, view, level, scale, memory, 0, g, BN, STAGES, "entries", GROUP,
+            online, stream.whole - stream.near, at + stream.near, view, level, scale, memory, piece,
+            0, g, BN, STAGES, "entries", GROUP,
         )  # fmt: skip
         online = _step(
-            online, stream.entries - stream.whole, view, level, scale, memory, (stream.whole - stream.near) * BN,
-            g, BN, STAGES, "edge", GROUP,
+            online, stream.entries - stream.whole, at + stream.whole, view, level, scale, memory, piece,
+            (stream.whole - stream.near) * BN, g, BN, STAGES, "edge", GROUP,
         )  # fmt: skip
         online = _step(
-            online, stream.shared - stream.entries, view, 0.0, scale, memory, 0, g, BN, STAGES, "opened", GROUP,
+            online, stream.blocks - stream.entries, at + stream.entries, view, 0.0, scale, memory, piece,
+            0, g, BN, STAGES, "opened", GROUP,
         )  # fmt: skip
-        online = _step(online, stream.pairs, own, 0.0, scale, memory, 0, g, BN, STAGES, "half", GROUP)
-        at, turn = at + stream.blocks, online.turn
-        added = _add_values(online.p, online.acc, memory, online.at, BN, STAGES)
+        at, piece = at + stream.blocks, piece + 1
+        added = _add_values(online.p, online.acc, memory, at - 1, BN, STAGES)
         acc = hopper.warpgroup_mma_wait(0, deps=[added[0], added[PARTS - 1]])
-        mbarrier.arrive(memory.v_empty.index(online.at % STAGES))
+        mbarrier.arrive(memory.v_empty.index((at - 1) % STAGES))
 
         safe = gl.where(online.total > 0, online.total, 1.0)
         lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))

@@ -22,7 +22,10 @@ from condense.ops.hopper.attend_forward import ROWS, _packed
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import start_of_row, visible
-from condense.ops.triton.recall_choice_kernels import BLOCK
+from condense.ops.triton.recall_choice_kernels import BLOCK, CHUNK, _place
+
+# multiplying warp groups
+GROUPS = gl.constexpr(3)
 
 
 class Problem(NamedTuple):
@@ -63,7 +66,7 @@ class Results(NamedTuple):
 class Lines(NamedTuple):
     """Of each row the sum of its query, its closed groups, its place among the rows of the block, and whether it
     counts. Where the scores and the cells of these rows' KV head go, and the steps and zeros of its groups stand; rows
-    of the block, its cells, and the scale of scores.
+    of the block, and the scale of scores.
     """
 
     sum_q: Any
@@ -74,7 +77,6 @@ class Lines(NamedTuple):
     cell: Any
     grid: Any
     lines: Any
-    cells: Any
     scale: Any
 
 
@@ -211,8 +213,8 @@ def _add(lse, s, t, lines, C: gl.constexpr, GRID: gl.constexpr, MASKED: gl.const
     # adjacent cells in adjacent registers, written at once
     best = gl.convert_layout(best, _of_best(BC))
     of_rows: gl.constexpr = gl.SliceLayout(1, best.type.layout)
-    place = gl.convert_layout(lines.line, of_rows)[:, None] * gl.multiple_of(lines.cells, 8) + t * BC
-    place += gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))[None, :]
+    cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))
+    place = gl.convert_layout(lines.line, of_rows)[:, None] * CHUNK + _place(cell, lines.lines)[None, :]
     gl.store(lines.cell + place, best, mask=gl.convert_layout(lines.real, of_rows)[:, None])
     safe = gl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
     added = _by_thread(gl.exp2(s - safe[:, None, None]), BC, C)
@@ -275,8 +277,7 @@ def _consume(
         of_head = head * results.cells * lines
         of_lines = Lines(
             sum_q, _groups(i, row, problem, KIND), (i - problem.first) * R + r, real, results.score + of_head * C,
-            results.cell + of_head, grid_ptr + head * results.cells * (2 * C), lines, results.cells,
-            scale,
+            results.cell + of_head, grid_ptr + head * results.cells * (2 * C), lines, scale,
         )  # fmt: skip
         whole, blocks = _blocks(first, row, problem, BG, KIND)
         whole = gl.minimum(whole, blocks - 1)
@@ -300,10 +301,10 @@ def recall_score_hopper_kernel(
     s_q, K, L, G, first, stop, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
     R: gl.constexpr, D: gl.constexpr, MP: gl.constexpr, GRID: gl.constexpr, KIND: gl.constexpr, BN: gl.constexpr,
-    C: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    C: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """See `condense.ops.triton.recall_choice_kernels.recall_score_kernel`. tiles: of queries; works: tiles times B
-    times K; GROUPS: multiplying warp groups, 2 or 3.
+    times K.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     problem = Problem(K, R, stop, GROUPS * ROWS // R, tiles, works, first, G, Spans(rule, start, starts_ptr, 0))
@@ -323,16 +324,9 @@ def recall_score_hopper_kernel(
     hopper.fence_async_shared()
     tensors, results = (q_ptr, s_q, grid_ptr), Results(score_ptr, cell_ptr, lse_ptr, cells)
     memory = Memory(low, high, full, empty)
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 0)),
-            (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 1)),
-            (_produce, (rows, problem, memory, BN, BN // MP, STAGES, KIND)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 0)),
-            (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 1)),
-            (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 2)),
-            (_produce, (rows, problem, memory, BN, BN // MP, STAGES, KIND)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 0)),
+        (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 1)),
+        (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 2)),
+        (_produce, (rows, problem, memory, BN, BN // MP, STAGES, KIND)),
+    ], [4, 4, 1], [160, 160, 24])  # fmt: skip

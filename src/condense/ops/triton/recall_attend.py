@@ -78,18 +78,18 @@ class Call(NamedTuple):
         """Widths, in parts, and what follows."""
         return *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3]), *more
 
-    def opened(self, tile: int, first: int, stop: int, halves: tuple[int, int] = (0, 0)) -> Opened:
+    def opened(self, tile: int, first: int, stop: int) -> Opened:
         """What tiles of queries open."""
-        return opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop, halves)
+        return opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop)
 
-    def blocks(self, tile: int, halves: tuple[int, int] = (0, 0)) -> Iterator[tuple[int, int, Opened]]:
+    def blocks(self, tile: int) -> Iterator[tuple[int, int, Opened]]:
         """Blocks ``[first, stop)`` of queries whose words have a limited size, and what their tiles open."""
         B, K, L, _ = self.groups.shape
         # a word for each group takes at most 8 bytes
         step = max(1, _WORDS // (8 * B * K * max(self.closed, 1))) * tile
         for first in range(0, L, step):
             stop = min(first + step, L)
-            yield first, stop, self.opened(tile, first, stop, halves)
+            yield first, stop, self.opened(tile, first, stop)
 
 
 class _Shared(NamedTuple):

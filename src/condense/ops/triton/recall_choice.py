@@ -23,6 +23,7 @@ from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice_kernels import (
+    CHUNK,
     WORDS,
     recall_cells_kernel,
     recall_groups_kernel,
@@ -81,7 +82,7 @@ class Positions(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Of n queries: score ``[B * K, cells, n * R, CELL]``, best score of every cell ``[B * K, n * R, cells]``,
+    """Of n queries: score ``[B * K, cells, n * R, CELL]``, best score of every cell ``[B * K, cells / 4, n * R, 4]``,
     log-sum-exp ``[B * K, n * R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``, and what their
     groups must reach, int32 ``[B * K, n]``. Room for so many; a block with fewer queries begins at the same places.
     """
@@ -98,7 +99,7 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, picke
         return torch.empty(shape, dtype=dtype, device=device)
 
     return _Scratch(
-        empty(heads, cells, n * R, CELL), empty(heads, n * R, cells), empty(heads, n * R),
+        empty(heads, cells, n * R, CELL), empty(heads, cells // CHUNK.value, n * R, CHUNK.value), empty(heads, n * R),
         empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 
@@ -222,9 +223,8 @@ class Opened(NamedTuple):
 
     words ``[B * K, T, n]``: bit i of a word says that query i of the tile opens the group; n is the number of closed
     groups, rounded up to a multiple of 64, and the words at the end are 0. groups int32 and of_groups
-    ``[B * K, T, lists, room]``: those that any query opens, in rising order, with their words; counts int32
-    ``[B * K, T, lists]``. One list, or three: groups that both halves of a tile open, that the first alone, and that
-    the second alone opens. closed: no query sees more groups as closed.
+    ``[B * K, T, room]``: those that any query opens, in rising order, with their words; counts int32 ``[B * K, T]``.
+    closed: no query sees more groups as closed.
     """
 
     words: Tensor
@@ -241,25 +241,21 @@ class Opened(NamedTuple):
     @property
     def numbers(self) -> tuple[int, int]:
         """Words that count and room for groups, as kernels take them."""
-        return self.closed, self.groups.shape[3]
+        return self.closed, self.groups.shape[2]
 
 
-def opened(
-    groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int, halves: tuple[int, int]
-) -> Opened:
+def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Opened:
     """What tiles of ``tile`` queries, 64 at most, of queries ``[first, stop)`` open.
 
-    groups: as `choose` gives them, of ``num_groups`` groups; closed: no query sees more groups as closed; halves: the
-    queries of a tile's halves, as bits of a signed word, or zeros for one list of all.
+    groups: as `choose` gives them, of ``num_groups`` groups; closed: no query sees more groups as closed.
     """
     B, K, L, r = groups.shape
     T, closed = cdiv(stop - first, tile), max(closed, 1)
     room = min(closed, tile * r)
     dtype = torch.int32 if tile <= 32 else torch.int64
     words = torch.zeros(B * K, T, cdiv(closed, WORDS.value) * WORDS.value, dtype=dtype, device=groups.device)
-    shape = (B * K, T, 3 if any(halves) else 1)
-    lists = words.new_empty(*shape, room, dtype=torch.int32), words.new_empty(*shape, room)
-    counts = torch.empty(shape, dtype=torch.int32, device=groups.device)
+    lists = words.new_empty(B * K, T, room, dtype=torch.int32), words.new_empty(B * K, T, room)
+    counts = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
     with on_device_of(groups):
         places = power_of_2(r)
         queries = _queries(places, groups.is_cuda)
@@ -267,5 +263,5 @@ def opened(
             (cdiv(stop - first, queries), B * K, 1), (groups, words), (L, num_groups, first, stop, closed, r),
             (tile, places, queries), {"num_warps": _warps(places)},
         )  # fmt: skip
-        _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (*halves, min(1024, power_of_2(closed))), {})
+        _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
     return Opened(words, *lists, counts, closed)

@@ -30,6 +30,15 @@ BLOCK = ("G", "first", "stop", "cells")
 # rows of words have room for a multiple of so many: a block of keys whose words are read at once
 WORDS = tl.constexpr(64)
 
+# cells whose best scores a row has side by side: 16 bytes
+CHUNK = tl.constexpr(4)
+
+
+@triton.jit
+def _place(cell, lines):
+    """Where row 0 of ``lines`` rows has the best scores of cells."""
+    return cell // CHUNK * lines * CHUNK + cell % CHUNK
+
 
 @triton.jit
 def row_of_words(words):
@@ -118,7 +127,7 @@ def _score_groups(
             n = cell[:, None] * C + c[None, :]
             s = tl.where(n[None] < closed[:, None, None], s, float("-inf"))
         of_cells = tl.max(s, 2)
-        tl.store(queries.cell[:, None] + cell[None, :], of_cells, mask=queries.real[:, None])
+        tl.store(queries.cell[:, None] + _place(cell, queries.lines)[None, :], of_cells, mask=queries.real[:, None])
         at = (cell * queries.lines)[:, None] * C + c[None, :]
         tl.store(queries.score[:, None, None] + at[None], s, mask=queries.real[:, None, None])
         larger = tl.maximum(top, tl.max(of_cells, 1))
@@ -138,7 +147,7 @@ def recall_score_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """Of queries ``[first, stop)``: scores float32 ``[B * K, cells, n * R, C]`` of closed groups, base 2; the best of
-    every cell ``[B * K, n * R, cells]``; the log-sum-exp ``[B * K, n * R]``.
+    every cell ``[B * K, cells / 4, n * R, 4]``; the log-sum-exp ``[B * K, n * R]``.
 
     rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, cells * C * MP, D]``, first the lowest and
     then the highest keys, else ``[B, K, cells * C * MP, D]``; MP: m as a power of two; the rows of a cell as
@@ -164,7 +173,7 @@ def recall_score_kernel(
     negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
     queries = _Scored(
         parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + (of_head + line) * C,
-        cell_ptr + of_head + line * cells, real, lines,
+        cell_ptr + of_head + line * CHUNK, real, lines,
     )  # fmt: skip
     lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     whole = tl.min(closed) // BG * BG
@@ -180,8 +189,8 @@ def recall_score_kernel(
 def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constexpr):
     """The largest of the query heads' shares of groups or cells ``[BQ, ...]``, in log space; -inf where not valid.
 
-    Head r's score stands at ``at + r * step``, and was written if it is there; query: of the tile's queries, their
-    place in the log-sum-exps.
+    Head r's score stands at ``at + r * step``, and is read if it is there; query: of the tile's queries, their place
+    in the log-sum-exps.
     """
     share = tl.full(valid.shape, float("-inf"), tl.float32)
     for r in tl.static_range(R):
@@ -244,8 +253,10 @@ def recall_cells_kernel(
     query = tl.minimum(i, stop - 1) - first
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
-    at = query[:, None] * R * cells + n
-    share = _best_share(cell_ptr + head * cells * lines, at, cells, lse_ptr + head * lines, query, valid, valid, R)
+    # whole chunks are read at once
+    there = n // CHUNK * (CHUNK * C) < closed[:, None]
+    at = query[:, None] * (R * CHUNK) + _place(n, lines)
+    share = _best_share(cell_ptr + head * cells * lines, at, CHUNK, lse_ptr + head * lines, query, there, valid, R)
     query += head * (stop - first)
     picked, place, worst = _best(share, valid, r, _INT_MIN)
     # r cells have a group that is as good as the best of the worst of them
@@ -310,34 +321,18 @@ def recall_mark_kernel(
 
 
 @triton.jit(do_not_specialize=("words", "room"))
-def recall_list_kernel(
-    mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, FIRST: tl.constexpr, SECOND: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
+def recall_list_kernel(mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, BW: tl.constexpr):
     """The groups of a tile that any of its queries opens, in rising order, with their words: int32 and as marked,
     ``[B * K, T, room]``; and how many these are, int32 ``[B * K, T]``.
-
-    FIRST, SECOND: the queries of two halves of a tile, as bits of a signed word, or 0: then there is one list. With halves there are
-    three, ``[B * K, T, 3, room]``: groups that both halves open, and those that the first and the second alone opens.
     """
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    LISTS: tl.constexpr = 1 if FIRST == 0 else 3
-    none = tl.full([], 0, tl.int32)
-    counts = (none,) if FIRST == 0 else (none, none, none)
+    count = tl.full([], 0, tl.int32)
     for start in range(0, words, BW):
         n = start + tl.arange(0, BW)
         word = tl.load(mark_ptr + tile * row_of_words(words) + n, mask=n < words, other=0)
-        if LISTS == 1:
-            listed = (word != 0,)
-        else:
-            first, second = (word & FIRST) != 0, (word & SECOND) != 0
-            listed = (first & second, first & (second == 0), second & (first == 0))
-        now = ()
-        for i in tl.static_range(LISTS):
-            some = listed[i].to(tl.int32)
-            place = (tile * LISTS + i) * room + counts[i] + tl.cumsum(some, 0) - some
-            tl.store(group_ptr + place, n, mask=listed[i])
-            tl.store(opens_ptr + place, word, mask=listed[i])
-            now += (counts[i] + tl.sum(some, 0),)
-        counts = now
-    for i in tl.static_range(LISTS):
-        tl.store(count_ptr + tile * LISTS + i, counts[i])
+        some = (word != 0).to(tl.int32)
+        place = count + tl.cumsum(some, 0) - some
+        tl.store(group_ptr + tile * room + place, n, mask=some != 0)
+        tl.store(opens_ptr + tile * room + place, word, mask=some != 0)
+        count += tl.sum(some, 0)
+    tl.store(count_ptr + tile, count)
