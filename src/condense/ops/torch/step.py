@@ -71,9 +71,9 @@ def _append_entry(
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else _summary(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
-    new_k, new_v = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
-    _write(state.entries_k, first, new_k, due)
-    _write(state.entries_v, first, new_v, due)
+    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
+    for buffer, entries in zip(state.entries, new, strict=True):
+        _write(buffer, first, entries, due)
 
 
 def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
@@ -130,7 +130,9 @@ def _attend(
     sees_token = (position >= first_token) & (position >= 0)
     sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
-    if entry_bias is None and settings.bias != 0.0:
+    if settings.matched:
+        entry_bias = state.biases[..., 0]
+    elif entry_bias is None and settings.bias != 0.0:
         entry_bias = _bias(state, settings)
     keys = torch.cat([state.entries_k, state.ring_k], dim=2)
     return attend_block(
