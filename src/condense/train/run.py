@@ -33,6 +33,7 @@ from condense.train.phase import newest_checkpoint, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
 from condense.train.trained import set_trained
+from condense.train.watch import LOG
 
 REPORT = "training.json"
 
@@ -251,6 +252,9 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
     def write(folder: Path) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         phases = [json.loads(report.read_text())["results"] for report in reports]
+        for phase, report in zip(config.phases, reports, strict=True):
+            if (log := report.with_name(LOG)).exists():  # not if it had fewer steps than a log entry
+                shutil.copy(log, folder / f"log-{phase.name}.jsonl")
         content = {**summary(config), "phases": phases}
         write_results(folder / REPORT, content, seed=config.seed)
 
