@@ -23,7 +23,7 @@ from condense.train.phase import train_phase
 from condense.train.recipes import DEMO_ARCHITECTURE
 from condense.train.trained import set_trained
 
-WORKERS = 4
+WORKERS = 3
 LORA_RANK = 64
 
 
