@@ -16,6 +16,7 @@ from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
 from condense.train import loss as loss_module
 from condense.train.loss import token_loss
+from condense.train.phase import part_size
 from condense.train.plan import plan_of
 from condense.train.trained import projections, set_trained
 from condense.train.trainer import MixedTrainer
@@ -236,6 +237,16 @@ def test_the_plan_counts_bytes():
     assert (spread.weights, spread.gradients, spread.optimizer) == (count, count, 2 * count)
     assert (spread.teacher, spread.logits) == (count // 2, plan.logits // 4)
     assert "trains 5.81K of 5.81K parameters, 10 steps, 10.2K tokens" in str(plan)
+
+
+def test_what_does_not_fit_is_refused_before_the_first_step(base):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(base / "base")
+    with pytest.raises(ValueError, match=r"pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096"):
+        run_training(config(base))
+    with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
+        part_size(PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2), 3)
+    assert not (base / "adapted.work").exists()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_next_checkpoint(base, monkeypatch):

@@ -77,13 +77,9 @@ def train_phase(
             f"model: wanted one visible GPU, got {arguments.n_gpu}; start one process per GPU with torchrun or "
             "accelerate launch, or set CUDA_VISIBLE_DEVICES to one of them"
         )
-    parts = phase.gradient_accumulation_steps * arguments.world_size
-    if phase.batch_size % parts:
-        raise ValueError(
-            f"batch_size: wanted a multiple of gradient_accumulation_steps times processes, {parts}, got "
-            f"{phase.batch_size}"
-        )
-    arguments.per_device_train_batch_size = phase.batch_size // parts
+    arguments.per_device_train_batch_size = part_size(phase, arguments.world_size)
+    config: Any = model.config
+    use_cache = config.use_cache
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset)
     if sharded and not trainer.is_fsdp_enabled:
         raise ValueError(
@@ -96,8 +92,6 @@ def train_phase(
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    config: Any = model.config
-    use_cache = config.use_cache
     for callback in (*callbacks, Watch(phase.name, folder, lines=not interactive)):
         trainer.add_callback(callback)
     if not interactive:
@@ -105,6 +99,17 @@ def train_phase(
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     config.use_cache = use_cache  # Trainer has turned it off, but the saved model should generate with a cache
     return trainer
+
+
+def part_size(phase: PhaseConfig, processes: int) -> int:
+    """Sequences in one part of a batch on one process. Raises ValueError if the parts would not be equal."""
+    parts = phase.gradient_accumulation_steps * processes
+    if phase.batch_size % parts:
+        raise ValueError(
+            f"batch_size: wanted a multiple of gradient_accumulation_steps times processes, {parts}, got "
+            f"{phase.batch_size}"
+        )
+    return phase.batch_size // parts
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
