@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from train import processes
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.models import condensed_layers
 
-SCRIPT = Path(__file__).with_name("processes.py")
 FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
@@ -44,15 +43,15 @@ def folder(tmp_path_factory, text):
     return path
 
 
-def adapt(folder, processes, *runs, **environment):
-    """Run ``processes.py``; what each run's log holds, by the run's name."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+def launched(folder, *runs):
+    """Run ``processes.py`` in two processes; the losses of each run."""
     paths = os.pathsep.join(filter(None, (str(Path(condense.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
-    command = [sys.executable, *launch, str(SCRIPT), str(folder), *runs]
+    environment = {**os.environ, **FSDP2, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, processes.__file__, str(folder), *runs]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-6000:]
-    return {name: losses(folder / name, killed) for name, _, killed in (run.split(":") for run in runs)}
+    return [losses(folder / name, killed) for name, _, killed in (run.split(":") for run in runs)]
 
 
 def losses(output, killed):
@@ -65,7 +64,8 @@ def losses(output, killed):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    return adapt(folder, 1, "one:all:0", "one-lora:lora:0")
+    processes.adapt(folder, "one", "all", 0)
+    return losses(folder / "one", "0")
 
 
 def same(losses):
@@ -75,20 +75,23 @@ def same(losses):
     return pytest.approx(losses, rel=2 * math.log2(TOKENS) * 2**-24)
 
 
-def test_ddp_has_the_losses_of_one_process_also_after_a_kill(folder, one):
-    whole, killed = adapt(folder, 2, "ddp:all:0", "ddp-killed:all:3").values()
-    assert whole == same(one["one"])
-    assert killed == whole
-
-
-def test_fsdp2_has_the_losses_of_one_process_after_a_kill_and_with_adapters(folder, one):
-    killed, lora = adapt(folder, 2, "fsdp:all:3", "fsdp-lora:lora:3", **FSDP2).values()
-    assert killed == same(one["one"])
-    assert lora == same(one["one-lora"])
+def test_two_processes_have_the_losses_of_one_also_after_a_kill(folder, one):
+    shared, spread = launched(folder, "ddp:all:3", "fsdp:all:3")
+    assert shared == same(one)
+    assert spread == same(one)
     expected = AutoModelForCausalLM.from_pretrained(folder / "one").state_dict()
     gathered = AutoModelForCausalLM.from_pretrained(folder / "fsdp")
     assert condensed_layers(gathered)
     assert expected.keys() == gathered.state_dict().keys()
+
+
+@pytest.mark.slow  # what was killed is resumed above too, and adapters in one process in test_adapt.py
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_killed_runs_are_the_whole_ones_bit_for_bit_and_adapters_spread(folder):
+    whole, killed, lora = launched(folder, "ddp-whole:all:0", "ddp-killed:all:3", "fsdp-lora:lora:3")
+    assert killed == whole
+    processes.adapt(folder, "one-lora", "lora", 0)
+    assert lora == same(losses(folder / "one-lora", "0"))
     adapters = {path.name for path in (folder / "fsdp-lora").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "condense.json"} <= adapters
     assert "model.safetensors" not in adapters
