@@ -15,6 +15,7 @@ import condense
 from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
 from condense.train import loss as loss_module
+from condense.train import phase as phase_module
 from condense.train.loss import token_loss
 from condense.train.phase import part_size
 from condense.train.plan import plan_of
@@ -247,6 +248,19 @@ def test_what_does_not_fit_is_refused_before_the_first_step(base):
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
         part_size(PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2), 3)
     assert not (base / "adapted.work").exists()
+
+
+def test_bfloat16_adapters_under_fsdp_need_a_torch_that_keeps_two_dtypes_apart(base, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(phase_module, "is_torch_version", lambda *_: False)
+    with pytest.raises(ValueError, match=r"train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"):
+        run_training(config(base, train="lora", dtype="bfloat16"))
+
+
+def test_fsdp_without_processes_is_refused(base, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP: wanted processes on GPUs, got none"):
+        run_training(config(base))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_next_checkpoint(base, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import is_torch_version, parse_flag_from_env
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
@@ -43,9 +43,15 @@ def train_phase(
     when the model has stock attention.
     Returns the trainer: ``state.log_history`` has one entry per ``phase.logging_steps`` steps.
     Raises ValueError if several GPUs are visible to one process, a batch has no sequence for each process and part, or
-    FSDP is asked for where it cannot be; and if training must stop (see `MixedTrainer`).
+    FSDP is asked for where it cannot be or would fail; and if training must stop (see `MixedTrainer`).
     """
     interactive, sharded = sys.stderr.isatty(), parse_flag_from_env("ACCELERATE_USE_FSDP")
+    low_precision = next(model.parameters()).dtype == torch.bfloat16
+    if sharded and low_precision and hasattr(model, "disable_adapter") and not is_torch_version(">=", "2.13"):
+        raise ValueError(
+            "train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2, whose weights of two dtypes older ones "
+            f"mix up, got {torch.__version__}; use dtype 'float32', or DDP"
+        )
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
@@ -54,11 +60,12 @@ def train_phase(
         lr_scheduler_type="cosine" if phase.schedule == "cosine" else "constant_with_warmup",
         warmup_steps=phase.warmup_steps,
         max_grad_norm=phase.max_grad_norm,
-        bf16=sharded and next(model.parameters()).dtype == torch.bfloat16,  # else the weights are bfloat16 themselves
+        bf16=sharded and low_precision,  # else the weights are bfloat16 themselves
         seed=seed,
         use_cpu=not torch.accelerator.is_available(),  # without it several processes would not find each other there
         # The dataset is random already; in its own order, a resumed run sees the same sequences.
         train_sampling_strategy="sequential",
+        ddp_find_unused_parameters=False,  # every trained weight has a gradient in every step
         dataloader_num_workers=workers,
         dataloader_persistent_workers=workers > 0,
         dataloader_prefetch_factor=4 if workers else None,
