@@ -197,8 +197,8 @@ def test_adapters_resume_load_condensed_and_merge(base, dtype, monkeypatch):
     run_training(broken, resume=True)
     assert [entry["loss"] for entry in history(broken)] == [entry["loss"] for entry in history(whole)]
     assert not (whole.output / "model.safetensors").exists()
-    adapters = [AutoModelForCausalLM.from_pretrained(run.output).state_dict() for run in (whole, broken)]
-    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+    one, other = (AutoModelForCausalLM.from_pretrained(run.output).state_dict() for run in (whole, broken))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "base"), whole.output).eval()
     assert condensed_layers(model) == dict.fromkeys(range(2), METHOD)
@@ -261,6 +261,9 @@ def test_fsdp_without_processes_is_refused(base, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP: wanted processes on GPUs, got none"):
         run_training(config(base))
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    with pytest.raises(ValueError, match=r"FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false"):
+        run_training(config(base), resume=True)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_next_checkpoint(base, monkeypatch):
@@ -274,8 +277,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_next_checkpoint(base
     run = config(base, logging_steps=100)
     with pytest.raises(ValueError, match="training: stopped at step 4: wanted finite weights, got others; the last"):
         run_training(run)
-    work = run.work / "0-adapt"
-    assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert [path.name for path in (run.work / "0-adapt").glob("checkpoint-*")] == ["checkpoint-2"]
     monkeypatch.undo()
     run_training(run, resume=True)
 

@@ -47,11 +47,8 @@ def train_phase(
     """
     interactive, sharded = sys.stderr.isatty(), parse_flag_from_env("ACCELERATE_USE_FSDP")
     low_precision = next(model.parameters()).dtype == torch.bfloat16
-    if sharded and low_precision and hasattr(model, "disable_adapter") and not is_torch_version(">=", "2.13"):
-        raise ValueError(
-            "train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2, whose weights of two dtypes older ones "
-            f"mix up, got {torch.__version__}; use dtype 'float32', or DDP"
-        )
+    if sharded:
+        _check_sharding(adapters=hasattr(model, "disable_adapter"), low_precision=low_precision)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
@@ -117,6 +114,19 @@ def part_size(phase: PhaseConfig, processes: int) -> int:
             f"{phase.batch_size}"
         )
     return phase.batch_size // parts
+
+
+def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
+    """Raise ValueError for settings of FSDP2 that fail later."""
+    if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        raise ValueError(
+            "FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false, as each process reads model and teacher itself, got true"
+        )
+    if adapters and low_precision and not is_torch_version(">=", "2.13"):
+        raise ValueError(
+            "train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2 (older ones mix up weights of two "
+            f"dtypes), got {torch.__version__}; use dtype 'float32', or DDP"
+        )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
