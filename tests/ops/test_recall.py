@@ -93,7 +93,7 @@ def test_the_definition_counts_each_past_token_once():
     q, k, v = tensors(6, 2, 29)
     method = Recall(group_size=4, window=5, num_recall=2)
     for t in range(29):
-        keys = oracle_recall.seen(method, q[0, :3], k[0, 0], v[0, 0], t, SCALE)
+        keys = oracle_recall.seen(method, q[0, :3], k[0, 0], v[0, 0], t, SCALE, lambda j: (k[0, 0, j], v[0, 0, j], 0.0))
         assert sorted(i for key in keys for i in key.tokens) == list(range(t + 1))
 
 

@@ -34,7 +34,7 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, *, matched: bool
     return StepState._make([*buffers, *numbers, arrived, biases])
 
 
-def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, stored: int) -> RecallState:
+def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *, stored: int, Q: int) -> RecallState:
     """As `empty_buffers`, with room for M groups, the tokens of ``stored`` groups, and the slots of a store.
 
     Raises ValueError, no memory taken, for keys that the index cannot hold; RuntimeError as `new_store`.
@@ -59,6 +59,8 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, s
         slots=zeros(S * g, D + Dv),
         held=torch.full((B, K, S), -1, dtype=torch.int32, device=k.device),
         order=torch.arange(S, dtype=torch.int32, device=k.device).repeat(B, K, 1),
+        ring_q=zeros(Q, D),
+        biases=zeros(M if method.layout.matched else 0, 1, torch.promote_types(k.dtype, torch.float32)),
     )
 
 

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from condense.config import check_choice, check_int
-from condense.methods.base import Context, Method
+from condense.methods.base import Context, Method, matched_bias
+from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import Layout
-from condense.ops import Chunks, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
+from condense.ops import POOLINGS, Chunks, Pooling, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
 from condense.ops.recall import (
     INDEX_BITS,
     INDEX_KINDS,
+    EntrySettings,
     GroupIndex,
     IndexChoice,
     IndexKind,
@@ -50,7 +52,11 @@ class Recall(Method):
     block of ``index_size`` tokens: never below the best token's score) or "sub_means" (each block's mean key).
     index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: 16 (the dtype
     of the keys), 8 or 4 per number.
-    rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens; or "none".
+    key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, or with the scores of a summary
+    query, the mean of the ``group_size`` newest queries when the group closes: "weighted" by their softmax or "select"
+    the token with the highest. Of latents, whole entries are pooled by ``key_pooling``.
+    rep_bias: what is added to an entry's score. "log_size": ln(group_size), as it stands for that many tokens;
+    "matched": as much as makes it weigh for the group's summary query what its tokens weigh together; or "none".
     unchosen: "pool", or "drop" to leave the entries of groups that are not open out (Quest).
     prompt: "recall", or "exact" to read calls of several tokens (prompts, their chunks, later turns, what an assistant
     proposes) with dense attention and recall from the first single token on: no loss in a prompt and no gain in its
@@ -67,7 +73,9 @@ class Recall(Method):
     index: IndexKind = "bounds"
     index_size: int | None = None
     index_bits: int = 8
-    rep_bias: Literal["none", "log_size"] = "log_size"
+    key_pooling: Pooling = "mean"
+    value_pooling: Pooling = "mean"
+    rep_bias: RepBias = "log_size"
     unchosen: Unchosen = "pool"
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
@@ -88,7 +96,9 @@ class Recall(Method):
         check_int("index_bits", self.index_bits, 1)
         if self.index_bits not in INDEX_BITS:
             raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
-        check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
+        check_choice("key_pooling", self.key_pooling, POOLINGS)
+        check_choice("value_pooling", self.value_pooling, POOLINGS)
+        check_choice("rep_bias", self.rep_bias, REP_BIASES)
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
         check_choice("prompt", self.prompt, ("recall", "exact"))
         check_choice("store", self.store, ("device", "host"))
@@ -99,10 +109,14 @@ class Recall(Method):
     @property
     def layout(self) -> Layout:
         """Groups of g behind the window, one entry each, pooled when the group is closed; a mean needs no summary."""
+        matched = self.rep_bias == "matched"
+        scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
         return Layout(
             rule=UniformRule(chunk=self.group_size, window=self.window),
             summary_delay=self.window,
-            bias=() if self.rep_bias == "none" else (math.log(self.group_size),),
+            num_summary=self.group_size if scored else 0,
+            bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
+            matched=matched,
         )
 
     @property
@@ -128,26 +142,33 @@ class Recall(Method):
     def step_settings(self) -> RecallSettings:
         """The method's settings as `condense.ops.recall.recall_step` takes them."""
         layout = self.layout
-        bias = layout.bias[0] if layout.bias else 0.0
-        return RecallSettings(layout.rule, self.index_settings, self.quota, bias, self.unchosen == "pool")
+        entries = EntrySettings(
+            self.key_pooling, self.value_pooling, layout.bias[0] if layout.bias else 0.0, layout.num_summary,
+            layout.matched,
+        )  # fmt: skip
+        return RecallSettings(layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool")
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Mean keys and values, one per group; its index ``codes`` and ``grid``; its tokens, keys beside values."""
-        k, v = pool_groups(
+        """Keys and values, one per group, and their biases if matched; its index ``codes`` and ``grid``; its tokens,
+        keys beside values.
+        """
+        k, v, *lse = pool_groups(
             chunks.window_k,
             chunks.window_v,
-            None,
+            summary,
             start=chunks.start,
             num_groups=chunks.num,
             group_size=self.group_size,
             scale=scale,
-            key_pooling="mean",
-            value_pooling="mean",
+            key_pooling=self.key_pooling,
+            value_pooling=self.value_pooling,
+            return_lse=self.rep_bias == "matched",
             backend=backend,
         )
+        biases = [matched_bias(summary, k, x, scale=scale, backend=backend) for x in lse if summary is not None]
         tokens_k, tokens_v = chunks.tokens()
         tokens = torch.cat([tokens_k, tokens_v], dim=4).flatten(2, 3)
-        return k, v, *build_index(tokens_k, self.index_settings), tokens
+        return k, v, *biases, *build_index(tokens_k, self.index_settings), tokens
 
     def check_attention(self, *, scale: float, dropout_p: float) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""

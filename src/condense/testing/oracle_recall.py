@@ -10,7 +10,7 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L or S queries, G groups o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Key(NamedTuple):
 
     k: Tensor
     v: Tensor
-    bias: float
+    bias: Tensor | float
     tokens: list[int]
 
 
@@ -56,33 +56,32 @@ def num_opened(method: Any, closed: int) -> int:
     return min(r, closed) if isinstance(r, int) else math.ceil(Decimal(str(r)) * closed)
 
 
-def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float) -> list[Key]:
+# key, value and bias of a group's entry
+Entry = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+
+
+def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float, entry: Entry) -> list[Key]:
     """What the query at position t sees; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
     closed = max(0, t + 1 - method.window) // g
-    chosen = opened(method, q[:, t], k, closed, scale)
-    bias = math.log(g) if method.rep_bias == "log_size" else 0.0
+    chosen = opened(method, q[:, t].detach(), k.detach(), closed, scale)
     keys = []
     for j in range(closed):
         tokens = list(range(j * g, (j + 1) * g))
         if j in chosen:
             keys += [Key(k[i], v[i], 0.0, [i]) for i in tokens]
         elif method.unchosen == "pool":
-            keys.append(Key(k[tokens].mean(0), v[tokens].mean(0), bias, tokens))
+            keys.append(Key(*entry(j), tokens))
     return keys + [Key(k[i], v[i], 0.0, [i]) for i in range(closed * g, t + 1)]
 
 
-def row(
-    method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
-
-    prompt: as in `condense.testing.oracle.attention`; it makes no difference here.
-    """
+def row(method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, entry: Entry) -> tuple[list[Tensor], list[Tensor]]:
+    """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     outs, lses = [], []
     for t in range(len(k)):
-        keys = seen(method, q, k, v, t, scale)
-        scores = scale * q[:, t] @ torch.stack([key.k for key in keys]).T + k.new_tensor([key.bias for key in keys])
+        keys = seen(method, q, k, v, t, scale, entry)
+        bias = torch.stack([torch.as_tensor(key.bias, dtype=k.dtype) for key in keys])
+        scores = scale * q[:, t] @ torch.stack([key.k for key in keys]).T + bias
         outs.append(scores.softmax(-1) @ torch.stack([key.v for key in keys]))
         lses.append(scores.logsumexp(-1))
     return outs, lses

@@ -11,13 +11,14 @@ from condense.ops.recall.choice import (
     index_scores,
 )
 from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
-from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
 
 __all__ = [
     "INDEX_BITS",
     "INDEX_KINDS",
     "ArrayChoice",
     "Choice",
+    "EntrySettings",
     "GroupIndex",
     "IndexChoice",
     "IndexKind",
