@@ -9,6 +9,8 @@ from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.recall import Recall
 from condense.methods.saved import methods_in, settings_of
+from condense.methods.snapkv import SnapKV
+from condense.methods.sparse_prefill import FlexPrefill, SparsePrefill, VerticalSlash
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
 
@@ -20,13 +22,17 @@ __all__ = [
     "Chunks",
     "Context",
     "Dense",
+    "FlexPrefill",
     "LMInfinite",
     "Layout",
     "Lookahead",
     "Method",
     "Prompt",
     "Recall",
+    "SnapKV",
+    "SparsePrefill",
     "StreamingLLM",
+    "VerticalSlash",
     "check_trainable",
     "entry_bias",
     "first_tokens",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -12,7 +12,8 @@ from torch import nn
 from condense.config import check_int
 from condense.methods import DGA, Dense, Method, Recall, step_settings
 from condense.methods.prompt import FocalPrompt
-from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
+from condense.models.apply import attention_layers, chosen_methods
+from condense.models.choice import MethodChoice
 from condense.models.families import is_latent, sliding_window
 from condense.ops import UniformRule
 from condense.ops.tensors.per_row import PerRow, at_most
@@ -55,20 +56,15 @@ class LayerReport:
     host_bytes: int = 0
 
 
-def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int = 2) -> list[LayerReport]:
-    """Entries, bytes and FLOPs per layer for ``length`` tokens under this method, or this choice of methods.
+def inspect(model: nn.Module, method: MethodChoice | str, length: int, itemsize: int = 2) -> list[LayerReport]:
+    """Entries, bytes and FLOPs per layer for ``length`` tokens under this method, or this choice of methods by layer.
 
+    Layers that the choice leaves out are counted as stock ones.
     itemsize: bytes per cached number (2 for bfloat16). Works on a model on the meta device.
     Raises ValueError as `condense.apply` does, and for a length below 1.
     """
     check_int("length", length, 1)
-    attentions = attention_layers(model)
-    if isinstance(method, Mapping):
-        chosen = {i: Method.parse(method[i]) for i in chosen_layers(model, attentions, method)}
-    else:
-        chosen = dict.fromkeys(chosen_layers(model, attentions, None), Method.parse(method))
-    check_config(attentions)
-    check_latents(chosen, attentions)
+    chosen, attentions = chosen_methods(model, method), attention_layers(model)
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
 
 
