@@ -236,8 +236,8 @@ def _step(
     index_size: int,
     index_bits: int,
     most: int,
-    part: int,
-    of: int,
+    share_part: int,
+    share_of: int,
     bias: float,
     pool: bool,
     scale: float,
@@ -248,9 +248,8 @@ def _step(
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
     of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
-    settings = RecallSettings(
-        UniformRule(group_size, window), of_index, Quota(most, part, of), EntrySettings(bias=bias), pool
-    )
+    rule, entries = UniformRule(group_size, window), EntrySettings(bias=bias)
+    settings = RecallSettings(rule, of_index, Quota(most, share_part, share_of), entries, pool)
     sizes = (G, ring_k.shape[2], store.shape[2], S)
     plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, scale, real is not None)
     scratch = _scratch(q, K, G, settings.quota.at(G), plan.splits, Dv)
