@@ -22,6 +22,7 @@ METHODS = {
     "g-1": condense.Recall(group_size=1, window=4, num_recall=5),
     "none-open": condense.Recall(group_size=4, window=6, num_recall=0),
     "matched": condense.Recall(group_size=4, window=6, num_recall=3, value_pooling="weighted", rep_bias="matched"),
+    "store-8": condense.Recall(group_size=4, window=6, num_recall=3, store_bits=8),
     "a-fifth": condense.Recall(group_size=4, window=6, num_recall=0.2),
     "all-open": condense.Recall(group_size=4, window=6, num_recall=999),
 }

@@ -38,3 +38,25 @@ def test_no_group_open_is_pooled_attention(name):
     pooled = condense.CCA(summary="streaming", **{field: getattr(method, field) for field in fields})
     got, want = (condense.attention(*inputs, method=each) for each in (method, pooled))
     torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_stored_bits_are_those_of_the_open_groups(bits, backend):
+    """As whole rows would be read whose tokens, where a group is open, are the stored ones."""
+    q, k, v = oracle.random_qkv(1, 4, 2, 34, 6, 4)
+    method = Recall(**SMALL, store_bits=bits)
+    out = condense.attention(q, k, v, method=method, scale=0.7, backend=backend)
+    exact = condense.attention(q, k, v, method=method.replace(store_bits=16), scale=0.7, backend=backend)
+    assert not torch.equal(out, exact)
+    # a softmax of scores that differ by d at most weighs values by weights whose ratio differs by exp(2 d) at most
+    step_k, step_v = ((x.amax() - x.amin()) / (2**bits - 1) for x in (k, v))
+    d = 0.7 * float(q.abs().sum(-1).max()) * float(step_k) / 2
+    allowed = (torch.e ** (2 * d) - 1) * float(v.abs().max()) + float(step_v) / 2
+    assert float((out - exact).abs().max()) <= allowed * (1 + 1e-6)
+
+
+def test_stored_bits_have_no_gradient():
+    inputs = [x.requires_grad_() for x in oracle.random_qkv(1, 4, 2, 34, 6, 4)]
+    with pytest.raises(ValueError, match="keeps no gradients of stored tokens: train with store_bits=16"):
+        condense.attention(*inputs, method=Recall(**SMALL, store_bits=8))

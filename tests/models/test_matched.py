@@ -11,6 +11,8 @@ METHODS = {
     "cca": condense.CCA(group_size=4, window=8, rep_bias="matched"),
     "lca": condense.LCA(group_size=4, window=6, rep_bias="matched"),
     "dga": condense.DGA(group_size=4, gamma=0.3, window=5, rep_bias="matched"),
+    "store-4": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=4),
+    "store-8-host": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=8, store="host", slots=3),
     "recall": condense.Recall(group_size=4, window=8, num_recall=0.3, key_pooling="weighted", rep_bias="matched"),
 }
 

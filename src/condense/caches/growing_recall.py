@@ -94,6 +94,7 @@ class RecallLayer(CondensedLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note the device, once it is clear that tokens like these can be kept."""
         self.recall.index_settings.widths(key_states.shape[3])
+        self.recall.store_format.width(key_states.shape[3], value_states.shape[3], key_states.dtype.itemsize)
         # latents have no values of their own
         check_store(self.recall, key_states, value_states, latent=int(value_states.shape[3] == 0))
         super().lazy_initialization(key_states, value_states)

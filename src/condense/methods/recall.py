@@ -25,6 +25,7 @@ from condense.ops import POOLINGS, Chunks, Pooling, RuleSpans, Source, Spans, Un
 from condense.ops.recall import (
     INDEX_BITS,
     INDEX_KINDS,
+    STORE_BITS,
     EntrySettings,
     GroupIndex,
     IndexChoice,
@@ -32,6 +33,7 @@ from condense.ops.recall import (
     IndexSettings,
     Quota,
     RecallSettings,
+    StoreFormat,
     Unchosen,
     attend_recall,
     build_index,
@@ -62,7 +64,9 @@ class Recall(Method):
     proposes) with dense attention and recall from the first single token on: no loss in a prompt and no gain in its
     time, and no longer the same function in prompt and decode; not for training.
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
-    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0.
+    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
+    keeps these tokens as they are, 8 or 4 quantise a group when it closes (`condense.ops.recall.StoreFormat`); not for
+    training.
     Raises ValueError for a field out of range.
     """
 
@@ -80,6 +84,7 @@ class Recall(Method):
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
     slots: int = 64
+    store_bits: int = 16
 
     def __post_init__(self) -> None:
         check_int("group_size", self.group_size, 1)
@@ -103,6 +108,9 @@ class Recall(Method):
         check_choice("prompt", self.prompt, ("recall", "exact"))
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
+        check_int("store_bits", self.store_bits, 1)
+        if self.store_bits not in STORE_BITS:
+            raise ValueError(f"store_bits must be one of {', '.join(map(str, STORE_BITS))}, got {self.store_bits!r}")
         _ = self.quota  # cached now, because torch.compile cannot trace how it is computed
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
@@ -134,6 +142,11 @@ class Recall(Method):
         return Quota(part=part, of=of)
 
     @property
+    def store_format(self) -> StoreFormat:
+        """How tokens of closed groups are stored."""
+        return StoreFormat(self.store_bits, self.group_size)
+
+    @property
     def store_slots(self) -> int:
         """Slots that a cache has per KV head and row: none where the store itself is on the device."""
         return self.slots if self.store == "host" else 0
@@ -146,11 +159,13 @@ class Recall(Method):
             self.key_pooling, self.value_pooling, layout.bias[0] if layout.bias else 0.0, layout.num_summary,
             layout.matched,
         )  # fmt: skip
-        return RecallSettings(layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool")
+        return RecallSettings(
+            layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool", self.store_bits
+        )
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Keys and values, one per group, and their biases if matched; its index ``codes`` and ``grid``; its tokens,
-        keys beside values.
+        """Keys and values, one per group, and their biases if matched; its index ``codes`` and ``grid``; its tokens, as
+        `StoreFormat` packs them.
         """
         k, v, *lse = pool_groups(
             chunks.window_k,
@@ -167,7 +182,7 @@ class Recall(Method):
         )
         biases = [matched_bias(summary, k, x, scale=scale, backend=backend) for x in lse if summary is not None]
         tokens_k, tokens_v = chunks.tokens()
-        tokens = torch.cat([tokens_k, tokens_v], dim=4).flatten(2, 3)
+        tokens = self.store_format.pack(tokens_k, tokens_v)
         return k, v, *biases, *build_index(tokens_k, self.index_settings), tokens
 
     def check_attention(self, *, scale: float, dropout_p: float) -> None:
@@ -196,9 +211,9 @@ class Recall(Method):
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
         codes, grid, store = context.extra
-        D, Dv = context.entries.k.shape[3], context.entries.v.shape[3]
-        # of latents, the values are the first columns of their keys
-        tokens = Source(store[..., :D], store[..., D:] if store.shape[3] > D else store[..., :Dv])
+        tokens = self._unpack(store, context.entries)
+        if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
+            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
         if self.prompt == "exact" and q.shape[2] > 1:
             if torch.is_grad_enabled() and q.requires_grad:
                 raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
@@ -218,6 +233,15 @@ class Recall(Method):
             backend=backend,
             return_lse=return_lse,
         )
+
+    def _unpack(self, store: Tensor, entries: Source) -> Source:
+        """The tokens in a store, beside the entries of their groups."""
+        (D, Dv), dtype, form = (entries.k.shape[3], entries.v.shape[3]), entries.k.dtype, self.store_format
+        if store.shape[3] == form.width(D, 0, dtype.itemsize):
+            # of latents, the values are the first columns of their keys
+            k, _ = form.unpack(store, D, 0, dtype)
+            return Source(k, k[..., :Dv])
+        return Source(*form.unpack(store, D, Dv, dtype))
 
     def _all_tokens(self, spans: Spans) -> Spans:
         """Spans of the store's tokens and the window: a query sees all tokens of closed groups; or of a window alone.

@@ -79,6 +79,9 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     entries, tail = _kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
     extra_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    if isinstance(method, Recall):
+        saved = heads.entry_numbers * itemsize - heads.stored_bytes(method, itemsize)
+        extra_bytes -= _in_store(method, length) * saved
     if method.layout.matched:
         extra_bytes += int(num_entries(method, length)) * heads.num_cached * max(4, itemsize)
     slots = method.store_slots if isinstance(method, Recall) else 0
@@ -96,7 +99,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
         remark=_remark(heads, method, length, itemsize),
-        host_bytes=_on_host(method, length) * heads.entry_numbers * itemsize,
+        host_bytes=_on_host(method, length) * heads.stored_bytes(method, itemsize),
     )
 
 
@@ -106,9 +109,10 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
         if method.prompt == "exact":
             read = f"the prompt is read with dense attention; {read}"
         if method.store == "host":
-            host = _on_host(method, length) * heads.entry_numbers * itemsize
+            host = _on_host(method, length) * heads.stored_bytes(method, itemsize)
             return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
-        return f"recall: all {length} tokens stay on the device, so the cache is larger than a dense one; {read} of it"
+        larger = ", so the cache is larger than a dense one" if method.store_bits == 16 else ""
+        return f"recall: all {length} tokens stay on the device{larger}; {read} of it"
     if _selects(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
@@ -248,6 +252,14 @@ class _Heads:
         pooled = int(num_entries(method, length)) * rule.chunk * 2 * self.entry_numbers
         return self.num_q * 2 * (visible * (D + Dv) + asked * D) + pooled + length * self.entry_flops
 
+    def stored_bytes(self, method: Method, itemsize: int) -> int:
+        """A token of all KV heads in Recall's store."""
+        if not isinstance(method, Recall) or method.store_bits == 16:
+            return self.entry_numbers * itemsize
+        D = self.cached_widths[0]
+        # latents have no values of their own
+        return self.num_cached * method.store_format.width(D, self.entry_numbers // self.num_cached - D, itemsize)
+
     def index_bytes(self, method: Recall, length: int, itemsize: int) -> int:
         """The index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
         D = self.cached_widths[0]
@@ -259,8 +271,10 @@ class _Heads:
         """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window."""
         groups = int(num_entries(method, length))
         unopened = groups - method.quota.at(groups)
-        keys = length - unopened * method.group_size + (unopened if method.unchosen == "pool" else 0)
-        return keys * self.entry_numbers * itemsize + self.index_bytes(method, length, itemsize)
+        opened = (groups - unopened) * method.group_size
+        keys = length - groups * method.group_size + (unopened if method.unchosen == "pool" else 0)
+        of_groups = self.index_bytes(method, length, itemsize) + opened * self.stored_bytes(method, itemsize)
+        return keys * self.entry_numbers * itemsize + of_groups
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
@@ -303,6 +317,12 @@ def _kept(method: Method, length: int) -> tuple[int, int]:
         stored = method.group_size if method.store == "device" else 0
         return int(num_entries(method, length)) * (1 + stored) + exact, tail
     return int(num_entries(method, length)) + exact, tail
+
+
+def _in_store(method: Recall, length: int) -> int:
+    """Tokens per KV head in a store or its slots on the device."""
+    groups = int(num_entries(method, length)) if method.store == "device" else method.store_slots
+    return groups * method.group_size
 
 
 def _on_host(method: Method, length: int) -> int:

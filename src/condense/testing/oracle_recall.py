@@ -140,23 +140,36 @@ def _products(query: Tensor, rows: Tensor) -> Tensor:
     return (query @ rows.flatten(2, 3).mT).unflatten(3, rows.shape[2:4])
 
 
-def store(kept: Sequence[Tensor], D: int) -> tuple[Tensor, Tensor]:
-    """Keys ``[B, K, G * g, D]`` and values of the store, from what a context has behind codes and grid of the index."""
+def store(method: Any, kept: Sequence[Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, G * g, D]`` and values of the store, as wide as k and v and in their dtype, from what a context has
+    behind codes and grid of the index.
+    """
     (tokens,) = kept
-    return tokens[..., :D], tokens[..., D:]
+    return method.store_format.unpack(tokens, k.shape[3], v.shape[3], k.dtype)
+
+
+def _is_stored(method: Any, got: Tensor, x: Tensor, dim: int) -> bool:
+    """True if stored numbers are x, or in fewer bits within half a step, rounded up twice, and a rounding."""
+    if method.store_bits == 16:
+        return torch.equal(got, x)
+    groups, eps = x.double().unflatten(2, (-1, method.group_size)), torch.finfo(x.dtype).eps
+    spread = groups.amax(dim, keepdim=True) - groups.amin(dim, keepdim=True)
+    step = spread / (2**method.store_bits - 1) * (1 + eps) ** 2
+    error = (got.double().unflatten(2, (-1, method.group_size)) - groups).abs()
+    return bool((error <= step * (0.5 + 2**-15) + eps * groups.abs().amax(dim, keepdim=True)).all())
 
 
 def holds(method: Any, k: Tensor, v: Tensor, kept: tuple[Tensor, ...]) -> bool:
     """True if what a method keeps of its closed groups, beside entries, is theirs; k and v: whole rows.
 
     kept: codes and grid of the index, then the store, as in `condense.methods.Context.extra`. The store holds the
-    tokens themselves. Bounds lie outside of their keys, means beside theirs, by at most one step of the index' grid; of
-    16 bits, by a unit in the last place.
+    tokens themselves, or numbers near theirs in fewer bits. Bounds lie outside of their keys, means beside theirs, by at
+    most one step of the index' grid; of 16 bits, by a unit in the last place.
     """
     codes, grid, *tokens = kept
-    store_k, store_v = store(tokens, k.shape[3])
-    settings, L = method.index_settings, store_k.shape[2]
-    if not (torch.equal(store_k, k[:, :, :L]) and torch.equal(store_v, v[:, :, :L])):
+    stored = store(method, tokens, k, v)
+    settings, L = method.index_settings, stored[0].shape[2]
+    if not all(_is_stored(method, got, x[:, :, :L], dim) for got, x, dim in zip(stored, (k, v), (3, 4), strict=True)):
         return False
     rows = index_rows(method, codes, grid, k.shape[3])
     blocks = k[:, :, :L].double().unflatten(2, (-1, settings.num_blocks, settings.size))

@@ -98,6 +98,8 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
     D, Dv, index = k.shape[3], v.shape[3], settings.index
     if settings.entries._replace(bias=0.0) != EntrySettings():
         return f"makes entries of mean keys and values, without biases of their own, got {settings.entries}"
+    if settings.store_bits != 16:
+        return f"reads stores of 16 bits, got {settings.store_bits}"
     if k.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
     if latent:

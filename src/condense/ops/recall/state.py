@@ -31,6 +31,7 @@ from torch import Tensor
 
 from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import UniformRule
 from condense.ops.types import Pooling
 
@@ -40,12 +41,12 @@ class RecallState(NamedTuple):
 
     entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
-    store ``[B, K, N, D + Dv]``, N >= G * g: the exact tokens of closed groups, left-aligned, a key and its value side
-    by side, so that a group is one contiguous piece. On the device of the other buffers or in pinned host memory.
+    store ``[B, K, N, W]``, N >= G * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
+    16 bits a key and its value side by side. On the device of the other buffers or in pinned host memory.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + g, or the most tokens that a row can have if that is less.
     seen int64 ``[B]`` on the device: real tokens per row.
-    slots ``[B, K, S * g, D + Dv]``: copies of groups that were open lately, for a store in host memory; S may be 0.
+    slots ``[B, K, S * g, W]``: copies of groups that were open lately, for a store in host memory; S may be 0.
     held int32 ``[B, K, S]``: the group in each slot, -1 for none. order int32 ``[B, K, S]``: all slots, the one whose
     group was open the longest ago first. While a step opens groups, a group in a slot is read there. Of the others, in
     rising order, each takes the first slot of ``order`` whose group is not open now, as long as there is one; then the
@@ -105,7 +106,8 @@ class EntrySettings(NamedTuple):
 class RecallSettings:
     """The settings of the method that a decode step needs.
 
-    rule: one entry per group, none left out. pool: entries of groups that are not open are seen.
+    rule: one entry per group, none left out. pool: entries of groups that are not open are seen. store_bits: of
+    `StoreFormat`.
     """
 
     rule: UniformRule
@@ -113,6 +115,12 @@ class RecallSettings:
     quota: Quota
     entries: EntrySettings
     pool: bool = True
+    store_bits: int = 16
+
+    @property
+    def store_format(self) -> StoreFormat:
+        """How the tokens of groups are stored."""
+        return StoreFormat(self.store_bits, self.rule.chunk)
 
 
 def check_step(

@@ -67,7 +67,7 @@ def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: 
     if of_entries.matched:
         bias = scores.logsumexp(-1) - group_scores(summary, entry[..., None, :], scale=scale)[..., 0]
         _write(state.biases, group, bias[..., None], closes)
-    _write(state.store, group * g, torch.cat([k, v], dim=3), closes)
+    _write(state.store, group * g, settings.store_format.pack(k[:, :, None], v[:, :, None]), closes)
     index = build_index(k[:, :, None], settings.index)
     _write(state.codes, group, index.codes, closes)
     if state.grid.shape[3] > 0:
@@ -99,7 +99,8 @@ def _attend(
         :, :, None
     ]
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
-    keys = torch.cat([state.entries_k, opened[..., :D], state.ring_k], dim=2)
+    opened_k, opened_v = settings.store_format.unpack(opened, D, state.ring_v.shape[3], q.dtype)
+    keys = torch.cat([state.entries_k, opened_k, state.ring_k], dim=2)
     bias = None
     if settings.entries.matched:
         bias = state.biases[..., 0]
@@ -108,7 +109,7 @@ def _attend(
     return attend_block(
         q,
         keys,
-        keys[..., :latent] if latent else torch.cat([state.entries_v, opened[..., D:], state.ring_v], dim=2),
+        keys[..., :latent] if latent else torch.cat([state.entries_v, opened_v, state.ring_v], dim=2),
         sees | empty,
         empty,
         bias,
@@ -117,7 +118,7 @@ def _attend(
 
 
 def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
-    """Tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, D + Dv]``, with anything for the others.
+    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, W]``, with anything for the others.
 
     Groups that stand in a slot come from there; of the others, as many as there is room for are put into slots.
     """
