@@ -163,8 +163,8 @@ def holds(method: Any, k: Tensor, v: Tensor, kept: tuple[Tensor, ...]) -> bool:
     """True if what a method keeps of its closed groups, beside entries, is theirs; k and v: whole rows.
 
     kept: codes and grid of the index, then the store, as in `condense.methods.Context.extra`. The store holds the
-    tokens themselves, or numbers near theirs in fewer bits. Bounds lie outside of their keys, means beside theirs, by at
-    most one step of the index' grid; of 16 bits, by a unit in the last place.
+    tokens themselves, or numbers near theirs in fewer bits. Bounds lie outside of their keys, means beside theirs, by
+    at most one step of the index' grid; of 16 bits, by a unit in the last place.
     """
     codes, grid, *tokens = kept
     stored = store(method, tokens, k, v)
