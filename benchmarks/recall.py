@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -94,6 +95,7 @@ def paired(differences: Sequence[float]) -> dict[str, float]:
 def run(options: argparse.Namespace) -> None:
     refuse_existing(options.output, "output")
     model, tokenizer = condense.demo_model()
+    model.to(options.device, getattr(torch, options.dtype))
     corpus = encode_corpus(read_documents(options.data), tokenizer)
     builder = SequenceBuilder(tokenizer, corpus, load_words().held_out, options.length)
     texts = text_sequences(builder, options.texts, seed=2)
@@ -116,7 +118,7 @@ def run(options: argparse.Namespace) -> None:
         })  # fmt: skip
         content = {
             "model": "bundled",
-            "dtype": "float32",
+            "dtype": options.dtype,
             "text": [path.name for path in options.data],
             "length": options.length,
             "window": options.window,
@@ -142,6 +144,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text that was not trained on")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--rows", choices=("recall", "entries"), default="recall")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--length", type=int, default=2048, help="tokens of every text")
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--texts", type=int, default=5, help="plain texts, for the loss")
