@@ -14,6 +14,7 @@ import condense
 from condense.functional import extend
 from condense.methods import FlexPrefill, SnapKV, VerticalSlash
 from condense.methods.sparse_prefill import _sum_of_diagonals
+from condense.models.inspect import inspect
 from condense.ops import BLOCK, seen_pairs
 from condense.plan import ForwardPlan
 
@@ -214,6 +215,17 @@ def test_a_model_decodes_over_what_was_kept_in_growing_and_static_caches(method)
     if method is not SNAP:
         dense = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert torch.equal(growing, dense), "a prompt of one block is read densely"
+
+
+@pytest.mark.parametrize("method", [SPARSE[0], SNAP], ids=["vertical-slash", "snapkv"])
+@torch.no_grad()
+def test_inspect_counts_what_a_cache_allocates(method):
+    model, ids = tiny.model("llama"), tiny.tokens(1, 40)
+    reports = inspect(model, method, 40, itemsize=8)
+    with condense.use(model, method):
+        cache = model(ids, use_cache=True).past_key_values
+    assert sum(report.bytes for report in reports) == condense.cache_nbytes(cache)
+    assert {report.entries for report in reports} == {SNAP.budget if method is SNAP else 40}
 
 
 @pytest.mark.parametrize("method", [*SPARSE, SNAP], ids=[*NAMES, "snapkv"])
