@@ -174,11 +174,11 @@ class Figures:
             lines = [f"| {title} | tokens | time | against cuDNN | weights kept |", "|---|---|---|---|---|"]
             for row in content[key]:
                 share = f"{row['share']:.3f}" if row.get("share") is not None else ""
-                time = row.get("error") or milliseconds(row["ms"])
+                time = "out of memory" if "error" in row else milliseconds(row["ms"])
                 ratio = f"{row['speedup']:.2f}x" if "speedup" in row else ""
                 lines.append(f"| {row['method']} | {row['length']:,} | {time} | {ratio} | {share} |")
             tables.append("\n".join(lines))
-        return "\n\n".join(tables)
+        return "\n\n".join([*tables, content["note"]])
 
     def files(self) -> str:
         lines = []

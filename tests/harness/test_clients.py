@@ -84,7 +84,8 @@ def test_transformers_serve_answers_with_a_condensed_checkpoint(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     # the number stands behind the window, inside entries
     lines = [line for line in demo_text().text.split("\n") if not line.startswith("The number of the")][:40]
-    prompt = "\n".join(["The number of the quiet bridge is 4821.", *lines, "The number of the quiet bridge is"])
+    hidden, question = "The number of the quiet bridge is 4821.", "The number of the quiet bridge is"
+    prompt = "\n".join([lines[0], hidden, *lines[1:], question])
     assert len(tokenizer(prompt).input_ids) > 2 * method.window
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
