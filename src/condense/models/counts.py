@@ -46,7 +46,7 @@ def kept(method: Method, length: int) -> tuple[int, int]:
     """Entries and exact tokens (with those in Recall's store or slots), and summary queries, that the device keeps."""
     if isinstance(method, Dense):
         return length, 0
-    if selects(method):
+    if method.prompt_reader is not None:
         return int(prompt_entries(method, length)), 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
     tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
