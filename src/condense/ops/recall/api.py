@@ -42,9 +42,8 @@ def attend_recall(
     ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
     `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
-    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": "triton" on CUDA for more than one
-    query where `condense.ops.recall.limits` allows it, else "torch". "hopper" is faster on an H100 or H200; its output
-    has not been compared with float64 there, so that "auto" does not take it.
+    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query
+    "hopper" or else "triton" where `condense.ops.recall.limits` allows it; in all other cases "torch".
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
@@ -82,6 +81,8 @@ def _resolve(
     of_hopper = partial(hopper_obstacle, q, entries, store, window, spans, choice)
     of_triton = partial(attend_obstacle, q, entries, window, spans, choice)
     if backend == "auto" and q.device.type == "cuda" and q.shape[2] > 1:
+        if of_hopper() is None:
+            return "hopper"
         return "torch" if of_triton() else "triton"
     if backend == "hopper" and (obstacle := of_hopper()) is not None:
         raise ValueError(f"backend 'hopper' {obstacle}; use backend='triton'")
