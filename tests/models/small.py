@@ -123,6 +123,9 @@ def model(name: str, **changes: Any) -> Any:
         for parameter in stock.parameters():
             if parameter.ndim > 1 and id(parameter) not in small:
                 parameter.normal_(0, min(parameter.shape) ** -0.5, generator=generator)
+        for name, parameter in stock.named_parameters():
+            if name.endswith(".sinks"):
+                parameter.normal_(0, 2, generator=generator)
     return stock.double().eval()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict, method_from_text
 from condense.methods.layout import Layout
-from condense.ops import Chunks, Source, Spans, StepSettings, attend
+from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
@@ -122,6 +122,7 @@ class Method(MethodConfig):
         dropout_p: float = 0.0,
         backend: str = "auto",
         return_lse: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of q ``[B, H, L, D]`` over the context; arguments and results as of `condense.ops.attend`."""
         return attend(
@@ -132,6 +133,7 @@ class Method(MethodConfig):
             dropout_p=dropout_p,
             backend=backend,
             return_lse=return_lse,
+            extras=extras,
         )
 
     def check_attention(self, *, scale: float, dropout_p: float) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from condense.config import check_choice, check_int
 from condense.methods.base import Context, Method
 from condense.methods.layout import Layout
-from condense.ops import Chunks, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
+from condense.ops import NO_EXTRAS, Chunks, Extras, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
 from condense.ops.recall import (
     INDEX_BITS,
     INDEX_KINDS,
@@ -147,6 +147,7 @@ class Recall(Method):
         dropout_p: float = 0.0,
         backend: str = "auto",
         return_lse: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
@@ -155,7 +156,7 @@ class Recall(Method):
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
-            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
+            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, store = context.extra
         D, Dv = context.entries.k.shape[3], context.entries.v.shape[3]
         # of latents, the values are the first columns of their keys
@@ -165,7 +166,7 @@ class Recall(Method):
                 raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
             return attend(
                 q, (tokens, context.window), self._all_tokens(context.spans), scale=scale, backend=backend,
-                return_lse=return_lse,
+                return_lse=return_lse, extras=extras,
             )  # fmt: skip
         return attend_recall(
             q,
@@ -178,6 +179,7 @@ class Recall(Method):
             unchosen=self.unchosen,
             backend=backend,
             return_lse=return_lse,
+            extras=extras,
         )
 
     def _all_tokens(self, spans: Spans) -> Spans:

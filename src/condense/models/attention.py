@@ -25,6 +25,7 @@ from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
 from condense.models.sharding import head_group
 from condense.models.stock import StockAttention
+from condense.ops import Extras
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
@@ -32,8 +33,8 @@ _PROMPT_NOT_COMPILED = (
     "a prompt is read into a condensed cache with counts on the host; compile single steps instead: "
     "generate(cache_implementation='static', compile_config=CompileConfig()) or condense.GraphDecoder(compile=True)"
 )
-# arguments of attention functions that change the scores or the softmax
-_EXTRAS = {"softcap": "logit soft-capping", "s_aux": "attention sinks", "position_bias": "bias by position"}
+# arguments of attention functions that change the scores
+_REFUSED = {"softcap": "logit soft-capping", "position_bias": "bias by position"}
 
 
 def condense_attention(
@@ -44,22 +45,23 @@ def condense_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     condense_state: CacheProxy | StockAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered as `condense`.
 
     query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
-    None. Returns ``[B, L, H, Dv]`` and no weights.
-    Raises ValueError if the model was not prepared by `condense.apply`, for arguments that change scores or softmax
-    (soft-capping, sinks), for a sliding window in a condensed layer and for is_causal=False.
+    None, s_aux ``[H]``: sink logits (`condense.ops.Extras`) or None. Returns ``[B, L, H, Dv]`` and no weights.
+    Raises ValueError if the model was not prepared by `condense.apply`, for arguments that change scores
+    (soft-capping), for sinks over latents, for a sliding window in a condensed layer and for is_causal=False.
     """
     if condense_state is None:
         raise ValueError(
             "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
             "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
-    for name, what in _EXTRAS.items():
+    for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(f"condensed attention has no {what} ({name}): call condense.restore(model)")
     sliding = kwargs.get("sliding_window") is not None
@@ -72,7 +74,8 @@ def condense_attention(
         raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
-        out = condense_state.attend(AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs))
+        call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, Extras(s_aux))
+        out = condense_state.attend(call)
     return out.transpose(1, 2).contiguous(), None  # as the stock functions: some forwards view it
 
 
@@ -102,6 +105,8 @@ class CacheProxy:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
+        if self.is_latent and call.extras.sink_logits is not None:
+            raise ValueError("attention over latents (MLA) has no sinks: call condense.restore(model)")
         method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout)
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
@@ -133,7 +138,7 @@ class CacheProxy:
             if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
                 return None
             return step_on_latents(module, layer, q, k, scale=call.scale, real=real)
-        return layer.step(q, k, v, scale=call.scale, real=real)
+        return layer.step(q, k, v, scale=call.scale, real=real, extras=call.extras)
 
     def _real_rows(self, call: AttentionCall, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
         """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
@@ -182,7 +187,7 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     call = target.call
     method = method_of(call.module)
     context = read_tokens(target, method, q, k, v)
-    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
     if isinstance(method, Recall) and method.store == "host" and q.is_cuda:
         join_writes(q.device)  # which ran beside this layer's attention
     return out

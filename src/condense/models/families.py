@@ -35,6 +35,7 @@ FAMILIES = {
     "Exaone4Attention": "exaone4",
     "ExaoneMoeAttention": "exaone_moe",
     "FlexOlmoAttention": "flex_olmo",
+    "FlintAttention": "flint",
     "GemmaAttention": "gemma",
     "Gemma3Attention": "gemma3",
     "Gemma4TextAttention": "gemma4",
@@ -44,10 +45,13 @@ FAMILIES = {
     "Glm4MoeAttention": "glm4_moe",
     "Glm4MoeLiteAttention": "glm4_moe_lite",
     "GPT2Attention": "gpt2",
+    "GptOssAttention": "gpt_oss",
     "GPTBigCodeAttention": "gpt_bigcode",
     "GPTNeoXAttention": "gpt_neox",
     "GraniteAttention": "granite",
     "GraniteMoeAttention": "granitemoe",
+    "GraniteSWAAttention": "granite_swa",
+    "GraniteMoeSWAAttention": "granitemoe_swa",
     "GraniteMoeHybridAttention": "granitemoehybrid",
     "GraniteMoeSharedAttention": "granitemoeshared",
     "HeliumAttention": "helium",
@@ -66,6 +70,7 @@ FAMILIES = {
     "LlamaAttention": "llama",
     "LongcatFlashMLA": "longcat_flash",
     "MellumAttention": "mellum",
+    "MiMoV2FlashAttention": "mimo_v2_flash",
     "MiniCPM3Attention": "minicpm3",
     "MiniMaxAttention": "minimax",
     "MiniMaxM2Attention": "minimax_m2",
@@ -132,7 +137,6 @@ def is_latent(module: nn.Module) -> bool:
 _OTHER_HALF = "it is an encoder, or the decoder of a model that has one"
 _OWN_CODE = "its attention is written out in its own code and calls no attention function"
 _NO_SOFTMAX = "its layers have no softmax attention"
-_SINKS = "a learned logit per head stands in its softmax (attention sinks)"
 _SOFT_CAP = "its scores are soft-capped"
 _INDEXER = "its queries choose their keys by an indexer (sparse attention, DSA)"
 _STATE = "its attention layers keep a recurrent state or a convolution's beside their keys"
@@ -166,7 +170,6 @@ REFUSED = {
     "falcon": _OWN_CODE,
     "falcon_h1": _STATE,
     "falcon_mamba": _NO_SOFTMAX,
-    "flint": _SINKS,
     "gemma2": _SOFT_CAP,
     "gemma3n": _SHARED_KEYS,
     "gemma4_assistant": _READS_ANOTHER,
@@ -175,10 +178,7 @@ REFUSED = {
     "glm_moe_dsa": _INDEXER,
     "gpt_neo": _OWN_CODE,
     "gpt_neox_japanese": _OWN_CODE,
-    "gpt_oss": _SINKS,
     "gptj": _OWN_CODE,
-    "granite_swa": _SINKS,
-    "granitemoe_swa": _SINKS,
     "hrm_text": "its layers run several times for each token",
     "hy_v4": _INDEXER,
     "inkling": _STATE,
@@ -190,7 +190,6 @@ REFUSED = {
     "marian": _OTHER_HALF,
     "mbart": _OTHER_HALF,
     "megatron_bert": _OTHER_HALF,
-    "mimo_v2_flash": _SINKS,
     "minimax_m3_vl": _INDEXER,
     "mllama": _PICTURES,
     "moshi": _TWO_STACKS,

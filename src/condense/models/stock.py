@@ -6,13 +6,13 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys in the cache, D 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, StaticCache
 
 from condense.models.forward import AttentionCall, ForwardBoard, refuse_cached_documents
 from condense.models.padding import is_real
 from condense.ops import RuleSpans, Source, UniformRule, attend
+from condense.ops.torch.attend import attend_block
 
 
 class StockAttention:
@@ -49,15 +49,14 @@ class StockAttention:
         S = k.shape[2]
         slot = torch.as_tensor(self.seen, device=q.device)
         real = is_real(mask, slot, S, q.shape[0])
-        pad = None if real is None else ~real[:, None, None, None]
         sees = (torch.arange(S, device=q.device) <= slot)[None, None, None]
-        if mask is not None and pad is not None:
+        pad = torch.zeros_like(sees[..., :1]) if real is None else ~real[:, None, None, None]
+        if mask is not None and real is not None:
             sees = sees & mask | pad
-        # heads that share a KV head become rows of one call
-        rows = q[:, :, 0].unflatten(1, (k.shape[1], -1))
-        out = F.scaled_dot_product_attention(rows, k, call.v, attn_mask=sees, dropout_p=call.dropout, scale=call.scale)
-        out = out.flatten(1, 2)[:, :, None]
-        return out if pad is None else out.masked_fill(pad, 0)
+        out, lse = attend_block(
+            q, k, call.v, sees, pad, None, scale=call.scale, dropout_p=call.dropout, return_lse=call.extras.needs_lse
+        )
+        return call.extras.finish(out, lse)
 
     def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:
         """Attention over the first ``filled`` keys; None: all."""
@@ -84,4 +83,4 @@ class StockAttention:
     def _attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | int) -> Tensor:
         spans = RuleSpans(self.rule, seen - q.shape[2], seen - k.shape[2])
         sources = (Source(k[:, :, :0], v[:, :, :0]), Source(k, v))
-        return attend(q, sources, spans, scale=call.scale, dropout_p=call.dropout)[0]
+        return attend(q, sources, spans, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]

@@ -10,13 +10,16 @@ from condense.ops.api import (
     summarize,
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
 from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummarySpans
 
 __all__ = [
+    "NO_EXTRAS",
     "POOLINGS",
     "ArraySpans",
     "Chunks",
+    "Extras",
     "Hull",
     "Pooling",
     "RuleSpans",

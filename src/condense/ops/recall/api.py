@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.limits import attend_obstacle, hopper_obstacle, step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
@@ -33,6 +34,7 @@ def attend_recall(
     unchosen: Unchosen = "pool",
     backend: str = "auto",
     return_lse: bool = False,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor | None]:
     """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
 
@@ -44,7 +46,8 @@ def attend_recall(
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
     (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": "triton" on CUDA for more than one
     query where `condense.ops.recall.limits` allows it, else "torch". "hopper" is faster on an H100 or H200; its output
-    has not been compared with float64 there, so that "auto" does not take it.
+    has not been compared with float64 there, so that "auto" does not take it. extras: as of `condense.ops.attend`;
+    groups are chosen without them.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
@@ -61,7 +64,7 @@ def attend_recall(
     pool = unchosen == "pool"
     if backend == "reference":
         out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
-        return out, lse if return_lse else None
+        return extras.finish(out, lse), lse if return_lse else None
     kernels = _resolve(q, entries, store, window, spans, choice, backend)
     attend = torch_recall.attend_recall
     if kernels == "triton":
@@ -72,7 +75,10 @@ def attend_recall(
         from condense.ops.hopper import recall as hopper_recall
 
         attend = hopper_recall.attend_recall_hopper
-    return attend(q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse)
+    out, of_keys = attend(
+        q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse or extras.needs_lse
+    )
+    return extras.finish(out, of_keys), of_keys if return_lse else None
 
 
 def _resolve(
@@ -100,13 +106,15 @@ def recall_step(
     scale: float,
     real: Tensor | None = None,
     latent: int = 0,
+    extras: Extras = NO_EXTRAS,
     backend: str = "auto",
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.recall.state` defines the step.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``:
     rows whose token counts (None: all). latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0
-    (absorbed MLA). backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows it.
+    (absorbed MLA). extras: as of `attend_recall`. backend: "torch", "triton" or "auto": "triton" on CUDA where
+    `condense.ops.recall.limits` allows it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
     Raises ValueError for another backend and for an explicit "triton" that cannot run.
     """
@@ -117,7 +125,7 @@ def recall_step(
         if obstacle is None:
             from condense.ops.triton import recall_step as triton_step
 
-            return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real)
+            return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real, extras=extras)
         if backend == "triton":
             raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     if state.store.device != q.device:
@@ -125,4 +133,4 @@ def recall_step(
             "a store in host memory needs the Triton step, which "
             f"{step_obstacle(q, k, v, state, settings, latent=latent) or 'was not asked for'}; use store='device'"
         )
-    return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent)
+    return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent, extras=extras)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.index import IndexSettings
 from condense.ops.recall.limits import step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState, check_step
@@ -42,12 +43,13 @@ def recall_step(
     *,
     scale: float,
     real: Tensor | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.recall.state`, contiguous;
     bfloat16, float16 or float32, one dtype; K divides H. ``real`` bool or integer ``[B]``: rows without a token are not
-    touched and give 0 (None: all have one).
+    touched and give 0 (None: all have one). extras: as of `condense.ops.recall.attend_recall`.
     Raises ValueError for what `condense.ops.recall.limits.step_obstacle` names and for a state that does not fit.
     """
     obstacle = step_obstacle(q, k, v, state, settings)
@@ -57,8 +59,8 @@ def recall_step(
     rule, index = settings.rule, settings.index
     assert rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
-        q, k, v, *state, real, rule.chunk, rule.window, index.kind, index.size, index.bits, settings.num_recall,
-        settings.bias, settings.pool, scale,
+        q, k, v, *state, real, extras.sink_logits, rule.chunk, rule.window, index.kind, index.size, index.bits,
+        settings.num_recall, settings.bias, settings.pool, scale,
     )  # fmt: skip
     return out
 
@@ -228,6 +230,7 @@ def _step(
     held: Tensor,
     order: Tensor,
     real: Tensor | None,
+    sink: Tensor | None,
     group_size: int,
     window: int,
     index: str,
@@ -262,11 +265,13 @@ def _step(
             _launch(_choose, plan.choose, chosen, ())
         keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
         _launch(_attend, plan.attend, (q, *keys, groups, place, offset, seen, counts, part, lse), q.stride()[:2])
-        _launch(_join, plan.join, (part, lse, out, seen, counts), (seen.stride(0), counts.stride(0)))
+        _launch(_join, plan.join, (part, lse, out, seen, counts, sink), (seen.stride(0), counts.stride(0)))
     return out
 
 
-def _launch(kernel: Launcher, plan: tuple[Any, ...], tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
+def _launch(
+    kernel: Launcher, plan: tuple[Any, ...], tensors: tuple[Tensor | None, ...], strides: tuple[int, ...]
+) -> None:
     grid, numbers, constants, options = plan
     kernel(grid, tensors, (*strides, *numbers), constants, options)
 

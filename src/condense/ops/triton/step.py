@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
@@ -44,6 +45,7 @@ def step(
     scale: float,
     real: Tensor | None = None,
     latent: int = 0,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
@@ -52,13 +54,16 @@ def step(
     or integer ``[B]``: rows without a token are not touched and give 0 (None: all have one).
     latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
     the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
+    extras: as of `condense.ops.attend`.
     Entries beyond the capacity are dropped and never seen, without an error: ``seen`` is on the device.
     Raises ValueError for a device without kernels, another dtype, methods whose settings do not say how entries are
     made, chunks of more than 128 tokens with focal ones, a width above 256 (512 of a latent) and a state that does not
     fit.
     """
     _check(q, k, v, state, settings, real, latent)
-    out: Tensor = torch.ops.condense.step.default(q, k, v, *state, real, settings.number, scale, latent)
+    out: Tensor = torch.ops.condense.step.default(
+        q, k, v, *state, real, extras.sink_logits, settings.number, scale, latent
+    )
     return out
 
 
@@ -224,6 +229,7 @@ def _step(
     prompt: Tensor,
     arrived: Tensor,
     real: Tensor | None,
+    sink: Tensor | None,
     settings: int,
     scale: float,
     latent: int,
@@ -246,7 +252,24 @@ def _step(
     with torch.cuda.device_of(q):
         _step_kernel(
             launch.grid,
-            (q, k, v, entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, has_token, part, lse, out),
+            (
+                q,
+                k,
+                v,
+                entries_k,
+                entries_v,
+                ring_k,
+                ring_v,
+                ring_q,
+                seen,
+                prompt,
+                arrived,
+                has_token,
+                sink,
+                part,
+                lse,
+                out,
+            ),
             strides + launch.numbers,
             (launch.kind,),
             launch.options,
@@ -254,7 +277,7 @@ def _step(
         if launch.join_grid is not None:
             _join_kernel(
                 launch.join_grid,
-                (part, lse, out, seen, has_token),
+                (part, lse, out, seen, has_token, sink),
                 (seen.stride(0), has_token.stride(0), H, launch.num_splits),
                 launch.join_constants,
                 launch.join_options,

@@ -205,12 +205,22 @@ def _share(
 
 
 @triton.jit
-def _join(places, out_ptr, R, KIND: tl.constexpr):
+def load_sinks(sink_ptr, head, inside):
+    """Sink logits of query heads, base 2; None without any."""
+    if sink_ptr is None:
+        return None
+    else:
+        return tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def _join(places, sink_ptr, kvh, out_ptr, R, KIND: tl.constexpr):
     """Join all splits of a KV head and store its outputs ``[R, V]``; zeros if there are no splits."""
     V: tl.constexpr = KIND.V0 + KIND.V1
     r, column = tl.arange(0, KIND.joined_rows), tl.arange(0, KIND.joined_columns)
     row = (places.row + r).to(tl.int64)
-    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts)
+    sink = load_sinks(sink_ptr, kvh * R + r, r < R)
+    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink)
     there = (r < R)[:, None] & (column < V)[None, :]
     tl.store(out_ptr + row[:, None] * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -239,7 +249,7 @@ def _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prom
 @triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, prompt_ptr,
-    arrived_ptr, real_ptr, part_ptr, lse_ptr, out_ptr,
+    arrived_ptr, real_ptr, sink_ptr, part_ptr, lse_ptr, out_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_prompt, s_prompt_n, s_arrived, s_arrived_n, s_real,
@@ -249,6 +259,7 @@ def step_kernel(
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
 
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
+    sink float ``[H]``: logits without a value, None for none.
     """
     if KIND.early:
         if KIND.joins:
@@ -292,7 +303,8 @@ def step_kernel(
             # every program of the head has read `seen`
             joined = tl.atomic_add(arrived + K * s_arrived_n, 1, sem="relaxed")
             tl.store(arrived + kvh * s_arrived_n, 0)
-            _join(_Places(part_ptr, lse_ptr, head * R, tl.where(live, S, 0)), out_ptr, R, KIND)
+            joined_places = _Places(part_ptr, lse_ptr, head * R, tl.where(live, S, 0))
+            _join(joined_places, sink_ptr, kvh, out_ptr, R, KIND)
             if joined == K - 1:
                 tl.store(arrived + K * s_arrived_n, 0)
                 tl.store(seen_ptr + b * s_seen, seen + tl.where(live, 1, 0))
@@ -300,10 +312,10 @@ def step_kernel(
 
 @triton.jit
 def step_join_kernel(
-    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, s_seen, s_real, H, S,
+    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, s_seen, s_real, H, S,
     V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns)."""
+    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns). sink: as of `step_kernel`."""
     if EARLY:
         gdc_wait()
     row, b = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64)
@@ -312,7 +324,8 @@ def step_join_kernel(
         live = (tl.load(real_ptr + b * s_real) != 0).to(tl.int32)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     one = tl.arange(0, 1)
-    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS)
+    sink = load_sinks(sink_ptr, row % H + one, one < 1)
+    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink)
     tl.store(out_ptr + row * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 
     if (tl.program_id(1) == 0) & (row % H == 0):
