@@ -25,6 +25,12 @@ def logits(seed=1):
     return torch.randn(H, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
 
 
+def every_kind(dtype=torch.float64, device="cpu"):
+    """Name -> extras; caps within the range of the scores, which reach 8."""
+    z = logits().to(device, dtype)
+    return {"sinks": Extras(sink_logits=z), "cap": Extras(softcap=3.0), "both": Extras(softcap=1.5, sink_logits=z)}
+
+
 def qkv(dtype=torch.float64, device="cpu", length=L):
     generator = torch.Generator().manual_seed(0)
     shapes = ((B, H, length, D), (B, K, length, D), (B, K, length, Dv))
@@ -42,10 +48,14 @@ def definition(context, q, extras):
     sizes = [source.k.shape[2] for source in context.sources]
     k, v = (x.repeat_interleave(H // K, dim=1) for x in (k, v))
     scores = q @ k.mT * SCALE
+    if extras.softcap:
+        scores = torch.tanh(scores / extras.softcap) * extras.softcap
     bias = [0.0 if source.bias is None else source.bias for source in context.sources]
     scores = scores + torch.cat([torch.full((n,), x, dtype=q.dtype) for n, x in zip(sizes, bias, strict=True)])
     mask = visible(context.spans, 0, q.shape[2], sizes, q.device)
     scores = scores.masked_fill(~mask.repeat_interleave(H // mask.shape[1], dim=1), -math.inf)
+    if extras.sink_logits is None:
+        return scores.softmax(-1) @ v
     added = extras.sink_logits.expand(B, q.shape[2], H).mT[..., None]
     return torch.cat([scores, added], dim=-1).softmax(-1)[..., :-1] @ v
 
@@ -59,7 +69,3 @@ def steps(method, q, k, v, extras):
     outs = [method.attend(prompt[0], context, scale=SCALE, extras=extras)[0]]
     later = zip(*(x[:, :, PROMPT:].split(1, dim=2) for x in (q, k, v)), strict=True)
     return torch.cat([*outs, *(layer.step(*new, scale=SCALE, extras=extras) for new in later)], dim=2)
-
-
-def to(extras, dtype, device="cpu"):
-    return Extras(*(x.to(device, dtype) if isinstance(x, torch.Tensor) else x for x in extras))

@@ -33,8 +33,6 @@ _PROMPT_NOT_COMPILED = (
     "a prompt is read into a condensed cache with counts on the host; compile single steps instead: "
     "generate(cache_implementation='static', compile_config=CompileConfig()) or condense.GraphDecoder(compile=True)"
 )
-# arguments of attention functions that change the scores
-_REFUSED = {"softcap": "logit soft-capping", "position_bias": "bias by position"}
 
 
 def condense_attention(
@@ -45,6 +43,7 @@ def condense_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     s_aux: Tensor | None = None,
     condense_state: CacheProxy | StockAttention | None = None,
     **kwargs: Any,
@@ -52,18 +51,18 @@ def condense_attention(
     """The attention function registered as `condense`.
 
     query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
-    None, s_aux ``[H]``: sink logits (`condense.ops.Extras`) or None. Returns ``[B, L, H, Dv]`` and no weights.
-    Raises ValueError if the model was not prepared by `condense.apply`, for arguments that change scores
-    (soft-capping), for sinks over latents, for a sliding window in a condensed layer and for is_causal=False.
+    None; softcap, s_aux: soft cap and sink logits as of `condense.ops.Extras`, or None. Returns ``[B, L, H, Dv]`` and
+    no weights.
+    Raises ValueError if the model was not prepared by `condense.apply`, for a bias by position, for soft caps and sinks
+    over latents, for a sliding window in a condensed layer and for is_causal=False.
     """
     if condense_state is None:
         raise ValueError(
             "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
             "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
-    for name, what in _REFUSED.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"condensed attention has no {what} ({name}): call condense.restore(model)")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError("condensed attention has no bias by position (position_bias): call condense.restore(model)")
     sliding = kwargs.get("sliding_window") is not None
     if sliding and isinstance(condense_state, CacheProxy) and module.condense_method is not None:
         raise ValueError(
@@ -74,7 +73,7 @@ def condense_attention(
         raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
-        call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, Extras(s_aux))
+        call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, Extras(softcap or 0.0, s_aux))
         out = condense_state.attend(call)
     return out.transpose(1, 2).contiguous(), None  # as the stock functions: some forwards view it
 
@@ -105,8 +104,8 @@ class CacheProxy:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
-        if self.is_latent and call.extras.sink_logits is not None:
-            raise ValueError("attention over latents (MLA) has no sinks: call condense.restore(model)")
+        if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
+            raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
         method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout)
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))

@@ -37,6 +37,7 @@ FAMILIES = {
     "FlexOlmoAttention": "flex_olmo",
     "FlintAttention": "flint",
     "GemmaAttention": "gemma",
+    "Gemma2Attention": "gemma2",
     "Gemma3Attention": "gemma3",
     "Gemma4TextAttention": "gemma4",
     "Gemma4UnifiedTextAttention": "gemma4_unified",
@@ -106,6 +107,7 @@ FAMILIES = {
     "SolarOpenAttention": "solar_open",
     "StableLmAttention": "stablelm",
     "Starcoder2Attention": "starcoder2",
+    "VaultGemmaAttention": "vaultgemma",
     "YoutuAttention": "youtu",
 }
 # classes that `condense.register` took
@@ -137,7 +139,6 @@ def is_latent(module: nn.Module) -> bool:
 _OTHER_HALF = "it is an encoder, or the decoder of a model that has one"
 _OWN_CODE = "its attention is written out in its own code and calls no attention function"
 _NO_SOFTMAX = "its layers have no softmax attention"
-_SOFT_CAP = "its scores are soft-capped"
 _INDEXER = "its queries choose their keys by an indexer (sparse attention, DSA)"
 _STATE = "its attention layers keep a recurrent state or a convolution's beside their keys"
 _SHARED_KEYS = "later layers read the keys of earlier ones"
@@ -170,7 +171,6 @@ REFUSED = {
     "falcon": _OWN_CODE,
     "falcon_h1": _STATE,
     "falcon_mamba": _NO_SOFTMAX,
-    "gemma2": _SOFT_CAP,
     "gemma3n": _SHARED_KEYS,
     "gemma4_assistant": _READS_ANOTHER,
     "gemma4_unified_assistant": _READS_ANOTHER,
@@ -211,7 +211,6 @@ REFUSED = {
     "roformer": _OTHER_HALF,
     "rwkv": _NO_SOFTMAX,
     "trocr": _OTHER_HALF,
-    "vaultgemma": _SOFT_CAP,
     "whisper": _OTHER_HALF,
     "xglm": _OWN_CODE,
     "xlm": _OWN_CODE,

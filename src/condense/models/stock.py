@@ -54,8 +54,9 @@ class StockAttention:
         if mask is not None and real is not None:
             sees = sees & mask | pad
         out, lse = attend_block(
-            q, k, call.v, sees, pad, None, scale=call.scale, dropout_p=call.dropout, return_lse=call.extras.needs_lse
-        )
+            q, k, call.v, sees, pad, None, scale=call.scale, softcap=call.extras.softcap, dropout_p=call.dropout,
+            return_lse=call.extras.needs_lse,
+        )  # fmt: skip
         return call.extras.finish(out, lse)
 
     def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:

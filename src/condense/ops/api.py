@@ -59,13 +59,14 @@ def attend(
         dropout_p=dropout_p,
         heads=(q.shape[0], q.shape[1], window.k.shape[1]),
         num_sources=len(sources),
+        softcap=extras.softcap,
     )
     wants_lse = return_lse or extras.needs_lse
-    is_kernel = chosen in ("triton", "hopper")
-    if backend == "auto" and is_kernel and L == N and not wants_lse and spans.is_causal(L, N):
+    is_plain = not (wants_lse or extras.softcap)
+    if backend == "auto" and chosen in ("triton", "hopper") and L == N and is_plain and spans.is_causal(L, N):
         chosen = "torch"  # ordinary causal attention of whole sequences: PyTorch's own kernel is the fastest
     run = BACKENDS[chosen].load().attend
-    out, lse = run(q, sources, spans, scale=scale, dropout_p=dropout_p, return_lse=wants_lse)
+    out, lse = run(q, sources, spans, scale=scale, softcap=extras.softcap, dropout_p=dropout_p, return_lse=wants_lse)
     return extras.finish(out, lse), lse if return_lse else None
 
 

@@ -1,4 +1,4 @@
-"""What some models add to attention: a logit without a value in every softmax (attention sinks).
+"""What some models add to attention: soft-capped scores, a logit without a value in every softmax (attention sinks).
 
 Shapes: B rows, H query heads, L queries, Dv value width.
 """
@@ -12,12 +12,14 @@ from torch import Tensor
 
 
 class Extras(NamedTuple):
-    """What a model's attention has beside scaled scores and a softmax.
+    """What a model's attention has beside scaled scores and their softmax.
 
+    softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added (Gemma 2), 0.0 for none.
     sink_logits: float ``[H]``: each head's softmax has this logit too, which has no value, so that the weights of the
     keys sum up to less than 1 (GPT-OSS); gets a gradient. None for none.
     """
 
+    softcap: float = 0.0
     sink_logits: Tensor | None = None
 
     @property
@@ -36,6 +38,11 @@ class Extras(NamedTuple):
         assert lse is not None
         weight = torch.sigmoid(lse - self.sink_logits.to(lse.dtype)[:, None])
         return (out * weight[..., None]).to(out.dtype)
+
+
+def soft_cap(scores: Tensor, softcap: float) -> Tensor:
+    """``softcap * tanh(scores / softcap)``, or the scores themselves for 0.0."""
+    return scores if softcap == 0.0 else torch.tanh(scores / softcap) * softcap
 
 
 NO_EXTRAS = Extras()

@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
+from condense.ops.hopper.limits import NO_SOFTCAP
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.limits import attend_obstacle, hopper_obstacle, step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
@@ -63,8 +64,12 @@ def attend_recall(
         raise ValueError(f"backend must be 'auto', 'reference', 'torch', 'triton' or 'hopper', got {backend!r}")
     pool = unchosen == "pool"
     if backend == "reference":
-        out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
+        out, lse = reference_recall.attend_recall(
+            q, entries, store, window, spans, choice, scale=scale, softcap=extras.softcap, pool=pool
+        )
         return extras.finish(out, lse), lse if return_lse else None
+    if backend == "hopper" and extras.softcap:
+        raise ValueError(f"backend 'hopper' {NO_SOFTCAP}, got a cap of {extras.softcap}; use backend='triton'")
     kernels = _resolve(q, entries, store, window, spans, choice, backend)
     attend = torch_recall.attend_recall
     if kernels == "triton":
@@ -76,8 +81,9 @@ def attend_recall(
 
         attend = hopper_recall.attend_recall_hopper
     out, of_keys = attend(
-        q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse or extras.needs_lse
-    )
+        q, entries, store, window, spans, choice, scale=scale, softcap=extras.softcap, pool=pool,
+        return_lse=return_lse or extras.needs_lse,
+    )  # fmt: skip
     return extras.finish(out, of_keys), of_keys if return_lse else None
 
 

@@ -101,6 +101,7 @@ def _attend(
         empty,
         bias,
         scale=scale,
+        softcap=extras.softcap,
         return_lse=extras.needs_lse,
     )
 

@@ -145,5 +145,6 @@ def _attend(
         empty,
         entry_bias,
         scale=scale,
+        softcap=extras.softcap,
         return_lse=extras.needs_lse,
     )

@@ -60,7 +60,7 @@ def recall_step(
     assert rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
         q, k, v, *state, real, extras.sink_logits, rule.chunk, rule.window, index.kind, index.size, index.bits,
-        settings.num_recall, settings.bias, settings.pool, scale,
+        settings.num_recall, settings.bias, settings.pool, scale, extras.softcap,
     )  # fmt: skip
     return out
 
@@ -163,11 +163,13 @@ def _plan(
     widths: tuple[int, int],
     sizes: tuple[int, int, int, int],
     settings: RecallSettings,
-    scale: float,
+    scores: tuple[float, float],
     has_real: bool,
 ) -> _Plan:
-    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots."""
-    (B, H, K), (D, Dv), (G, W, N, S) = heads, widths, sizes
+    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots; scores: their scale
+    and soft cap.
+    """
+    (B, H, K), (D, Dv), (G, W, N, S), (scale, softcap) = heads, widths, sizes, scores
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
@@ -207,7 +209,7 @@ def _plan(
         ),
         (
             (S1, B * K, 1), (K, R, G, W, N, window, r, scale * LOG2E),
-            (S, g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, early),
+            (S, g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
         ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
@@ -240,6 +242,7 @@ def _step(
     bias: float,
     pool: bool,
     scale: float,
+    softcap: float,
 ) -> Tensor:
     taken = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen)
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
@@ -249,7 +252,7 @@ def _step(
     of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
     settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
     sizes = (G, ring_k.shape[2], store.shape[2], S)
-    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, scale, real is not None)
+    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, (scale, softcap), real is not None)
     scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
     score, top, total, key, candidate, groups, place, offset, part, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)

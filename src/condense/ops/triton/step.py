@@ -62,7 +62,7 @@ def step(
     """
     _check(q, k, v, state, settings, real, latent)
     out: Tensor = torch.ops.condense.step.default(
-        q, k, v, *state, real, extras.sink_logits, settings.number, scale, latent
+        q, k, v, *state, real, extras.sink_logits, settings.number, scale, latent, extras.softcap
     )
     return out
 
@@ -168,9 +168,16 @@ class _Sizes(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step until their buffers grow
 def _launch(
-    number: int, scale: float, latent: int, sizes: _Sizes, dtype: torch.dtype, device: torch.device, has_real: bool
+    number: int,
+    scores: tuple[float, float],
+    latent: int,
+    sizes: _Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_real: bool,
 ) -> _Launch:
-    """number: `StepSettings.number`."""
+    """number: `StepSettings.number`. scores: their scale and soft cap."""
+    scale, softcap = scores
     check_programs(sizes.B * sizes.K)
     settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
     gpu = gpu_of(device) if device.type == "cuda" else None
@@ -199,6 +206,7 @@ def _launch(
         joined_rows=joined_rows if joins else 1,
         joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (joined_rows * columns))) if joins else 1,
         joined_columns=columns if joins else 1,
+        softcap=softcap * LOG2E,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
     weight_scale = scale if settings.weight_scale is None else settings.weight_scale
@@ -233,13 +241,14 @@ def _step(
     settings: int,
     scale: float,
     latent: int,
+    softcap: float,
 ) -> Tensor:
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         torch.autograd.graph.increment_version((entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
     sizes = _Sizes(B, H, k.shape[1], D, Dv, entries_k.shape[2], ring_k.shape[2], ring_q.shape[2])
-    launch = _launch(settings, scale, latent, sizes, q.dtype, device, real is not None)
+    launch = _launch(settings, (scale, softcap), latent, sizes, q.dtype, device, real is not None)
     part, lse = _scratch(q, launch.num_splits, Dv)
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     has_token = seen if real is None else real
@@ -286,7 +295,7 @@ def _step(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    latent = args[-1]
+    latent = args[-2]
     return q.new_empty(*q.shape[:3], latent or v.shape[3])
 
 

@@ -33,6 +33,7 @@ from condense.ops.triton.device.entry import (
     summary_query,
 )
 from condense.ops.triton.device.parts import load_rows
+from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax, add_keys, empty_softmax, join_parts, key_products, store_part
 
 
@@ -89,7 +90,7 @@ def _attend_keys(
         at = first + i
         at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
         k = load_rows(source.k, at * source.s_k, inside, KIND.D0, KIND.D1)
-        s = key_products(q, k, PRECISION) * scale
+        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
                 i < moment.prompt_entries, i >= moment.prompt_focal, (i - moment.prompt_entries) % PERIOD == PERIOD - 1
@@ -111,7 +112,8 @@ def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.conste
         i = start + tl.arange(0, 16)
         _, focal = focal_tokens(scores, i, i < count, KIND)
         k = chunk_keys(ring, chunk, i, KIND)
-        s = tl.where(focal[None, :], key_products(q, k, PRECISION) * scale, float("-inf"))
+        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
+        s = tl.where(focal[None, :], s, float("-inf"))
         v = (k[0],) if KIND.latent else chunk_values(ring, chunk, i, KIND)
         softmax = add_keys(softmax, s, v, PRECISION)
     return softmax
@@ -166,9 +168,9 @@ def _new_token(
     for start in range(first_row, tl.minimum(first_row + KIND.rows, heads.size), 16):
         r = start + tl.arange(0, 16)
         q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
-        to_token = row_products(q, k) * scores.attend
+        to_token = soft_cap(row_products(q, k) * scores.attend, KIND.softcap)[0]
         to_token = tl.where(moment.first <= moment.t, to_token, float("-inf"))
-        to_entry = row_products(q, entry_k) * scores.attend + scores.bias
+        to_entry = soft_cap(row_products(q, entry_k) * scores.attend, KIND.softcap)[0] + scores.bias
         to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
         m = tl.maximum(to_token, to_entry)
         finite = tl.where(m == float("-inf"), 0.0, m)
@@ -205,22 +207,12 @@ def _share(
 
 
 @triton.jit
-def load_sinks(sink_ptr, head, inside):
-    """Sink logits of query heads, base 2; None without any."""
-    if sink_ptr is None:
-        return None
-    else:
-        return tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-
-
-@triton.jit
 def _join(places, sink_ptr, kvh, out_ptr, R, KIND: tl.constexpr):
     """Join all splits of a KV head and store its outputs ``[R, V]``; zeros if there are no splits."""
     V: tl.constexpr = KIND.V0 + KIND.V1
     r, column = tl.arange(0, KIND.joined_rows), tl.arange(0, KIND.joined_columns)
     row = (places.row + r).to(tl.int64)
-    sink = load_sinks(sink_ptr, kvh * R + r, r < R)
-    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink)
+    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink_ptr, kvh * R + r)
     there = (r < R)[:, None] & (column < V)[None, :]
     tl.store(out_ptr + row[:, None] * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -324,8 +316,7 @@ def step_join_kernel(
         live = (tl.load(real_ptr + b * s_real) != 0).to(tl.int32)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     one = tl.arange(0, 1)
-    sink = load_sinks(sink_ptr, row % H + one, one < 1)
-    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink)
+    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one)
     tl.store(out_ptr + row * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 
     if (tl.program_id(1) == 0) & (row % H == 0):

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
     heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
-    paged: a chunk's tokens lie in `Pages`, not in a ring.
+    paged: a chunk's tokens lie in `Pages`, not in a ring. softcap: of attention's scores, base 2, 0.0 for none.
     """
 
     D0: int
@@ -52,6 +52,7 @@ class Kind(NamedTuple):
     joined_parts: int
     joined_columns: int
     paged: bool = False
+    softcap: float = 0.0
 
 
 class Buffer(NamedTuple):
