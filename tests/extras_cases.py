@@ -10,8 +10,10 @@ from condense.functional import extend
 from condense.ops import Extras
 from condense.ops.reference.attend import visible
 
-B, H, K, L, D, Dv = 2, 6, 2, 28, 16, 24
-SCALE, PROMPT = 0.5, 22
+B, H, K, L, PROMPT = 2, 6, 2, 28, 22
+# on a GPU widths that the kernels have
+D, Dv = (64, 80) if torch.cuda.is_available() else (16, 24)
+SCALE = 2 * D**-0.5
 METHODS = {
     "cca": condense.CCA(group_size=4, window=9, rep_bias="log_size"),
     "dense": condense.Dense(),

@@ -10,7 +10,9 @@ from condense.caches import static
 from condense.ops.recall import api as recall_api
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,)
+CASES = [("cca", torch.float32), ("recall", torch.float32)]
+if DEVICE == "cuda":  # of bfloat16 keys, which groups are open is up to rounding
+    CASES.append(("cca", torch.bfloat16))
 KINDS = ("cap", "both") if DEVICE == "cpu" else tuple(every_kind())
 
 
@@ -26,8 +28,7 @@ def largest_error(got, want):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["cca", "recall"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_steps_and_prompts(name, dtype, kind, monkeypatch):
     method, inputs, extras = METHODS[name], qkv(dtype, DEVICE), every_kind(dtype, DEVICE)[kind]
     decode_by(monkeypatch, "triton")

@@ -18,7 +18,7 @@ from transformers import Cache, StaticCache
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.caches.token_store import join_writes
 from condense.methods import Method, Recall
-from condense.models.families import FAMILIES, REGISTERED, is_latent, sliding_window, stock_class
+from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
@@ -98,6 +98,10 @@ class CacheProxy:
         self.layer_idx = layer_idx
         self.latents = torch.cat([key_states, value_states], dim=-1) if self.is_latent else None
         return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
+        """As ``Cache.get_seq_length``; 0 without a cache."""
+        return 0 if self.cache is None else self.cache.get_seq_length(layer_idx)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["cache"], name)
@@ -201,7 +205,7 @@ def method_of(module: nn.Module) -> Method:
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_window: a layer's sliding window, if it has one, as a
+    condense_method: None for a layer that stays stock. condense_window: a layer's sliding window, or chunks, as a
     method that does the same in static caches, where stock layers count tokens on the host and a replayed graph does
     not. condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by
     the layers, see `condense.models.forward`.
@@ -228,7 +232,7 @@ class CondensedAttention(nn.Module):
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
         is_window = self.condense_window is not None and isinstance(cache, StaticCache)
         if self.condense_method is None and not is_window:
-            state: CacheProxy | StockAttention = StockAttention(sliding_window(self), cache, layer_idx)
+            state: CacheProxy | StockAttention = StockAttention(self.condense_window, cache, layer_idx)
             return super().forward(*args, **{name: cache}, condense_state=state, **kwargs)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, **{name: state}, condense_state=state, **kwargs)

@@ -69,6 +69,7 @@ FAMILIES = {
     "Lfm2MoeAttention": "lfm2_moe",
     "Lfm3Attention": "lfm3",
     "LlamaAttention": "llama",
+    "Llama4TextAttention": "llama4",
     "LongcatFlashMLA": "longcat_flash",
     "MellumAttention": "mellum",
     "MiMoV2FlashAttention": "mimo_v2_flash",
@@ -184,7 +185,6 @@ REFUSED = {
     "inkling": _STATE,
     "inkling2": _STATE,
     "jetmoe": "it copies keys and values for several experts, and a condensed cache would hold the copies",
-    "llama4": "most of its layers attend within chunks of tokens",
     "mamba": _NO_SOFTMAX,
     "mamba2": _NO_SOFTMAX,
     "marian": _OTHER_HALF,
@@ -244,12 +244,21 @@ def _family_of(module: nn.Module) -> str:
     return "" if package else path.partition(".")[0]
 
 
+def is_chunked(module: nn.Module) -> bool:
+    """True for a layer whose queries see the tokens of their own chunk of the text (Llama 4)."""
+    config: Any = module.config
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is not None and layer_types[module.layer_idx] == "chunked_attention"
+
+
 def sliding_window(module: nn.Module) -> int | None:
-    """Sliding window of a layer, None for full attention.
+    """Sliding window of a layer, or the chunk that it attends within (Llama 4); None for full attention.
 
     Read from the configuration, as transformers' caches do, because Mistral's modules do not have the value.
     """
     config: Any = module.config
+    if is_chunked(module):
+        return config.attention_chunk_size
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[module.layer_idx] != "sliding_attention":
         return None
