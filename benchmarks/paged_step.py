@@ -85,6 +85,7 @@ def contiguous_steps(rows, copies):
             torch.full((rows,), LENGTH - 1, dtype=torch.int64, device="cuda"),
             torch.zeros(rows, 3, dtype=torch.int64, device="cuda"),
             torch.zeros(rows, K + 1, dtype=torch.int32, device="cuda"),
+            torch.zeros(rows, K, 0, 1, device="cuda"),
         )
         q, k, v = (x[:, :, None] for x in tokens(rows))
         steps.append(lambda q=q, k=k, v=v, state=state: contiguous.step(q, k, v, state, settings, scale=D**-0.5))

@@ -16,6 +16,7 @@ D, Dv = (64, 80) if torch.cuda.is_available() else (16, 24)
 SCALE = 2 * D**-0.5
 METHODS = {
     "cca": condense.CCA(group_size=4, window=9, rep_bias="log_size"),
+    "matched": condense.CCA(group_size=4, window=9, rep_bias="matched"),
     "dense": condense.Dense(),
     "recall": condense.Recall(group_size=4, window=6, num_recall=2),
     "recall all": condense.Recall(group_size=4, window=6, num_recall=20),
@@ -52,8 +53,9 @@ def definition(context, q, extras):
     scores = q @ k.mT * SCALE
     if extras.softcap:
         scores = torch.tanh(scores / extras.softcap) * extras.softcap
-    bias = [0.0 if source.bias is None else source.bias for source in context.sources]
-    scores = scores + torch.cat([torch.full((n,), x, dtype=q.dtype) for n, x in zip(sizes, bias, strict=True)])
+    bias = [torch.as_tensor(0.0 if source.bias is None else source.bias, dtype=q.dtype) for source in context.sources]
+    per_head = [x.expand(B, K, n) for n, x in zip(sizes, bias, strict=True)]
+    scores = scores + torch.cat(per_head, dim=2).repeat_interleave(H // K, dim=1)[:, :, None]
     mask = visible(context.spans, 0, q.shape[2], sizes, q.device)
     scores = scores.masked_fill(~mask.repeat_interleave(H // mask.shape[1], dim=1), -math.inf)
     if extras.sink_logits is None:

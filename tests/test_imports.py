@@ -24,14 +24,14 @@ ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
 ARROWS["models"] = {"caches", "latent", "version"} | ARROWS["caches"]
 ARROWS["testing"] = {"methods"} | ARROWS["methods"]
 # what one does with it: these never import each other
-USES = ("train", "evaluate", "bench", "analysis")
+USES = ("train", "evaluate", "bench", "analysis", "calibration")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results"} | ARROWS["results"] | ARROWS["models"]
 ARROWS["bench"] |= {"testing"}
 ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
 ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside
-ARROWS["condense"] = {"demo"} | ARROWS["demo"]
+ARROWS["condense"] = {"demo", "calibration"} | ARROWS["demo"]
 ARROWS["__main__"] = set()  # the command's entry, which stands outside of the package
 ARROWS["cli"] = {*USES, "serving", "plots", "condense"} | ARROWS["condense"]
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from noise import noise_effect
 from studies import ARCHITECTURES, Run
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 import condense
+from condense.analysis import noise_effect
 from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
 from condense.results import write_results
 from condense.tasks import SequenceBuilder, load_corpus, load_words
@@ -87,7 +87,7 @@ def execute(run: Run, setting: Setting, *, keep_model: bool) -> None:
     curve = None if run.curve is None else _Curve(model, run, testing)
     folder = setting.work / "checkpoints" / run.name
     began = time.monotonic()
-    history = train_phase(
+    trainer = train_phase(
         model, dataset, phase, folder, seed=run.seed, workers=setting.workers,
         callbacks=() if curve is None else (curve,),
     )  # fmt: skip
@@ -102,7 +102,7 @@ def execute(run: Run, setting: Setting, *, keep_model: bool) -> None:
 
     model.to(device).eval()
     content: dict[str, Any] = {"run": run, "parameters": model.num_parameters(), "seconds": round(seconds, 1)}
-    content["history"] = [entry for entry in history if "loss" in entry]
+    content["history"] = [entry for entry in trainer.state.log_history if "loss" in entry]
     if curve is not None:
         content["curve"] = curve.points
     if run.methods:

@@ -6,10 +6,23 @@ model.generate(**inputs)
 """
 
 from condense.caches import cache_nbytes
+from condense.calibration import Calibration, CalibrationConfig, calibrate
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
-from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
+from condense.methods import (
+    CCA,
+    DGA,
+    LCA,
+    Dense,
+    FlexPrefill,
+    LMInfinite,
+    Method,
+    Recall,
+    SnapKV,
+    StreamingLLM,
+    VerticalSlash,
+)
 from condense.models import GraphDecoder, apply, install, register, restore, use
 from condense.version import __version__
 
@@ -19,16 +32,22 @@ __all__ = [
     "CCA",
     "DGA",
     "LCA",
+    "Calibration",
+    "CalibrationConfig",
     "Dense",
+    "FlexPrefill",
     "GraphDecoder",
     "LMInfinite",
     "Method",
     "Recall",
+    "SnapKV",
     "StreamingLLM",
+    "VerticalSlash",
     "__version__",
     "apply",
     "attention",
     "cache_nbytes",
+    "calibrate",
     "demo_model",
     "latent_attention",
     "register",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from condense.methods import Chunks, Context, Method, check_trainable, entry_bias
+from condense.methods import Chunks, Context, Method, check_trainable, split_bias
 from condense.ops import Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
@@ -64,9 +64,9 @@ def extend(
         )
         new = method.represent(chunks, summary, scale=scale, backend=backend)
         entries = _append(before.entries, new, reading, prompt_entries(method, before.prompt_tokens))
-    bias = entry_bias(method, entries[0].shape[2], k.device, before.prompt_tokens)
+    bias, extra = split_bias(method, entries, before.prompt_tokens)
     sources = (Source(entries[0], entries[1], bias), Source(window_k, window_v))
-    context = Context(sources, reading.spans, entries[2:])
+    context = Context(sources, reading.spans, extra)
     if not keep:
         return context, None
     num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))

@@ -28,7 +28,7 @@ def _watched(monkeypatch, model, method):
         codes = context.extra[0]
         closed = context.spans.at(0, q.shape[2], q.device)[0].hi
         index = condense.ops.recall.GroupIndex(*context.extra[:2])
-        choice = condense.ops.recall.IndexChoice(q, index, self.index_settings, scale, self.num_recall)
+        choice = condense.ops.recall.IndexChoice(q, index, self.index_settings, scale, self.quota)
         opened[len(opened)] = choice.at(0, q.shape[2], closed, codes.shape[2])[0]
         return attend(self, q, context, scale=scale, **kwargs)
 

@@ -12,7 +12,7 @@ from condense.bench.problems import HeadShape, Setting, pooled
 from condense.functional import attention
 from condense.methods import Context
 from condense.ops import Source
-from condense.ops.recall import GroupIndex, choose_groups, index_scores
+from condense.ops.recall import GroupIndex, Quota, choose_groups, index_scores
 from condense.testing import oracle_recall
 
 METHODS = {
@@ -119,13 +119,13 @@ def test_the_gates_choice_of_groups_is_recalls(kind, bits):
     codes, grid = context.extra[:2]
     closed = ((torch.arange(150) - 19) // 4).clamp(min=0)[None, None]
     scores = index_scores(inputs.q, GroupIndex(codes, grid), method.index_settings, inputs.scale)
-    want = choose_groups(scores, closed, 5, 2)
+    want = choose_groups(scores, closed, Quota(5), 2)
     got, clear = oracle_recall.choose(method, inputs.q, codes, grid, closed, scale=inputs.scale)
     assert torch.equal(got & clear[..., None], want & clear[..., None])
     assert clear.double().mean() > 0.99
     codes[:, :, 1:], grid[:, :, 1:] = codes[:, :, :1], grid[:, :, :1]
     got, clear = oracle_recall.choose(method, inputs.q, codes, grid, closed, scale=inputs.scale)
-    assert torch.equal(got, choose_groups(torch.zeros_like(scores), closed, 5, 2))
+    assert torch.equal(got, choose_groups(torch.zeros_like(scores), closed, Quota(5), 2))
     assert torch.equal(clear, (closed <= 5).expand_as(clear))
 
 

@@ -125,6 +125,9 @@ def test_every_method_is_right_in_every_row():
         "random": PROMPT.replace(focal="random"),
         "recall": condense.Recall(group_size=4, window=8, num_recall=3),
         "drop": condense.Recall(group_size=4, window=8, num_recall=3, index="sub_means", unchosen="drop"),
+        "snapkv": condense.SnapKV(budget=16, window=4),
+        "lines": condense.VerticalSlash(vertical=3, slash=1),
+        "flex": condense.FlexPrefill(min_budget=1),
     }
     plan, content = run(methods=methods, lengths=(64,), baselines=())
     assert len(content["rows"]) == plan.num_rows()
@@ -140,6 +143,9 @@ def test_every_method_is_right_in_every_row():
         "random": whole,
         "recall": everything | {"pooling"},
         "drop": everything | {"pooling"},
+        "snapkv": {"forward", "layer"},
+        "lines": {"forward", "layer"},
+        "flex": {"forward", "layer"},
     }
 
 

@@ -21,6 +21,7 @@ METHODS = {
     "no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
     "g-1": condense.Recall(group_size=1, window=4, num_recall=5),
     "none-open": condense.Recall(group_size=4, window=6, num_recall=0),
+    "a-fifth": condense.Recall(group_size=4, window=6, num_recall=0.2),
     "all-open": condense.Recall(group_size=4, window=6, num_recall=999),
 }
 FEW = {name: METHODS[name] for name in ("bounds", "bounds-4", "no-window")}

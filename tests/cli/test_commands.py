@@ -309,8 +309,15 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("compare", "--method", "dense", "--layers", "0,5-2"), "layers: a range must go"),
         (("generate", "a", "--method", "cca", "--layers", "5-2"), "layers: a range must go"),
         (("inspect", "--layers", "5-2"), "layers: a range must go"),
-        (("inspect", "--layers", "0-99999999999"), "layers must be indices below 10000, got '0-99999999999'"),
-        (("compare", "--layers", "9" * 30), "layers must be indices below 10000"),
+        (("inspect", "--layers", "0-99999999999"), "layers must be indices from 0 to 7, got 99999999999"),
+        (("compare", "--layers", "9" * 30), "layers must be indices from 0 to 7"),
+        (("compare", "--method", "recall@2+cca@2-3"), "layer 2 is named twice, for Recall() and CCA()"),
+        (("compare", "--method", "recall@2+cca"), "got 'cca'; write cca@rest"),
+        (("compare", "--method", "recall@8"), "layers must be indices from 0 to 7, got 8"),
+        (("compare", "--method", "recall@2", "--layers", "3"), "--layers belongs to one method"),
+        (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
+        (("inspect", "--method", "@missing.json"), "no such file: missing.json"),
+        (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
         (
             ("inspect", "--method", "dga:selection=prompt,window=20000000"),
             "choose a smaller window, group_size or min_focal",
@@ -329,7 +336,7 @@ def test_analyze_deviation_tells_all_texts_apart(
             "No such option",
         ),
         (("nonsense",), "No such command"),
-        (("train", "smoke", "--data", "a", "--output", "b", "--dtype", "float32"), "belong to adapt: --dtype"),
+        (("train", "smoke", "--data", "a", "--output", "b", "--method", "cca"), "belong to adapt: --method"),
         (("compare", "--plot", "picture.doc"), "plot must end in"),
         (("compare", "--max-new-tokens", "0"), "max_new_tokens"),
         (("generate",), "prompt"),
@@ -460,15 +467,15 @@ def test_ctrl_c_leaves_no_result_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path: Path, how: int) -> None:
-    output = tmp_path / "adapted"
+    output, recipe = tmp_path / "adapted", story.parent / "recipe.toml"
+    recipe.write_text('sequence_length = 128\nbatch_size = 2\ndtype = "float32"\ndistill = 0.0\n')
     command = (
-        "train", "adapt", "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
-        "--data", str(story), "--output", str(output), "--steps", "160", "--sequence-length", "128",
-        "--batch-size", "2", "--dtype", "float32", "--workers", "0",
+        "train", str(recipe), "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
+        "--data", str(story), "--output", str(output), "--steps", "160", "--workers", "0",
     )  # fmt: skip
     checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-40"
     # what is written last, and the time to write it
-    code = interrupt(*command, after=checkpoint / "trainer_state.json", wait=0.2, how=how)
+    code = interrupt(*command, after=checkpoint / "complete", wait=0.2, how=how)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert [path.name for path in tmp_path.iterdir()] == ["adapted.work"]
     assert "unfinished run" in run_here(*command).stderr

@@ -6,23 +6,9 @@ from gpu.test_graph import METHODS, SELECT, agree
 from models import tiny
 
 import condense
-from condense.models.replay import ReplayedForward
 
 STEPS = 100
 CHOICES = METHODS | {"selection": SELECT, "recall": condense.Recall(group_size=16, window=64, num_recall=2)}
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The graphs captured during the test."""
-    found, capture = [], ReplayedForward._capture
-
-    def spy(self, *args):
-        found.append(capture(self, *args))
-        return found[-1]
-
-    monkeypatch.setattr(ReplayedForward, "_capture", spy)
-    return found
 
 
 def _generate(model, ids, mask, **settings):

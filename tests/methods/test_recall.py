@@ -16,6 +16,7 @@ METHODS = {
     "means": Recall(group_size=6, window=3, num_recall=1, index="sub_means", index_size=2, rep_bias="none"),
     "window0": Recall(group_size=3, window=0, num_recall=2, index_size=1),
     "g1": Recall(group_size=1, window=4, num_recall=5),
+    "a-quarter": Recall(group_size=4, window=6, num_recall=0.25),
 }
 # two numbers share a byte, so keys have an even width
 EVEN = METHODS | {"bounds-4": Recall(group_size=4, window=5, num_recall=3, index_bits=4)}
@@ -102,7 +103,7 @@ def test_settings_survive_and_bad_ones_are_refused():
     assert condense.Method.parse(method.to_dict()) == method
     for fields, message in (
         ({"num_recall": -1}, "num_recall must be an integer >= 0, got -1"),
-        ({"num_recall": 2.5}, "num_recall must be an integer >= 0, got 2.5"),
+        ({"num_recall": 2.5}, "num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got 2.5"),
         ({"index_bits": 3}, "index_bits must be one of 16, 8, 4, got 3"),
         ({"index": "keys"}, "index must be one of 'bounds', 'sub_means', got 'keys'"),
         ({"index_size": 5}, "index_size must divide the group size, 16, got 5"),

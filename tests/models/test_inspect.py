@@ -37,6 +37,7 @@ RECALLS = {
     "one-block": condense.Recall(group_size=8, window=3, num_recall=1, index_size=8, index_bits=16),
     "means-drop": condense.Recall(group_size=6, window=0, num_recall=3, index="sub_means", unchosen="drop"),
     "none-open": condense.Recall(group_size=4, window=5, num_recall=0, index_bits=4),
+    "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3, index_size=2),
     "three-open": condense.Recall(group_size=8, window=5, num_recall=3, index_size=8),
 }
 
@@ -48,7 +49,7 @@ def recall_flops(name, method, length):
     blocks = g // method.index_settings.size
     for t in range(length):
         closed = max(0, t + 1 - method.window) // g
-        opened = min(closed, method.num_recall)
+        opened = method.quota.at(closed)
         entries = closed - opened if method.unchosen == "pool" else 0
         total += (entries + opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
         total += closed * blocks * H * 2 * D * (2 if method.index == "bounds" else 1)

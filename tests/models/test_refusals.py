@@ -299,7 +299,9 @@ LAYERS = {
     "negative": ([-4], "layers must be indices from 0 to 2, got -4"),
     "bool": ([True], "layers must be indices from 0 to 2, got True"),
     "float": ([1.0], r"layers must be indices from 0 to 2, got 1\.0"),
-    "text": ("01", "layers must be indices from 0 to 2, got '0'"),
+    "text": ("first", "layers must look like 2-31 or 0,4-7, got 'first'"),
+    "range": ("1-3", "layers must be indices from 0 to 2, got 3"),
+    "backwards": ("-1-1", "layers: a range must go from its lower to its higher end, got '-1-1'"),
     "empty": ([], "layers must name at least one layer, got none; leave it out to condense all"),
     "number": (1, "layers must be a list of layer indices, got 1"),
 }

@@ -48,3 +48,9 @@ def test_gradients_are_those_of_the_stock_model(model):
         grads.append([layer.self_attn.q_proj.weight.grad.clone() for layer in model.model.layers])
     for stock, condensed in zip(*grads, strict=True):
         torch.testing.assert_close(condensed, stock, rtol=1e-5, atol=1e-8)
+
+
+def test_a_sparse_prompt_has_none(model):
+    condense.apply(model, "vertical_slash")
+    with pytest.raises(ValueError, match=r"VerticalSlash\(\) has no soft-capped scores, got a cap of 0.5: use another"):
+        tiny.logits(model, tiny.tokens(1, LENGTH))

@@ -14,7 +14,7 @@ def extras(request):
     return every_kind()[request.param]
 
 
-@pytest.mark.parametrize("name", ["cca", "dense"])
+@pytest.mark.parametrize("name", ["cca", "matched", "dense"])
 def test_outputs_and_gradients_are_those_of_the_definition(backend, name, extras):
     inputs = [x.requires_grad_() for x in qkv()]
     leaves = [*inputs, *(x.requires_grad_() for x in extras if isinstance(x, torch.Tensor))]

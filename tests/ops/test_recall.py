@@ -13,6 +13,7 @@ from condense.ops.recall import (
     ArrayChoice,
     IndexChoice,
     IndexSettings,
+    Quota,
     attend_recall,
     build_index,
     choose_groups,
@@ -45,6 +46,10 @@ def left_aligned(x, pads, G, g):
     return groups.unflatten(2, (G, g))
 
 
+def quota_of(r):
+    return r if isinstance(r, Quota) else Quota(r)
+
+
 def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backend="torch", choice=None, lse=False):
     """Attention over a whole prompt of right-aligned rows."""
     rows, L = q.shape[0], q.shape[2]
@@ -57,7 +62,7 @@ def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backe
     start = -torch.tensor(pads)
     spans = RuleSpans(UniformRule(g, w), start, start)
     if choice is None:
-        choice = IndexChoice(q.detach(), build_index(groups_k, settings), settings, SCALE, r)
+        choice = IndexChoice(q.detach(), build_index(groups_k, settings), settings, SCALE, quota_of(r))
     out = attend_recall(
         q, entries, store, Source(k, v), spans, choice, scale=SCALE, unchosen=unchosen, backend=backend, return_lse=lse
     )
@@ -193,7 +198,7 @@ def test_queries_in_pieces_equal_the_whole(backend):
         first = max(0, start + 1 - w) // g * g
         window = Source(*(x[:, :, first:stop] for x in (k, v)))
         spans = RuleSpans(UniformRule(g, w), start, first)
-        choice = IndexChoice(part, index, settings, SCALE, 2)
+        choice = IndexChoice(part, index, settings, SCALE, Quota(2))
         out, _ = attend_recall(part, entries, store, window, spans, choice, scale=SCALE, backend=backend)
         torch.testing.assert_close(out, whole[:, :, start:stop], **EXACT)
 
@@ -307,17 +312,32 @@ def test_an_index_grows_group_by_group():
 def test_ties_go_to_the_lower_group():
     scores = torch.tensor([[[[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]]])
     for r, want in ((1, [1]), (2, [1, 3]), (4, [0, 1, 3, 5]), (5, [0, 1, 2, 3, 5])):
-        chosen = choose_groups(scores, torch.tensor([[[6]]]), r, 1)
+        chosen = choose_groups(scores, torch.tensor([[[6]]]), Quota(r), 1)
         assert chosen[0, 0, 0].nonzero().flatten().tolist() == want
-    chosen = choose_groups(scores, torch.tensor([[[3]]]), 5, 1)
+    chosen = choose_groups(scores, torch.tensor([[[3]]]), Quota(5), 1)
     assert chosen[0, 0, 0].tolist() == [True] * 3 + [False] * 3
     assert chosen_groups(chosen, 5).tolist() == [[[[0, 1, 2, 6, 6]]]]
+
+
+def test_a_share_of_the_groups_is_rounded_up():
+    assert [Quota(part=3, of=10).at(n) for n in (0, 1, 3, 4, 6, 7, 10, 11)] == [0, 1, 1, 2, 2, 3, 3, 4]
+    assert Recall(num_recall=0.55).quota.at(100) == 55  # in floating point 56
+    scores, closed = (
+        torch.randn(1, 2, 5, 9, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([[[0, 1, 4, 7, 9]]]),
+    )
+    chosen = choose_groups(scores, closed, Quota(part=3, of=10), 1)
+    assert chosen[0, 0].sum(-1).tolist() == [0, 1, 2, 3, 3]
+    for t, n in enumerate((0, 1, 2, 3, 3)):
+        assert torch.equal(
+            chosen[0, 0, t], choose_groups(scores[:, :, t : t + 1], closed[..., t : t + 1], Quota(n), 1)[0, 0, 0]
+        )
 
 
 def test_heads_that_share_a_kv_head_vote_by_their_largest_share():
     """A head with flat scores does not outvote one that is sure, however large its scores are."""
     scores = torch.tensor([[9.0, 9.0, 9.1, 9.0], [0.0, 5.0, 0.0, 0.0]])[None, :, None]
-    assert choose_groups(scores, torch.tensor([[[4]]]), 1, 1)[0, 0, 0].tolist() == [False, True, False, False]
+    assert choose_groups(scores, torch.tensor([[[4]]]), Quota(1), 1)[0, 0, 0].tolist() == [False, True, False, False]
 
 
 def test_memory_is_linear(monkeypatch):

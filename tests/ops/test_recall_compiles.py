@@ -5,7 +5,7 @@ import torch
 from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
 from ops.test_recall_step import empty_state
 
-from condense.ops.recall import IndexChoice, IndexSettings, RecallSettings, build_index, limits
+from condense.ops.recall import IndexChoice, IndexSettings, Quota, RecallSettings, build_index, limits
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import host
 from condense.ops.triton import recall_step as triton_step
@@ -18,7 +18,7 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     monkeypatch.setattr(triton_step, "_table", lambda device, *args: table(torch.device("cuda"), *args))
     monkeypatch.setattr(triton_step, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     monkeypatch.setattr(limits, "absence", lambda device: None)
-    settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), 8, 0.0)
+    settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), Quota(8), 0.0)
     state = empty_state(settings, 1024, 2, rows=1, widths=(128, 128), dtype=torch.bfloat16, slots=slots)
     q, k, v = (torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2))
     triton_step._plan.cache_clear()
@@ -51,7 +51,7 @@ def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
     index = IndexSettings("bounds", 16, 8, 8)
     hopper_recall.attend_recall_hopper(
         q, Source(groups.mean(3), groups.mean(3)), Source(k, k), Source(k, k), RuleSpans(UniformRule(16, 64), 0, 0),
-        IndexChoice(q, build_index(groups, index), index, 0.1, 8), scale=0.1, pool=True, return_lse=False,
+        IndexChoice(q, build_index(groups, index), index, 0.1, Quota(8)), scale=0.1, pool=True, return_lse=False,
     )  # fmt: skip
     assert len(compiled) == 6
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from ops.test_recall import DV, EXACT, SCALE, B, D, recall, tensors
+from ops.test_recall import DV, EXACT, SCALE, B, D, quota_of, recall, tensors
 
-from condense.ops.recall import IndexSettings, RecallSettings, RecallState, choose_groups, index_scores
+from condense.ops.recall import IndexSettings, Quota, RecallSettings, RecallState, choose_groups, index_scores
 from condense.ops.recall import recall_step as dispatched_step
 from condense.ops.spans import UniformRule
 from condense.ops.torch.recall_step import recall_step
@@ -24,12 +24,15 @@ CASES = {
     "g-1": (1, 3, "sub_means", 1, 16, 5),
     "none-open": (4, 5, "bounds", 2, 8, 0),
     "all-open": (4, 5, "bounds", 2, 8, 99),
+    "a-third": (4, 5, "bounds", 2, 8, Quota(part=1, of=3)),
 }
 
 
 def settings_of(case, unchosen="pool"):
     g, w, kind, size, bits, r = case
-    return RecallSettings(UniformRule(g, w), IndexSettings(kind, g, size, bits), r, math.log(g), unchosen == "pool")
+    return RecallSettings(
+        UniformRule(g, w), IndexSettings(kind, g, size, bits), quota_of(r), math.log(g), unchosen == "pool"
+    )
 
 
 def empty_state(
@@ -69,7 +72,7 @@ def test_300_steps_equal_the_whole():
 def check_steps(case, unchosen, L):
     qkv, (g, w, *_) = tensors(4, 2, L), case
     settings = settings_of(case, unchosen)
-    want = recall(*qkv, g=g, w=w, r=settings.num_recall, settings=settings.index, unchosen=unchosen)
+    want = recall(*qkv, g=g, w=w, r=settings.quota, settings=settings.index, unchosen=unchosen)
     state = empty_state(settings, L, 2)
     addresses = [x.data_ptr() for x in state]
     out = [recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE) for t in range(L)]
@@ -96,7 +99,7 @@ def test_rows_that_are_not_real(integer):
     out = torch.cat(outs, dim=2)
     for row in range(2):
         mine = [x[row : row + 1][:, :, real[row]] for x in (*qkv, out)]
-        want = recall(*mine[:3], g=case[0], w=case[1], r=settings.num_recall, settings=settings.index)
+        want = recall(*mine[:3], g=case[0], w=case[1], r=settings.quota, settings=settings.index)
         torch.testing.assert_close(mine[3], want, **EXACT)
 
 
@@ -117,7 +120,7 @@ def test_latents():
     """Values are the first columns of the keys, one KV head for all query heads."""
     q, k, _ = tensors(4, 1, 80)
     settings = settings_of(CASES["bounds-8"])
-    want = recall(q, k, k[..., :4], g=4, w=9, r=settings.num_recall, settings=settings.index)
+    want = recall(q, k, k[..., :4], g=4, w=9, r=settings.quota, settings=settings.index)
     state, none = empty_state(settings, 80, 1, widths=(D, 0)), k[..., :0]
     out = [
         recall_step(*(x[:, :, t : t + 1] for x in (q, k, none)), state, settings, scale=SCALE, latent=4)
@@ -195,7 +198,7 @@ def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
         recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE)
         scores = index_scores(qkv[0][:, :, t : t + 1], before.group_index, settings.index, SCALE)
         closed = settings.rule.closed(state.seen)
-        chosen = choose_groups(scores, closed[:, None, None], settings.num_recall, 1)[:, 0, 0]
+        chosen = choose_groups(scores, closed[:, None, None], settings.quota, 1)[:, 0, 0]
         for row in range(B):
             groups = chosen[row].nonzero()[:, 0].tolist()
             hits = [pair for pair in held[row] if pair[1] in groups]

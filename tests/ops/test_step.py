@@ -50,7 +50,8 @@ def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
     shapes = ((M, D), (M, DV), (W, D), (W, DV), (method.layout.num_summary + spare, D))
     buffers = [torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes]
     numbers = (torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,)))
-    return StepState(*buffers, *numbers, torch.zeros(rows, K + 1, dtype=torch.int32))
+    biases = torch.zeros(rows, K, M if method.layout.matched else 0, 1, dtype=torch.float64)
+    return StepState(*buffers, *numbers, torch.zeros(rows, K + 1, dtype=torch.int32), biases)
 
 
 def take(method, state, qkv, real=None):

@@ -51,9 +51,9 @@ def check(run, low, weights):
             assert bool((errors(got, want) <= 2 * errors(yardstick, want) + one_ulp(want, dtype)).all())
 
 
-def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted"):
+def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted", lse=False):
     B, N = len(start), max(start) + g * G + 2
-    scored = bool({"weighted", "select"} & {keys, values})
+    scored = lse or bool({"weighted", "select"} & {keys, values})
     low = tensors((B, K, N, D), (B, K, N, Dv), dtype=dtype)
     # the summary is float32 whatever the dtype of keys: see to it that all backends choose by the same numbers
     summary = tensors((B, K, G, D), dtype=torch.float32, seed=1)
@@ -61,10 +61,11 @@ def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weig
     def run(backend, k, v, qbar=None):
         return pool_groups(
             k, v, qbar, start=numbers(*start), num_groups=G, group_size=g, scale=D**-0.5,
-            key_pooling=keys, value_pooling=values, backend=backend,
+            key_pooling=keys, value_pooling=values, return_lse=lse, backend=backend,
         )  # fmt: skip
 
     weights = tensors((B, K, G, D), (B, K, G, Dv), dtype=dtype, seed=2)[: 2 if Dv else 1]
+    weights += tensors((B, K, G), dtype=dtype, seed=3) * lse
     check(run, low + summary * scored, weights)
 
 
@@ -72,6 +73,12 @@ def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weig
 @pytest.mark.parametrize(("keys", "values"), list(itertools.product(POOLINGS, POOLINGS)))
 def test_every_pair_of_poolings(keys, values, dtype):
     check_pooling(dtype, keys=keys, values=values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("keys", "values"), [("weighted", "weighted"), ("mean", "max"), ("select", "mean")])
+def test_log_sum_exp_of_the_scores(keys, values, dtype):
+    check_pooling(dtype, keys=keys, values=values, g=13, lse=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

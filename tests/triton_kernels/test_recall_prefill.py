@@ -14,6 +14,7 @@ from condense.ops.recall import (
     ArrayChoice,
     IndexChoice,
     IndexSettings,
+    Quota,
     attend_recall,
     build_index,
     choose_groups,
@@ -40,7 +41,7 @@ class Case:
     L: int = 37
     start: int = 0
     window: int = 5
-    r: int = 3
+    r: int | Quota = 3
     pads: tuple[int, ...] = (0,)
     unchosen: str = "pool"
     bias: float | None = math.log(4)
@@ -53,6 +54,7 @@ CASES = {
     "ratio-3-padded": Case((3, 1), BOUNDS_16, L=29, pads=(0, 11)),
     "ratio-7": Case((7, 1), MEANS_8, L=23, unchosen="drop"),
     "later-queries": Case((2, 1), MEANS_4, L=9, start=40, window=3, bias=None),
+    "a-fifth-padded": Case((3, 1), r=Quota(part=1, of=5), pads=(0, 13)),
     "no-window": Case((2, 2), IndexSettings("bounds", 1, 1, 4), L=13, window=0, r=2),
 }
 if CUDA:
@@ -63,10 +65,15 @@ if CUDA:
         for name, fields in {
             "ratio-1": ((2, 2), of_16, 1100, 0, 100, 9),
             "ratio-4": ((8, 2), of_16, 1500, 0, 100, 20, (0, 301)),
+            "a-twelfth": ((4, 1), of_16, 1300, 0, 100, Quota(part=1, of=12), (0, 77)),
             "ratio-7-means": ((7, 1), IndexSettings("sub_means", 16, 4, 4), 901, 0, 64, 12, (0,), "drop"),
             "later-queries": ((4, 1), IndexSettings("bounds", 16, 16, 16), 333, 2048, 64, 30),
         }.items()
     }
+
+
+def quota_of(r):
+    return r if isinstance(r, Quota) else Quota(r)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +124,9 @@ class Problem:
         self.scale = D**-0.5
 
     def choice(self, r=None):
-        return IndexChoice(self.inputs[0], self.index, self.case.index, self.scale, self.case.r if r is None else r)
+        return IndexChoice(
+            self.inputs[0], self.index, self.case.index, self.scale, quota_of(self.case.r if r is None else r)
+        )
 
     def attend(self, inputs, choice, backend, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing."""
@@ -136,7 +145,7 @@ class Problem:
         """Lists of groups ``[B, K, L, r]`` as a mask, checked to be in order and full."""
         G = self.inputs[1].shape[2]
         real = groups < G
-        assert torch.equal(real.sum(-1), self.closed.clamp(max=groups.shape[-1]).expand(groups.shape[:3]))
+        assert torch.equal(real.sum(-1), quota_of(self.case.r).at(self.closed).expand(groups.shape[:3]))
         assert bool((groups.diff(dim=-1) > 0)[real[..., 1:]].all())
         mask = torch.zeros(*groups.shape[:3], G + 1, dtype=torch.bool, device=groups.device)
         return mask.scatter_(3, groups.long(), True)[..., :G]
@@ -146,7 +155,7 @@ class Problem:
         index = self.index._replace(grid=self.index.grid.double())
         scores = index_scores(self.inputs[0].double(), index, self.case.index, self.scale)
         K = mask.shape[1]
-        want = choose_groups(scores, self.closed, self.case.r, K)
+        want = choose_groups(scores, self.closed, quota_of(self.case.r), K)
         is_closed = torch.arange(scores.shape[-1], device=scores.device) < self.closed[..., None]
         largest = scores[is_closed.expand_as(scores)].abs().max()
         scores = scores.masked_fill(~is_closed, -math.inf)

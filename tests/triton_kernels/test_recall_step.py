@@ -8,7 +8,7 @@ import pytest
 import torch
 from ops.test_recall_step import CASES, check_slots, empty_state, settings_of
 
-from condense.ops.recall import RecallSettings, choose_groups, index_scores
+from condense.ops.recall import Quota, RecallSettings, choose_groups, index_scores
 from condense.ops.spans import UniformRule
 from condense.ops.torch import recall_step as torch_step
 from condense.ops.triton import recall_step as triton_step
@@ -47,7 +47,7 @@ def opened(scratch, state, settings):
     closed = settings.rule.closed(state.seen).clamp(max=state.entries_k.shape[2])
     chosen = torch.zeros_like(scratch[0].offset, dtype=torch.bool)
     for row, n in enumerate(closed.tolist()):
-        groups = scratch[0].groups[row, :, : min(settings.num_recall, n)].long()
+        groups = scratch[0].groups[row, :, : settings.quota.at(n)].long()
         assert bool((groups.diff(dim=-1) > 0).all())
         chosen[row].scatter_(1, groups, True)
         assert torch.equal(scratch[0].offset[row, :, :n] == -torch.inf, chosen[row, :, :n])
@@ -59,7 +59,7 @@ def check_choice(scratch, q, state, settings, scale):
     chosen, closed = opened(scratch, state, settings)
     K = state.ring_k.shape[1]
     scores = index_scores(q.double(), state.group_index, settings.index, scale)
-    want = choose_groups(scores, closed[:, None, None], settings.num_recall, K)[:, :, 0]
+    want = choose_groups(scores, closed[:, None, None], settings.quota, K)[:, :, 0]
     others = chosen != want
     if not others.any():
         return True
@@ -185,7 +185,7 @@ def test_ties_go_to_the_lower_group(scratch):
 def test_many_groups(scratch):
     """Groups of one token: scores fill several tiles and splits, and ties are rare and looked up."""
     kind = settings_of(CASES["g-1"])
-    settings = RecallSettings(UniformRule(1, 2), kind.index, 17, 0.0)
+    settings = RecallSettings(UniformRule(1, 2), kind.index, Quota(17), 0.0)
     q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
     state = empty_state(settings, 90, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     for t in range(90):

@@ -35,6 +35,7 @@ def plan_of(method):
         num_focal=method.layout.rule.entries - 1,
         weight_scale=getattr(method, "weight_scale", None),
         reads_prompt=method.prompt_reader is not None,
+        matched=method.layout.matched,
     )
 
 
@@ -46,7 +47,9 @@ def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
     sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.layout.num_summary, D))
     slots = (torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes)
     numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (3,)))
-    return StepState(*slots, *numbers, torch.zeros(B, K + 1, dtype=torch.int32, device=DEVICE))
+    arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=DEVICE)
+    biases = torch.full((B, K, M if method.layout.matched else 0, 1), torch.nan, device=DEVICE)
+    return StepState(*slots, *numbers, arrived, biases)
 
 
 def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
@@ -93,6 +96,9 @@ CASES = {
     "lca-20-queries": condense.LCA(group_size=4, window=3, num_summary_queries=20),
     "mean-max": condense.LCA(group_size=4, window=6, key_pooling="mean", value_pooling="max"),
     "max-select": condense.CCA(group_size=18, window=2, key_pooling="max", value_pooling="select"),
+    "matched": condense.LCA(group_size=4, window=6, rep_bias="matched"),
+    "matched-mean-g18": condense.CCA(group_size=18, window=0, key_pooling="mean", rep_bias="matched"),
+    "matched-dga": condense.DGA(group_size=4, gamma=0.5, summary="streaming", rep_bias="matched"),
     "dga": condense.DGA(group_size=4, gamma=0.5),
     "dga-defaults": condense.DGA(),  # 18 tokens: a tile of 16 and 2 more
     "dga-window0-log_size": condense.DGA(group_size=3, window=0, gamma=1, rep_bias="log_size"),
@@ -501,7 +507,7 @@ def test_a_window_longer_than_any_text(window):
     assert torch.equal(*outs)
     sizes = triton_step._Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
     settings = plan_of(condense.CCA(group_size=8, window=window))
-    numbers = triton_step._launch(settings.number, 1.0, 0, sizes, q.dtype, q.device, False).numbers
+    numbers = triton_step._launch(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).numbers
     assert max(numbers) < 2**31
 
 

@@ -20,6 +20,8 @@ from condense.methods import Context, Recall
 from condense.models import attention_layers, condensed_layers, use
 from condense.models.families import is_latent
 from condense.ops.recall import GroupIndex, IndexChoice
+from condense.ops.tensors.per_row import max_row
+from condense.state import num_entries
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,14 @@ def measure_recall(
     model: a causal LM with stock attention and ordinary keys, left as it was. texts: token ids ``[n]``, from which up
     to ``sequences`` stretches of ``length`` tokens are cut. steps: the last tokens of a stretch, whose queries are
     measured, one after the other. slots: sizes of the cache of opened groups per KV head to try, None: one, two and
-    four times ``num_recall``. on_step is called after every stretch.
+    four times as many as the last token opens. on_step is called after every stretch.
     Raises ValueError for another method, a model with latents or one that is condensed already, a length that closes no
     group for the measured queries or exceeds the texts, and counts below 1.
     """
     for name, number in (("sequences", sequences), ("steps", steps)):
         check_int(name, number, 1)
-    if not isinstance(method, Recall) or method.num_recall < 1:
-        raise ValueError(f"method must be condense.Recall with num_recall >= 1, got {method}")
+    if not isinstance(method, Recall) or method.num_recall == 0:
+        raise ValueError(f"method must be condense.Recall with num_recall above 0, got {method}")
     if condensed_layers(model):
         raise ValueError("model must have stock attention: call condense.restore(model) first")
     if any(map(is_latent, attention_layers(model).values())):
@@ -79,7 +81,10 @@ def measure_recall(
         raise ValueError(
             f"length must be at most that of the longest text, {max(map(len, texts), default=0)}, got {length}"
         )
-    sizes = tuple(slots or (n * method.num_recall for n in (1, 2, 4)))
+    opened = method.num_recall
+    if isinstance(opened, float):
+        opened = method.quota.at(max_row(num_entries(method, length)))
+    sizes = tuple(slots or (n * opened for n in (1, 2, 4)))
     with use(model, method):
         layers = {i: _Observer(method, module, steps, sizes) for i, module in sorted(attention_layers(model).items())}
         condensed = condensed_layers(model)
@@ -110,9 +115,7 @@ class _Observer(CondensedLayer):
         q = request.q[:, :, L - self.steps :]
         closed = context.spans.at(L - self.steps, L, k.device)[0].hi
         codes, grid = context.extra[:2]
-        choice = IndexChoice(
-            q, GroupIndex(codes, grid), self.recall.index_settings, request.scale, self.recall.num_recall
-        )
+        choice = IndexChoice(q, GroupIndex(codes, grid), self.recall.index_settings, request.scale, self.recall.quota)
         opened = choice.at(0, self.steps, closed, codes.shape[2])
         self._shares.append(_shares(q, k, opened, closed[0, 0], self.recall.group_size, request.scale))
         for head in opened[0].cpu():

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from condense.bench.problems import Inputs
 from condense.methods import Context, Method, Recall
+from condense.methods.sparse_prefill import chosen_keys
+from condense.ops import BLOCK
 from condense.testing import oracle, oracle_recall
 from condense.testing.budget import Verdict, judge
 from condense.testing.checked import Checked, checked
@@ -47,6 +49,25 @@ def check_layer(out: Tensor, inputs: Inputs, want: Context, plain: Context, meth
         return Verdict(math.inf)
     exact, eager = (checked(inputs.q, context, 0, scale=inputs.scale, method=method) for context in (want, plain))
     return _judge(out, exact, eager, inputs.scale)
+
+
+def check_chosen(out: Tensor, inputs: Inputs, sources: Context) -> Verdict:
+    """Output ``[B, H, L, Dv]`` of a `condense.methods.SparsePrefill` at the checked queries, over the keys it chose."""
+    q, start, L = inputs.q, first_checked(inputs.q.shape[2]), inputs.q.shape[2]
+    query, key = torch.arange(start, L, device=q.device)[:, None], torch.arange(L, device=q.device)
+    seen = []
+    for blocks, columns in chosen_keys(sources):
+        is_column = torch.zeros(len(columns), L + 1, dtype=torch.bool, device=q.device).scatter_(1, columns, True)
+        seen.append((blocks[:, query // BLOCK, key // BLOCK] | is_column[:, None, :L]) & (key <= query))
+    mask = torch.stack(seen)
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        q, k, v = (x.to(dtype) for x in inputs)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = (inputs.scale * q[:, :, start:] @ k.mT).masked_fill(~mask, float("-inf"))
+        return scores.softmax(-1) @ v
+
+    return judge([out[:, :, start:]], [plain(torch.float64)], [plain(q.dtype)])
 
 
 def check_gradients(

@@ -17,7 +17,7 @@ from condense.bench.model_gate import ModelGate, random_tokens
 from condense.bench.rows import Row, crossovers, first_line, speedups
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS, Reading
 from condense.bench.timing import Times
-from condense.models import MethodChoice, use_choice
+from condense.models import MethodChoice, use
 from condense.results import plain
 from condense.testing.budget import Verdict
 
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     def on(self, model: PreTrainedModel) -> contextlib.AbstractContextManager[Any]:
         """The model with this method, as long as the context lasts."""
-        return contextlib.nullcontext() if self.method is None else use_choice(model, self.method)
+        return contextlib.nullcontext() if self.method is None else use(model, self.method)
 
 
 @dataclass(frozen=True)

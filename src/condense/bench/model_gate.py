@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from condense.methods import Recall
-from condense.models import GraphDecoder, MethodChoice, methods_of, use_choice
+from condense.models import GraphDecoder, MethodChoice, methods_of, use
 from condense.testing.budget import Verdict
 
 
@@ -28,7 +28,10 @@ class ModelGate:
         # long enough to leave the window, with groups that end in each piece and in the steps, and to choose from
         self.steps = chunk + 3
         length = max(each.layout.rule.window or 0 for each in methods) + 4 * chunk + self.steps
-        length += max(each.num_recall * chunk if isinstance(each, Recall) else 0 for each in methods)
+        length += max(
+            each.num_recall * chunk if isinstance(each, Recall) and isinstance(each.num_recall, int) else 0
+            for each in methods
+        )
         self.ids = random_tokens(model, length, seed)
 
     def check(self, compile: bool | None, *, condensed: bool = True) -> Verdict | None:
@@ -40,7 +43,7 @@ class ModelGate:
         if condensed and any(method.layout.lookahead for method in methods_of(self.method)):
             return None
         dense = _rms(self._at_once() - self._in_pieces())
-        with use_choice(self.model, self.method) if condensed else contextlib.nullcontext():
+        with use(self.model, self.method) if condensed else contextlib.nullcontext():
             want = self._at_once()
             moved = _rms(want - self._at_once(nudged=True))
             got = self._in_pieces() if compile is None else self._by_graph(compile)

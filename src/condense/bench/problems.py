@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from condense.functional import extend
-from condense.methods import DGA, Context, Method, Recall
+from condense.methods import DGA, Context, Method, Recall, SparsePrefill
 from condense.methods.prompt import FocalPrompt
+from condense.methods.sparse_prefill import chosen_keys
+from condense.ops import seen_pairs
 from condense.ops.tensors.sampling import Sample, sampled_queries
 from condense.state import num_entries, prompt_entries
 
@@ -116,14 +118,17 @@ def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:
 def visible_pairs(method: Method, sources: Context, length: int) -> int:
     """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads).
 
-    Of Recall, an open group counts as its tokens.
+    Of Recall, an open group counts as its tokens; of sparse prefill, whole blocks.
     """
+    if isinstance(method, SparsePrefill):
+        keys = chosen_keys(sources)
+        return round(float(torch.stack([seen_pairs(each, length).double().mean() for each in keys]).mean()))
     total, device = 0.0, sources.window.k.device
     for start in range(0, length, 1 << 20):
         spans = sources.spans.at(start, min(start + (1 << 20), length), device)
         entries, window = (span.hi - span.lo for span in spans)
         if isinstance(method, Recall):
-            opened = entries.clamp(max=method.num_recall)
+            opened = method.quota.at(entries)
             entries = opened * method.group_size + (entries - opened) * (method.unchosen == "pool")
         total += sum(float(seen.sum(-1).double().mean()) for seen in (entries, window))
     return round(total)

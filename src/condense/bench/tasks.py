@@ -33,7 +33,7 @@ from condense.bench.problems import (
 from condense.bench.rows import op_kind
 from condense.caches import CondensedLayer, StaticCondensedLayer, StaticRecallLayer, read_request
 from condense.functional import attention
-from condense.methods import Context, Dense, Method, Recall
+from condense.methods import Context, Dense, Method, Recall, SparsePrefill
 from condense.ops import Source
 from condense.state import num_entries
 from condense.testing.budget import Verdict
@@ -173,6 +173,8 @@ def _layer(problem: Problem, method: Method, backend: str) -> Work:
     def check() -> Verdict:
         out = call()
         assert isinstance(out, Tensor)
+        if isinstance(method, SparsePrefill):
+            return gate.check_chosen(out, inputs, sources)
         if problem.length > gate.WHOLE:
             return gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method)
         if reads_at_once(method, problem.length):
@@ -196,6 +198,8 @@ def _attention(problem: Problem, op: str, method: Method, backend: str) -> Work:
         return method.attend(q, parts, scale=scale, backend=backend)[0]
 
     def check() -> Verdict:
+        if isinstance(method, SparsePrefill):
+            return gate.check_chosen(run(*leaves), inputs, sources)
         if op == "forward":
             return gate.check_output(run(*leaves), inputs.q, sources, scale=scale, method=method)
         gradients = partial(_gradients, run, leaves)

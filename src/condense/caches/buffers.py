@@ -21,13 +21,17 @@ from condense.state import LayerState, num_entries
 Buffers = StepState | RecallState
 
 
-def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int) -> StepState:
-    """Buffers full of zeros, with rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v; Q query slots."""
+def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, *, matched: bool) -> StepState:
+    """Buffers full of zeros, with rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v; Q query slots.
+
+    matched: entries have biases of their own.
+    """
     (B, K, _, D), Dv = k.shape, v.shape[3]
     buffers = [k.new_zeros(B, K, *size) for size in ((M, D), (M, Dv), (W, D), (W, Dv), (Q, D))]
     numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (3,))]
     arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=k.device)
-    return StepState._make([*buffers, *numbers, arrived])
+    biases = k.new_zeros(B, K, M if matched else 0, 1, dtype=torch.promote_types(k.dtype, torch.float32))
+    return StepState._make([*buffers, *numbers, arrived, biases])
 
 
 def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, stored: int) -> RecallState:

@@ -57,7 +57,8 @@ class RingState:
         self._steps_left = self._count_steps()
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
-        return empty_buffers(k, v, M, W, max(self.settings.num_summary, self._most_queries))
+        queries = max(self.settings.num_summary, self._most_queries)
+        return empty_buffers(k, v, M, W, queries, matched=self.settings.matched)
 
     @property
     def seen(self) -> PerRow:
@@ -136,8 +137,10 @@ class RingState:
         self._steps_left = self._count_steps()
 
     def _longer_entries(self, buffers: Buffers, slots: int) -> Buffers:
-        entries_k, entries_v = (longer(x, slots) for x in (buffers.entries_k, buffers.entries_v))
-        return buffers._replace(entries_k=entries_k, entries_v=entries_v)
+        assert isinstance(buffers, StepState)
+        names = ("entries_k", "entries_v", "biases")
+        new = {name: longer(x, slots) for name, x in zip(names, buffers.entries, strict=False)}
+        return buffers._replace(**new)
 
     def _entry_slots(self, entries: int) -> int:
         limit = self.settings.rule.max_chunks

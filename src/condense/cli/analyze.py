@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.analysis import Deviation, measure_deviation
+from condense.cli.analyze_papers import conditioning_command, cost_command, noise_command, sparsity_command
 from condense.cli.analyze_recall import recall_command
 from condense.cli.options import (
     POOLING_HELP,
-    described,
     load_model,
     progress,
     read_text,
@@ -26,7 +26,7 @@ from condense.demo import demo_text
 from condense.evaluate.compare import encode
 from condense.methods import LCA, Method
 from condense.methods.grouped import GroupPooling
-from condense.models import MethodChoice, methods_of, restore
+from condense.models import MethodChoice, described, methods_of, restore
 from condense.plots import plot_deviation, require_matplotlib
 from condense.results import refuse_existing, write_results
 
@@ -41,6 +41,10 @@ def analyze() -> None:
 
 
 analyze_app.command("recall")(recall_command)
+analyze_app.command("sparsity")(sparsity_command)
+analyze_app.command("noise")(noise_command)
+analyze_app.command("conditioning")(conditioning_command)
+analyze_app.command("cost")(cost_command)
 
 
 @analyze_app.command("deviation")

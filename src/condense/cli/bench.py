@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from condense import bench
 from condense.cli.bench_tables import print_results
 from condense.cli.options import (
+    CHOICES_HELP,
     DTYPES,
     METHOD_HELP,
-    described,
     parse_device,
     progress,
     read_saved,
@@ -27,7 +27,7 @@ from condense.cli.options import (
 from condense.config import check_int
 from condense.files import whole_file
 from condense.methods import Method
-from condense.models import restore
+from condense.models import choice_from_text, described, restore
 from condense.ops import resolve_backend
 from condense.plots import plot_lines, require_matplotlib
 from condense.results import write_results
@@ -119,7 +119,7 @@ def model_command(
     lengths: LengthsOption = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"{METHOD_HELP} Repeatable. Default: what the model was saved with, or {METHODS[0]}."),
+        typer.Option(help=f"{CHOICES_HELP} Default: what the model was saved with, or {METHODS[0]}."),
     ] = None,
     runners: Annotated[str, typer.Option(help=f"Of {', '.join(bench.RUNNERS)}.")] = ",".join(bench.DEFAULT_RUNNERS),
     steps: Annotated[int | None, typer.Option(help="Further tokens that are timed. Default: 32.")] = None,
@@ -145,7 +145,8 @@ def model_command(
     chosen_runners = bench.check_names("runners", _names(runners), bench.RUNNERS)
     where = parse_device(device)
     torch_dtype = _dtype(dtype, where)
-    prompts, methods = _lengths(lengths, where, quick), _methods(method, METHODS[:1])
+    prompts = _lengths(lengths, where, quick)
+    methods = {text: choice_from_text(text) for text in method or METHODS[:1]}
     saved = None if model is None else saved_choice(read_skeleton(model))
     plan = bench.ModelPlan(
         prompts,

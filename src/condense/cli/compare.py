@@ -12,15 +12,14 @@ from rich.table import Table
 
 from condense.cli.options import (
     CHAT_HELP,
+    CHOICES_HELP,
     DEMO_METHOD,
     DEVICE_HELP,
     DEVICE_MAP_HELP,
     LAYERS_HELP,
-    METHOD_HELP,
     MODEL_HELP,
     REMOTE_HELP,
     choose,
-    described,
     load_model,
     progress,
     read_text,
@@ -30,7 +29,7 @@ from condense.cli.options import (
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Outcome, Prompt, compare
 from condense.methods import CCA, Dense, Method, Recall, StreamingLLM
-from condense.models import MethodChoice, restore
+from condense.models import MethodChoice, choice_from_text, described, restore
 from condense.plots import method_labels, plot_comparison, require_matplotlib
 from condense.results import refuse_existing, write_results
 
@@ -47,7 +46,7 @@ def compare_command(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     question: Annotated[list[str] | None, typer.Option(help="Asked after the text; repeatable.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable.")] = None,
+    method: Annotated[list[str] | None, typer.Option(help=CHOICES_HELP)] = None,
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 8,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
@@ -70,14 +69,14 @@ def compare_command(
     if text is None and question:
         raise ValueError("question needs a text of its own: add --text FILE")
     prompt = demo_prompt() if text is None else Prompt(read_text(text), question or [], chat=chat)
-    given = [Method.parse(spec) for spec in method or []]
+    given = [choose(choice_from_text(text), layers) for text in method or []]
     loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
     saved = saved_choice(loaded)
     methods: list[MethodChoice]
     if saved is not None and not given and layers is None:
         methods = [Dense(), saved]
     else:
-        methods = [choose(m, layers) for m in given or (DEMO_METHODS if model is None else METHODS)]
+        methods = given or [choose(m, layers) for m in (DEMO_METHODS if model is None else METHODS)]
     restore(loaded)
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with progress() as bar:

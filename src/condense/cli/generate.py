@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from condense.cli.options import (
     CHAT_HELP,
+    CHOICE_HELP,
     DEMO_METHOD,
     DEVICE_HELP,
     DEVICE_MAP_HELP,
     LAYERS_HELP,
-    METHOD_HELP,
     MODEL_HELP,
     REMOTE_HELP,
     choose,
@@ -26,15 +26,17 @@ from condense.cli.options import (
     warn_of_length,
 )
 from condense.evaluate.compare import attention_of, chat_message, check_positions, encode, pad_token
-from condense.methods import Dense, Method
-from condense.models import restore
+from condense.methods import Dense
+from condense.models import choice_from_text, restore
 
 
 def generate_command(
     prompt: Annotated[str | None, typer.Argument(help="The prompt. Without it: --text.")] = None,
     text: Annotated[str | None, typer.Option(help="Read the prompt from this file, - for standard input.")] = None,
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    method: Annotated[str | None, typer.Option(help=METHOD_HELP + " Default: what the model was saved with.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help=CHOICE_HELP + " Default: what the model was saved with.")
+    ] = None,
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
@@ -51,11 +53,11 @@ def generate_command(
     content = read_text(text) if text is not None else prompt or ""
     if not content.strip():
         raise ValueError("prompt must not be empty")
-    if method is None and layers is not None:
+    if not method and layers is not None:
         raise ValueError("layers belong to a method: add --method")
-    if method is None and model is None:
-        method = DEMO_METHOD
-    chosen = None if method is None else choose(Method.parse(method), layers)
+    if not method and model is None:
+        method = [DEMO_METHOD]
+    chosen = choose(choice_from_text(*method), layers) if method else None
     loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
     if chosen is None:
         chosen = saved_choice(loaded) or Dense()

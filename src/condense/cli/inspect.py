@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.cli.options import (
+    CHOICE_HELP,
     DTYPES,
     LAYERS_HELP,
-    METHOD_HELP,
     choose,
     read_skeleton,
     saved_choice,
 )
-from condense.methods import CCA, Method
-from condense.models import restore
+from condense.methods import CCA
+from condense.models import choice_from_text, restore
 from condense.models.inspect import LayerReport, inspect
 from condense.ops import resolve_backend
 from condense.results import refuse_existing, write_results
@@ -30,7 +30,7 @@ from condense.results import refuse_existing, write_results
 def inspect_command(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
     method: Annotated[
-        str | None, typer.Option(help=METHOD_HELP + " Default: what the model was saved with, or cca.")
+        list[str] | None, typer.Option(help=CHOICE_HELP + " Default: what the model was saved with, or cca.")
     ] = None,
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 131072,
@@ -46,7 +46,7 @@ def inspect_command(
         refuse_existing(json, "json", overwrite=overwrite)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    given = None if method is None and layers is None else choose(Method.parse(method or "cca"), layers)
+    given = None if not method and layers is None else choose(choice_from_text(*(method or ["cca"])), layers)
     skeleton = read_skeleton(model)
     chosen = given or saved_choice(skeleton) or CCA()
     reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)

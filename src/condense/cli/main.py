@@ -11,7 +11,9 @@ import typer
 
 from condense.cli.analyze import analyze_app
 from condense.cli.bench import bench_app
+from condense.cli.calibrate import calibrate_command
 from condense.cli.compare import compare_command
+from condense.cli.eval import eval_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
 from condense.cli.methods import methods_command
@@ -47,7 +49,11 @@ def _options(
 
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(bench_app)
+app.command("calibrate", short_help="Find the cheapest method for every layer that keeps the quality.")(
+    calibrate_command
+)
 app.command("compare", short_help="Ask the same questions under several methods.")(compare_command)
+app.command("eval", short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
 app.command("generate")(generate_command)
 app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
 app.command("methods", short_help="List the methods, or one method's settings.")(methods_command)

@@ -18,13 +18,21 @@ from transformers.utils import is_accelerate_available
 
 from condense.config import method_class, method_names
 from condense.demo import demo_config, demo_model
-from condense.methods import Dense, Method
+from condense.methods import Dense
 from condense.methods.grouped import GroupPooling
-from condense.models import MethodChoice, attention_layers, condensed_layers, methods_of
+from condense.models import (
+    MethodChoice,
+    attention_layers,
+    condensed_layers,
+    described,
+    parse_layers,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _METHOD_HELP = "One of {}, also with settings, as in 'cca:window=512'; `condense methods` explains them."
 METHOD_HELP = _METHOD_HELP.format(", ".join(method_names()))
+CHOICE_HELP = METHOD_HELP + " By layer, repeated: recall@2,3 and cca@rest; or @FILE from condense calibrate."
+CHOICES_HELP = METHOD_HELP + " Repeatable. By layer, as one: recall@2,3+cca@rest; or @FILE from condense calibrate."
 POOLING_HELP = _METHOD_HELP.format(
     ", ".join(name for name in method_names() if issubclass(method_class(name), GroupPooling))
 )
@@ -36,33 +44,20 @@ CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's mess
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
 
-_MAX_LAYERS = 10_000  # more than any model has; a mistyped longer range would fill the memory
-
 T = TypeVar("T")
 
 
-def parse_layers(text: str) -> list[int]:
-    """Layer indices from ``0,4-7``. Raises ValueError for anything else, a range that runs backwards too."""
-    layers: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):
-            raise ValueError(f"layers must look like 2-31 or 0,4-7, got {text!r}")
-        indices = range(int(first), int(last if dash else first) + 1)
-        if indices.stop > _MAX_LAYERS:
-            raise ValueError(f"layers must be indices below {_MAX_LAYERS}, got {part.strip()!r}")
-        if not indices:
-            raise ValueError(f"layers: a range must go from its lower to its higher end, got {part.strip()!r}")
-        layers += indices
-    return layers
+def choose(choice: MethodChoice, layers: str | None) -> MethodChoice:
+    """The choice; a single method only in the layers that ``--layers`` names, unless it is Dense, which changes none.
 
-
-def choose(method: Method, layers: str | None) -> MethodChoice:
-    """The method, or layer -> method if layers are named. Dense ignores layers, as it leaves all of them stock."""
+    Raises ValueError for layers beside a choice that names its own.
+    """
     if layers is None:
-        return method
-    chosen = dict.fromkeys(parse_layers(layers), method)
-    return method if isinstance(method, Dense) else chosen
+        return choice
+    parse_layers(layers)
+    if isinstance(choice, Mapping):
+        raise ValueError(f"--layers belongs to one method, got {described(choice)}")
+    return choice if isinstance(choice, Dense) else {layers: choice}
 
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
@@ -72,14 +67,6 @@ def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
         return None
     methods = set(saved.values())
     return methods.pop() if len(methods) == 1 and len(saved) == len(attention_layers(model)) else saved
-
-
-def described(choice: MethodChoice) -> str:
-    """A method, or the methods of a choice with their layers, in words."""
-    if not isinstance(choice, Mapping):
-        return str(choice)
-    layers = {method: [str(i) for i in choice if choice[i] == method] for method in methods_of(choice)}
-    return "; ".join(f"{method} in layers {', '.join(indices)}" for method, indices in layers.items())
 
 
 def load_model(

@@ -10,27 +10,31 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli.options import LAYERS_HELP, POOLING_HELP, parse_layers, read_skeleton
-from condense.methods import Method
-from condense.models import apply, restore
+from condense.cli.options import LAYERS_HELP, POOLING_HELP, choose, read_skeleton
+from condense.models import apply, choice_from_text, restore
 from condense.serving.vllm.command import server_command
 
 
 def serve_command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder or hub name of a causal LM, before any option of vLLM.")],
-    method: Annotated[str | None, typer.Option(help=POOLING_HELP + " Default: what the model was saved with.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=POOLING_HELP + " By layer, repeated: cca@2,3 and lca@rest. Default: what the model was saved with."
+        ),
+    ] = None,
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
 ) -> None:
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
-    if method is None and layers is not None:
+    if not method and layers is not None:
         raise ValueError("layers belong to a method: add --method")
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("serve needs vLLM, which is not installed: pip install 'condense-attention[vllm]'")
     skeleton = read_skeleton(model)
     config: Any = skeleton.config
     if getattr(config, "condense", None) is None:
-        if method is None:
+        if not method:
             raise ValueError(
                 f"model must be saved condensed, got {model}, which is not: name a method with --method, such as "
                 "cca:summary=streaming"
@@ -40,8 +44,8 @@ def serve_command(
             "adapt it first (condense train adapt)",
             file=sys.stderr,
         )
-    if method is not None:
-        apply(restore(skeleton), Method.parse(method), None if layers is None else parse_layers(layers))
+    if method:
+        apply(restore(skeleton), choose(choice_from_text(*method), layers))
     folder = str(Path(model).expanduser()) if model.startswith("~") else model
     command = server_command(folder, config.architectures[0], config.condense, context.args)
     os.execv(command[0], command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import (
 from condense.caches import cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense
-from condense.models import MethodChoice, attention_layers, condensed_layers, use_choice
+from condense.models import MethodChoice, attention_layers, chosen_methods, condensed_layers, use
 from condense.models.families import max_learned_positions
 
 
@@ -136,9 +136,11 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 @contextmanager
 def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]:
     """The choice for the length of the block; Dense leaves the model stock."""
-    if isinstance(choice, Mapping):
-        choice = {i: method for i, method in choice.items() if not isinstance(method, Dense)}
-    with nullcontext() if not choice or isinstance(choice, Dense) else use_choice(model, choice):
+    if isinstance(choice, Dense):
+        yield
+        return
+    chosen = {i: method for i, method in chosen_methods(model, choice).items() if not isinstance(method, Dense)}
+    with use(model, chosen) if chosen else nullcontext():
         yield
 
 

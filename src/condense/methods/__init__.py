@@ -1,6 +1,6 @@
 """Attention methods, one file each: settings, the layout of chunks and window, how a chunk becomes entries."""
 
-from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, step_settings
+from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, split_bias, step_settings
 from condense.methods.cca import CCA
 from condense.methods.dense import Dense
 from condense.methods.dga import DGA
@@ -9,6 +9,8 @@ from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.recall import Recall
 from condense.methods.saved import methods_in, settings_of
+from condense.methods.snapkv import SnapKV
+from condense.methods.sparse_prefill import FlexPrefill, SparsePrefill, VerticalSlash
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
 
@@ -20,17 +22,22 @@ __all__ = [
     "Chunks",
     "Context",
     "Dense",
+    "FlexPrefill",
     "LMInfinite",
     "Layout",
     "Lookahead",
     "Method",
     "Prompt",
     "Recall",
+    "SnapKV",
+    "SparsePrefill",
     "StreamingLLM",
+    "VerticalSlash",
     "check_trainable",
     "entry_bias",
     "first_tokens",
     "methods_in",
     "settings_of",
+    "split_bias",
     "step_settings",
 ]

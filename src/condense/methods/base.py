@@ -18,7 +18,7 @@ from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict, method_from_text
 from condense.methods.layout import Layout
-from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
+from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend, group_scores
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
@@ -102,8 +102,9 @@ class Method(MethodConfig):
         """Entries of G chunks: keys ``[B, K, G * p, D]`` and values ``[B, K, G * p, Dv]`` in the dtype of k and v.
 
         summary ``[B, K, G, D]`` float32 or wider, None if the layout's ``num_summary`` is 0. Further tensors
-        ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`. By default every token is its own
-        entry. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
+        ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`; if the layout is ``matched``,
+        the first of these holds the entries' biases, float32 or wider ``[B, K, G * p, 1]``. By default every token is
+        its own entry. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
         """
         k, v = chunks.tokens()
         return k.flatten(2, 3), v.flatten(2, 3)
@@ -136,8 +137,8 @@ class Method(MethodConfig):
             extras=extras,
         )
 
-    def check_attention(self, *, scale: float, dropout_p: float) -> None:
-        """Raise ValueError for a scale or dropout that `attend` cannot take. Models ask before they store tokens."""
+    def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
+        """Raise ValueError for what `attend` cannot take of these. Models ask before they store tokens."""
 
     def for_latents(self, latent_width: int) -> Method:
         """The method for MLA: one KV head with keys ``[c ; k_rope]``, values (of width 0) being part of the keys.
@@ -206,14 +207,38 @@ def entry_bias(
     return torch.where(entry < num_prompt, of_prompt, values[(entry - num_prompt) % period])[:, None]
 
 
+def split_bias(
+    method: Method, entries: tuple[Tensor, ...], prompt_tokens: PerRow = 0
+) -> tuple[Tensor | float | None, tuple[Tensor, ...]]:
+    """The bias of all entries, as `condense.ops.Source` has it, and the method's own tensors without it.
+
+    entries: as `condense.state.LayerState` keeps them; prompt_tokens: as in `entry_bias`.
+    """
+    k, _, *extra = entries
+    if method.layout.matched and extra:
+        return extra[0][..., 0], tuple(extra[1:])
+    return entry_bias(method, k.shape[2], k.device, prompt_tokens), tuple(extra)
+
+
+def matched_bias(summary: Tensor, k: Tensor, lse: Tensor, *, scale: float, backend: str) -> Tensor:
+    """Biases that make entries weigh for their summary query what their tokens weigh together, ``[B, K, G, 1]``.
+
+    ``ln sum_i exp(scale * summary . k_i) - scale * summary . k``: lse ``[B, K, G]`` is the first term and k
+    ``[B, K, G, D]`` the entries' keys, as they are stored; summary ``[B, K, G, D]``. Of weighted keys it is the entropy
+    of the weights: ln(g) for equal scores, 0 where one token has all the weight. float32 or wider.
+    """
+    return (lse - group_scores(summary, k[..., None, :], scale=scale, backend=backend)[..., 0])[..., None]
+
+
 def step_settings(method: Method) -> StepSettings:
     """The method's settings as `condense.ops.decode_step` takes them."""
     layout = method.layout
     fixed = (layout.rule, layout.summary_delay, layout.num_summary)
+    reads_prompt = method.prompt_reader is not None
     if layout.pooling is None:
-        return StepSettings(*fixed, None, None, 0.0, reads_prompt=method.prompt_reader is not None)
+        return StepSettings(*fixed, None, None, 0.0, reads_prompt=reads_prompt, matched=layout.matched)
     bias = layout.bias[-1] if layout.bias else 0.0
     key, value, num_focal, weight_scale = layout.pooling
     return StepSettings(
-        *fixed, key, value, bias, num_focal, weight_scale, reads_prompt=method.prompt_reader is not None
+        *fixed, key, value, bias, num_focal, weight_scale, reads_prompt=reads_prompt, matched=layout.matched
     )

@@ -12,10 +12,12 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int, check_number, check_positive
-from condense.methods.base import Method
+from condense.methods.base import Method, matched_bias
+from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
 from condense.methods.prompt import FocalPrompt, take
 from condense.ops import Chunks, UniformRule, group_scores, pool
@@ -42,7 +44,9 @@ class DGA(Method):
     complete yet; if False, of these only their own. weight_scale: scale of the scores that rank the tokens of a chunk
     and weigh a group, > 0; None stands for attention's scale (if that is negative, the ranking is reversed); the paper
     prints 1. num_recent (>= 1), num_random: sampled queries, the newest and others drawn with ``seed``.
-    rep_bias: "log_size" adds ln(group_size) to a group's score, as it stands for that many tokens.
+    rep_bias: "log_size" adds ln(group_size) to a group's score, as it stands for that many tokens; "matched" as much as
+    makes it weigh for the query that weighed it what its tokens weigh together, with ``selection="streaming"`` and
+    ``weight_scale=None``.
     Raises ValueError for a field out of range.
     """
 
@@ -59,7 +63,7 @@ class DGA(Method):
     num_recent: int = 64
     num_random: int = 64
     seed: int = 0
-    rep_bias: Literal["none", "log_size"] = "none"
+    rep_bias: RepBias = "none"
     allow_future: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +80,12 @@ class DGA(Method):
         check_int("num_recent", self.num_recent, 1)
         check_int("num_random", self.num_random, 0)
         check_int("seed", self.seed, 0)
-        check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
+        check_choice("rep_bias", self.rep_bias, REP_BIASES)
+        if self.rep_bias == "matched" and (self.selection == "prompt" or self.weight_scale is not None):
+            raise ValueError(
+                "rep_bias='matched' needs selection='streaming' and weight_scale=None (use rep_bias='log_size'), got "
+                f"selection={self.selection!r} and weight_scale={self.weight_scale!r}"
+            )
         check_bool("allow_future", self.allow_future)
         _ = self._gamma  # cached now, because torch.compile cannot trace how it is computed
 
@@ -98,6 +107,7 @@ class DGA(Method):
             num_summary=1 if self.summary == "last" else chunk,
             pooling=None if own else ChunkPooling("weighted", "weighted", num_focal, self.weight_scale),
             bias=(*[0.0] * num_focal, math.log(self.group_size)) if biased else (),
+            matched=self.rep_bias == "matched",
             lookahead=Lookahead(self.allow_future, "selection='streaming'") if self.selection == "prompt" else None,
         )
 
@@ -123,7 +133,11 @@ class DGA(Method):
             torch.cat([take(x, focal), pool(take(x, rest), weights, how="weighted", backend=backend)[..., None, :]], 3)
             for x in (k, v)
         )
-        return entries_k.flatten(2, 3), entries_v.flatten(2, 3)
+        if self.rep_bias != "matched":
+            return entries_k.flatten(2, 3), entries_v.flatten(2, 3)
+        bias = matched_bias(summary, entries_k[..., -1, :], weights.logsumexp(-1), scale=scale, backend=backend)
+        biases = F.pad(bias[..., None], (0, 0, num_focal, 0))
+        return entries_k.flatten(2, 3), entries_v.flatten(2, 3), biases.flatten(2, 3)
 
     def share(self, count: int) -> int:
         """ceil(gamma * count) in exact arithmetic: 0.55 of 100 is 55, in floating point 56."""

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from condense.config import check_bool, check_choice, check_int
-from condense.methods.base import Method
+from condense.methods.base import Method, matched_bias
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
 from condense.ops import POOLINGS, Chunks, Pooling, UniformRule, pool_groups
 
 Summary = Literal["last", "streaming", "prompt"]
-RepBias = Literal["none", "log_size"]
+RepBias = Literal["none", "log_size", "matched"]
+REP_BIASES: tuple[RepBias, ...] = ("none", "log_size", "matched")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class GroupPooling(Method):
     num_summary_queries: for "streaming" and "prompt"; None stands for ``group_size``.
     key_pooling, value_pooling: "weighted" by the softmax of the group's scores, "mean", "max" per channel or
     "select" the token with the highest score.
-    rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens.
+    rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
+    "matched": as much as makes it weigh for the query that weighed the group what the group's tokens weigh together.
     Raises ValueError for a field out of range.
     """
 
@@ -54,7 +56,7 @@ class GroupPooling(Method):
             check_int("num_summary_queries", self.num_summary_queries, 1)
         check_choice("key_pooling", self.key_pooling, POOLINGS)
         check_choice("value_pooling", self.value_pooling, POOLINGS)
-        check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
+        check_choice("rep_bias", self.rep_bias, REP_BIASES)
         check_bool("allow_future", self.allow_future)
 
     @property
@@ -62,9 +64,11 @@ class GroupPooling(Method):
         """Groups of g behind the window, one entry each.
 
         With ``summary="last"`` a group is pooled as soon as it is complete, else when it leaves the window, because it
-        needs later queries. The bias of ``rep_bias="log_size"`` is ln(g) (LCA, the version that Theorem 1 bounds).
+        needs later queries. The bias of ``rep_bias="log_size"`` is ln(g) (LCA, the version that Theorem 1 bounds);
+        "matched" needs a summary query whatever the pooling.
         """
-        scored = bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
+        matched = self.rep_bias == "matched"
+        scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
         num_summary = 1 if self.summary == "last" else self.num_summary_queries or self.group_size
         own = type(self).represent is not GroupPooling.represent
         ahead = self.summary == "prompt" and scored
@@ -73,18 +77,31 @@ class GroupPooling(Method):
             summary_delay=0 if self.summary == "last" else self.window,
             num_summary=num_summary if scored else 0,
             pooling=None if own else ChunkPooling(self.key_pooling, self.value_pooling),
-            bias=() if self.rep_bias == "none" else (math.log(self.group_size),),
+            bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
+            matched=matched,
             lookahead=Lookahead(self.allow_future, "summary='streaming'") if ahead else None,
         )
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the window."""
-        return self.pool(chunks, chunks.window_v, summary, scale=scale, backend=backend)
+        k, v, *lse = self.pool(chunks, chunks.window_v, summary, scale=scale, backend=backend)
+        return k, v, *self.biases(summary, k, lse, scale=scale, backend=backend)
+
+    def biases(
+        self, summary: Tensor | None, k: Tensor, lse: list[Tensor], *, scale: float, backend: str
+    ) -> tuple[Tensor, ...]:
+        """The entries' own biases `matched_bias`, if they have any; k: their keys."""
+        if summary is None or not lse:
+            return ()
+        return (matched_bias(summary, k, lse[0], scale=scale, backend=backend),)
 
     def pool(
         self, chunks: Chunks, values: Tensor, summary: Tensor | None, *, scale: float, backend: str
-    ) -> tuple[Tensor, Tensor]:
-        """Pooled keys ``[B, K, G, D]`` and pooled ``values``, ``[B, K, N, any width]`` for the window's tokens."""
+    ) -> tuple[Tensor, ...]:
+        """Pooled keys ``[B, K, G, D]`` and pooled ``values``, ``[B, K, N, any width]`` for the window's tokens.
+
+        Then, for matched biases, the log-sum-exp of every group's scores ``[B, K, G]``.
+        """
         return pool_groups(
             chunks.window_k,
             values,
@@ -95,6 +112,7 @@ class GroupPooling(Method):
             scale=scale,
             key_pooling=self.key_pooling,
             value_pooling=self.value_pooling,
+            return_lse=self.rep_bias == "matched",
             backend=backend,
         )
 
@@ -127,9 +145,9 @@ class LatentGroups(Method):
         """
         d_c = self.latent_width
         latents = chunks.window_k[..., :d_c]
-        positional, semantic = self.groups.pool(chunks, latents, summary, scale=scale, backend=backend)
+        positional, semantic, *lse = self.groups.pool(chunks, latents, summary, scale=scale, backend=backend)
         entries = torch.cat([semantic, positional[..., d_c:]], dim=-1)
-        return entries, entries[..., :0]
+        return entries, entries[..., :0], *self.groups.biases(summary, entries, lse, scale=scale, backend=backend)
 
     def __str__(self) -> str:
         return str(self.groups)

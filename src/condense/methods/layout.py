@@ -44,7 +44,7 @@ class Layout:
     pooled, at most the window. num_summary: the chunk is weighed by the mean of so many queries, the last of which is
     ``summary_delay`` tokens after the chunk's last; 0: none needed. pooling: how kernels make the entries; None if only
     the method's `represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
-    lookahead: None for a causal method.
+    matched: each entry has a bias of its own, which is made with it. lookahead: None for a causal method.
     """
 
     rule: UniformRule
@@ -52,6 +52,7 @@ class Layout:
     num_summary: int = 0
     pooling: ChunkPooling | None = None
     bias: tuple[float, ...] = ()
+    matched: bool = False
     lookahead: Lookahead | None = None
 
 

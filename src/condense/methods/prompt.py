@@ -119,10 +119,15 @@ def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
     spans = RuleSpans(UniformRule(chunk=1, window=None, max_chunks=0), start, start)
 
     def kept() -> tuple[Tensor, Tensor]:
-        columns = _columns(_real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
-        return take(k.detach(), columns), take(v.detach(), columns)
+        return kept_tokens(k, v, _real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
 
     return Prompt(Context((Source(k[:, :, :0], v[:, :, :0]), Source(k, v)), spans), kept)
+
+
+def kept_tokens(k: Tensor, v: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens where kept ``[B, K, L]`` is True, at most ``most`` per row and head, detached."""
+    columns = _columns(kept, most)
+    return take(k.detach(), columns), take(v.detach(), columns)
 
 
 def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping: Grouping, *, backend: str) -> Prompt:

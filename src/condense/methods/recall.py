@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -26,6 +28,7 @@ from condense.ops.recall import (
     IndexChoice,
     IndexKind,
     IndexSettings,
+    Quota,
     RecallSettings,
     Unchosen,
     attend_recall,
@@ -41,7 +44,8 @@ class Recall(Method):
     that every past token counts once. While no more than ``num_recall`` groups are closed this is dense attention.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
-    opens, >= 0; query heads that share a KV head open the same ones.
+    opens: a number >= 0, or a share of the closed groups, above 0 and below 1, rounded up, which grows with the text.
+    Query heads that share a KV head open the same ones.
     index: how a query's score of a group is estimated: "bounds" (per channel the smallest and the largest key of each
     block of ``index_size`` tokens: never below the best token's score) or "sub_means" (each block's mean key).
     index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: 16 (the dtype
@@ -59,7 +63,7 @@ class Recall(Method):
     name: ClassVar[str] = "recall"
     group_size: int = 16
     window: int = 1024
-    num_recall: int = 64
+    num_recall: int | float = 64
     index: IndexKind = "bounds"
     index_size: int | None = None
     index_bits: int = 8
@@ -72,7 +76,12 @@ class Recall(Method):
     def __post_init__(self) -> None:
         check_int("group_size", self.group_size, 1)
         check_int("window", self.window, 0)
-        check_int("num_recall", self.num_recall, 0)
+        if not isinstance(self.num_recall, float):
+            check_int("num_recall", self.num_recall, 0)
+        elif not 0 < self.num_recall < 1:
+            raise ValueError(
+                f"num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got {self.num_recall!r}"
+            )
         check_choice("index", self.index, INDEX_KINDS)
         if self.index_size is not None:
             check_int("index_size", self.index_size, 1)
@@ -84,6 +93,7 @@ class Recall(Method):
         check_choice("prompt", self.prompt, ("recall", "exact"))
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
+        _ = self.quota  # cached now, because torch.compile cannot trace how it is computed
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
     @property
@@ -101,6 +111,14 @@ class Recall(Method):
         size = max(1, self.group_size // 2) if self.index_size is None else self.index_size
         return IndexSettings(self.index, self.group_size, size, self.index_bits)
 
+    @cached_property
+    def quota(self) -> Quota:
+        """How many of the closed groups a query opens, in exact arithmetic: 0.55 of 100 is 55, not 56."""
+        if isinstance(self.num_recall, int):
+            return Quota(self.num_recall)
+        part, of = Fraction(str(self.num_recall)).as_integer_ratio()
+        return Quota(part=part, of=of)
+
     @property
     def store_slots(self) -> int:
         """Slots that a cache has per KV head and row: none where the store itself is on the device."""
@@ -111,7 +129,7 @@ class Recall(Method):
         """The method's settings as `condense.ops.recall.recall_step` takes them."""
         layout = self.layout
         bias = layout.bias[0] if layout.bias else 0.0
-        return RecallSettings(layout.rule, self.index_settings, self.num_recall, bias, self.unchosen == "pool")
+        return RecallSettings(layout.rule, self.index_settings, self.quota, bias, self.unchosen == "pool")
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """Mean keys and values, one per group; its index ``codes`` and ``grid``; its tokens, keys beside values."""
@@ -131,7 +149,7 @@ class Recall(Method):
         tokens = torch.cat([tokens_k, tokens_v], dim=4).flatten(2, 3)
         return k, v, *build_index(tokens_k, self.index_settings), tokens
 
-    def check_attention(self, *, scale: float, dropout_p: float) -> None:
+    def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
         if dropout_p > 0:
             raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
@@ -174,7 +192,7 @@ class Recall(Method):
             tokens,
             context.window,
             context.spans,
-            IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.num_recall),
+            IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.quota),
             scale=scale,
             unchosen=self.unchosen,
             backend=backend,

@@ -24,23 +24,28 @@ def settings_of(assignment: Mapping[int, Method]) -> dict[str, Any]:
     }
 
 
-def methods_in(settings: Any) -> dict[int, Method]:
-    """Layer to method from ``config.condense``.
+def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Method]:
+    """Layer to method from ``config.condense``, or from what stands in a file named ``where``.
 
-    Raises ValueError for anything but what `settings_of` makes, and names the version that wrote it where it is not
-    this one.
+    Raises ValueError for anything but what `settings_of` makes, for a layer that is named twice, and names the version
+    that wrote it where it is not this one.
     """
+    methods: dict[int, Method] = {}
     try:
-        return {int(i): Method.parse(part["method"]) for part in settings["methods"] for i in part["layers"]}
+        for part in settings["methods"]:
+            method = Method.parse(part["method"])
+            for i in part["layers"]:
+                if int(i) in methods:
+                    raise ValueError(f"layer {i} is named twice, for {methods[int(i)]} and {method}")
+                methods[int(i)] = method
+        return methods
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            'config.condense must be {"methods": [{"method": {...}, "layers": [...]}, ...]}, as condense.apply writes '
+            f'{where} must be {{"methods": [{{"method": {{...}}, "layers": [...]}}, ...]}}, as condense.apply writes '
             f"it, got {settings!r}"
         ) from error
     except ValueError as error:
         version = settings.get("version", __version__)
         if version == __version__:
             raise
-        raise ValueError(
-            f"config.condense was written by condense {version}, this is {__version__}: {error}"
-        ) from error
+        raise ValueError(f"{where} was written by condense {version}, this is {__version__}: {error}") from error

@@ -1,15 +1,7 @@
 """Hugging Face transformers: condensed attention in stock models, without copied forwards."""
 
-from condense.models.apply import (
-    MethodChoice,
-    apply,
-    attention_layers,
-    condensed_layers,
-    methods_of,
-    restore,
-    use,
-    use_choice,
-)
+from condense.models.apply import apply, attention_layers, chosen_methods, condensed_layers, restore, use
+from condense.models.choice import MethodChoice, choice_from_text, described, methods_of, parse_layers
 from condense.models.graph import GraphDecoder
 from condense.models.hooks import install
 from condense.models.registration import register
@@ -19,11 +11,14 @@ __all__ = [
     "MethodChoice",
     "apply",
     "attention_layers",
+    "choice_from_text",
+    "chosen_methods",
     "condensed_layers",
+    "described",
     "install",
     "methods_of",
+    "parse_layers",
     "register",
     "restore",
     "use",
-    "use_choice",
 ]

@@ -71,15 +71,14 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
     )
     if path is None:
         return
-    wanted, held = methods_in(json.loads(Path(path).read_text(encoding="utf-8"))), condensed_layers(model)
+    wanted, held = methods_in(json.loads(Path(path).read_text(encoding="utf-8")), path), condensed_layers(model)
     if held and held != wanted:
         raise ValueError(
             f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: call "
             "condense.restore(model) first, or condense it in the adapter's way"
         )
     if not held:
-        for method in dict.fromkeys(wanted.values()):
-            apply(model, method, [i for i in wanted if wanted[i] == method])
+        apply(model, wanted)
         logger.warning("the adapter in %s was trained with %s: so is the model condensed", adapter, _said(wanted))
 
 

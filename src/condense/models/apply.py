@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from condense.methods import Method, methods_in, settings_of
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
+from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 from condense.models.forward import ForwardBoard
 from condense.models.saving import KEY
@@ -21,40 +22,63 @@ from condense.models.stock import local_method
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# one method for all layers, or layer index -> method; layers that are left out stay stock
-MethodChoice = Method | Mapping[int, Method]
 
-
-def apply(model: ModelT, method: Method | str, layers: Iterable[int] | None = None) -> ModelT:
+def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str | None = None) -> ModelT:
     """Give a Hugging Face causal LM condensed attention, in place, and return it.
 
-    method: also as text, such as ``"cca:window=512"``. layers: indices to condense, negative ones from the last layer;
-    None means all that can be. On a model that is condensed already, the named layers change and the others keep their
-    method. Layers with a sliding window stay stock, which is logged.
+    method: one for all layers, or a mapping of layers to methods, such as ``{0: Dense(), "2-3,-1": Recall(), "rest":
+    CCA()}``; "rest" are the layers that can be condensed and are not named. Also as text: ``"cca:window=512"``,
+    ``"recall@2,3+cca@rest"``, or ``"@allocation.json"`` for a file that `condense calibrate` wrote.
+    layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
+    count from the last layer. Layers that nothing names stay as they are, condensed or stock; so do layers with a
+    sliding window. For a mapping, and for sliding windows, that is logged.
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
     ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
     `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches
     condensing off, ``"condense"`` on again; save_pretrained saves what is on. Apply before accelerate, FSDP and
     torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
-    another condensed model, for a layer that cannot be condensed, and for anything but a method.
+    another condensed model, for a layer that is named twice or cannot be condensed by its method, and for anything but
+    methods.
     """
     base, attentions = _attentions(model)
-    _assign(attentions, _assignment(base, attentions, method, layers))
-    sliding = [i for i, module in sorted(attentions.items()) if sliding_window(module) is not None]
-    if sliding and layers is None:
-        logger.warning("layers %s have a sliding window and stay as they are", sliding)
+    chosen = _chosen(base, attentions, method, layers)
+    _assign(attentions, _methods(attentions) | chosen)
+    if layers is None:
+        others = sorted(set(attentions) - set(chosen))
+        sliding = [i for i in others if sliding_window(attentions[i]) is not None]
+        if sliding:
+            logger.warning("layers %s have a sliding window and stay as they are", sliding)
+        if len(others) > len(sliding):
+            logger.warning("layers %s are not named and stay as they are", [i for i in others if i not in sliding])
     return model
 
 
-def _assignment(
-    base: PreTrainedModel, attentions: dict[int, nn.Module], method: Method | str, layers: Iterable[int] | None
+def chosen_methods(
+    model: nn.Module, method: MethodChoice | str, layers: Iterable[int] | str | None = None
 ) -> dict[int, Method]:
-    """Layer index to method for the whole model, checked before anything changes."""
-    chosen = dict.fromkeys(chosen_layers(base, attentions, layers), Method.parse(method))
+    """Layer index to method for the layers that `apply` would change; raises ValueError as `apply`."""
+    return _chosen(*_attentions(model), method, layers)
+
+
+def _chosen(
+    base: PreTrainedModel,
+    attentions: dict[int, nn.Module],
+    method: MethodChoice | str,
+    layers: Iterable[int] | str | None,
+) -> dict[int, Method]:
+    config: Any = base.config
+    count = int(config.get_text_config(decoder=True).num_hidden_layers)
+    choice = parse_choice(method)
+    if layers is None:
+        chosen = assign(choice, attentions, count)
+    elif isinstance(choice, Mapping):
+        raise ValueError("layers must be left out where method names them, got both")
+    else:
+        chosen = dict.fromkeys(chosen_layers(layers, attentions, count), choice)
     check_config(attentions)
     check_latents(chosen, attentions)
-    return {**_methods(attentions), **chosen}
+    return chosen
 
 
 def restore(model: ModelT) -> ModelT:
@@ -64,7 +88,7 @@ def restore(model: ModelT) -> ModelT:
 
 
 @contextmanager
-def use(model: ModelT, method: Method | str, layers: Iterable[int] | None = None) -> Iterator[ModelT]:
+def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str | None = None) -> Iterator[ModelT]:
     """`apply` for the length of a ``with`` block; afterwards the model is as before.
 
     In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and after the
@@ -72,29 +96,12 @@ def use(model: ModelT, method: Method | str, layers: Iterable[int] | None = None
     """
     base, attentions = _attentions(model)
     before, implementation = _methods(attentions), _config(attentions)._attn_implementation
-    _assign(attentions, _assignment(base, attentions, method, layers))
+    _assign(attentions, before | _chosen(base, attentions, method, layers))
     try:
         yield model
     finally:
         _assign(attentions, before)
         _config(attentions)._attn_implementation_internal = implementation
-
-
-@contextmanager
-def use_choice(model: ModelT, choice: MethodChoice) -> Iterator[ModelT]:
-    """`use` with one method, or with each method of a choice in its layers."""
-    with ExitStack() as stack:
-        if isinstance(choice, Mapping):
-            for method in methods_of(choice):
-                stack.enter_context(use(model, method, [i for i in choice if choice[i] == method]))
-        else:
-            stack.enter_context(use(model, choice))
-        yield model
-
-
-def methods_of(choice: MethodChoice) -> list[Method]:
-    """The methods of a choice, each once."""
-    return list(dict.fromkeys(choice.values())) if isinstance(choice, Mapping) else [choice]
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
@@ -229,31 +236,6 @@ def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
     return by_layer
 
 
-def chosen_layers(model: nn.Module, attentions: dict[int, nn.Module], layers: Iterable[int] | None) -> list[int]:
-    """The layers as a list; None: all that can be condensed; negative ones count from the last layer.
-
-    Raises ValueError for other indices and an empty list.
-    """
-    full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
-    if layers is None:
-        if not full:
-            raise ValueError(f"{type(model).__name__} has sliding windows in all layers: nothing is left to condense")
-        return full
-    if not isinstance(layers, Iterable):
-        raise ValueError(f"layers must be a list of layer indices, got {layers!r}")
-    config: Any = model.config
-    count = int(config.get_text_config(decoder=True).num_hidden_layers)
-    chosen = [i + count if type(i) is int and -count <= i < 0 else i for i in layers]
-    for index in chosen:
-        if isinstance(index, bool) or not isinstance(index, int) or index not in attentions:
-            raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {index!r}")
-        if index not in full:
-            raise ValueError(f"layers: layer {index} has a sliding window and cannot be condensed; full are {full}")
-    if not chosen:
-        raise ValueError("layers must name at least one layer, got none; leave it out to condense all")
-    return chosen
-
-
 def check_config(attentions: dict[int, nn.Module]) -> None:
     """Raise ValueError for ``output_attentions``, and for a stock model with the configuration of a condensed one."""
     config = _config(attentions)
@@ -274,4 +256,7 @@ def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module
     for index, method in methods.items():
         module: Any = attentions[index]
         if is_latent(module):
-            method.for_latents(module.kv_lora_rank)
+            try:
+                method.for_latents(module.kv_lora_rank)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}") from error

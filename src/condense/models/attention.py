@@ -111,7 +111,7 @@ class CacheProxy:
         if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
         method = method_of(call.module)
-        method.check_attention(scale=call.scale, dropout_p=call.dropout)
+        method.check_attention(scale=call.scale, dropout_p=call.dropout, extras=call.extras)
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
         if is_step and not with_gradients:

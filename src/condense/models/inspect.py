@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -12,7 +12,8 @@ from torch import nn
 from condense.config import check_int
 from condense.methods import DGA, Dense, Method, Recall, step_settings
 from condense.methods.prompt import FocalPrompt
-from condense.models.apply import MethodChoice, attention_layers, check_config, check_latents, chosen_layers
+from condense.models.apply import attention_layers, chosen_methods
+from condense.models.choice import MethodChoice
 from condense.models.families import is_latent, sliding_window
 from condense.ops import UniformRule
 from condense.ops.tensors.per_row import PerRow, at_most
@@ -20,6 +21,8 @@ from condense.ops.triton.limits import settings_obstacle
 from condense.state import SLACK, first_needed, num_entries, prompt_entries
 
 _MOST_SEARCHED = 2**23
+# where Recall opens a share of the groups, the length from which it pays is looked for as if these were most of them
+_MOST_OPENED = 128
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class LayerReport:
 
     width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
     (MLA), with the exact tokens in Recall's store or slots; bytes of what a cache keeps on the device after a prefill
-    of that length, with Recall's index. Buffers that a step changes have spare room beside: 1/32 and some columns.
+    of that length, with Recall's index and matched biases. Buffers that a step changes have spare room beside: 1/32 and
+    some columns.
     host_bytes: exact tokens in host memory (``Recall(store="host")``); PyTorch takes it in powers of two per layer.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
@@ -52,20 +56,15 @@ class LayerReport:
     host_bytes: int = 0
 
 
-def inspect(model: nn.Module, method: MethodChoice, length: int, itemsize: int = 2) -> list[LayerReport]:
-    """Entries, bytes and FLOPs per layer for ``length`` tokens under this method, or this choice of methods.
+def inspect(model: nn.Module, method: MethodChoice | str, length: int, itemsize: int = 2) -> list[LayerReport]:
+    """Entries, bytes and FLOPs per layer for ``length`` tokens under this method, or this choice of methods by layer.
 
+    Layers that the choice leaves out are counted as stock ones.
     itemsize: bytes per cached number (2 for bfloat16). Works on a model on the meta device.
     Raises ValueError as `condense.apply` does, and for a length below 1.
     """
     check_int("length", length, 1)
-    attentions = attention_layers(model)
-    if isinstance(method, Mapping):
-        chosen = {i: Method.parse(method[i]) for i in chosen_layers(model, attentions, method)}
-    else:
-        chosen = dict.fromkeys(chosen_layers(model, attentions, None), Method.parse(method))
-    check_config(attentions)
-    check_latents(chosen, attentions)
+    chosen, attentions = chosen_methods(model, method), attention_layers(model)
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
 
 
@@ -79,7 +78,9 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
     entries, tail = _kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
-    index_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    extra_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    if method.layout.matched:
+        extra_bytes += int(num_entries(method, length)) * heads.num_cached * max(4, itemsize)
     slots = method.store_slots if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
@@ -90,7 +91,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         entries=entries,
         dense_bytes=dense_bytes,
         # a slot has two numbers of its own
-        bytes=numbers * itemsize + index_bytes + heads.scored // heads.cached_widths[0] * slots * 8,
+        bytes=numbers * itemsize + extra_bytes + heads.num_cached * slots * 8,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
@@ -153,6 +154,11 @@ class _Heads:
         width = getattr(config, "head_dim", None) or config.hidden_size // num_q
         return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, (width, width), num_q * width, 0)
 
+    @property
+    def num_cached(self) -> int:
+        """Heads that are cached: KV heads, one for latents."""
+        return self.scored // self.cached_widths[0]
+
     def dense_flops(self, length: int, window: int | None = None) -> int:
         least = length if window is None else min(length, window)
         return (least * (least + 1) // 2 + (length - least) * least) * self._per_key
@@ -178,8 +184,10 @@ class _Heads:
         """Searched up to 64 windows, chunks and open groups and 8 ``min_focal``: what pays does so before."""
         if method.layout.rule.window is None:
             return None
-        num_recall = method.num_recall if isinstance(method, Recall) else 0
-        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + num_recall))
+        opened = 0
+        if isinstance(method, Recall):
+            opened = method.num_recall if isinstance(method.num_recall, int) else _MOST_OPENED
+        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
         if _selects(method):
             return self._selection_pays_from(method, limit + 8 * method.min_focal)
 
@@ -233,7 +241,7 @@ class _Heads:
         """
         rule, (D, Dv) = method.layout.rule, self.cached_widths
         exact = method.prompt == "exact"
-        closed, opened = (0, 0) if exact else (_sum_closed(rule, length, most) for most in (None, method.num_recall))
+        closed, opened = (0, 0) if exact else (_sum_closed(rule, length, None), _sum_opened(method, length))
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
         asked = closed * method.index_settings.num_rows
@@ -245,12 +253,12 @@ class _Heads:
         D = self.cached_widths[0]
         num_codes, num_grid = method.index_settings.widths(D)
         code_bytes = num_codes * (itemsize if method.index_bits == 16 else 1)
-        return int(num_entries(method, length)) * self.scored // D * (code_bytes + num_grid * max(4, itemsize))
+        return int(num_entries(method, length)) * self.num_cached * (code_bytes + num_grid * max(4, itemsize))
 
     def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
         """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window."""
         groups = int(num_entries(method, length))
-        unopened = max(0, groups - method.num_recall)
+        unopened = groups - method.quota.at(groups)
         keys = length - unopened * method.group_size + (unopened if method.unchosen == "pool" else 0)
         return keys * self.entry_numbers * itemsize + self.index_bytes(method, length, itemsize)
 
@@ -271,6 +279,15 @@ def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
     counted = behind if most is None else min(behind, most * rule.chunk - 1)
     full, rest = divmod(counted + 1, rule.chunk)
     return rule.chunk * full * (full - 1) // 2 + rest * full + (behind - counted) * (most or 0)
+
+
+def _sum_opened(method: Recall, length: int) -> int:
+    """Groups that each query of ``length`` tokens opens, summed over the queries."""
+    rule, quota = method.layout.rule, method.quota
+    if quota.part == quota.of:
+        return _sum_closed(rule, length, quota.most)
+    full, rest = divmod(max(0, length - method.window), rule.chunk)
+    return rule.chunk * sum(map(quota.at, range(full))) + (rest + 1) * quota.at(full) if full else 0
 
 
 def _kept(method: Method, length: int) -> tuple[int, int]:

@@ -12,9 +12,11 @@ from condense.ops.api import (
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
+from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
 from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummarySpans
 
 __all__ = [
+    "BLOCK",
     "NO_EXTRAS",
     "POOLINGS",
     "ArraySpans",
@@ -26,6 +28,7 @@ __all__ = [
     "Source",
     "Span",
     "Spans",
+    "SparseKeys",
     "StepSettings",
     "StepState",
     "SummarySpans",
@@ -38,6 +41,8 @@ __all__ = [
     "pool_groups",
     "resolve_backend",
     "resolve_pooling",
+    "seen_pairs",
+    "sparse_attention",
     "step_backend",
     "summarize",
 ]

@@ -41,14 +41,12 @@ def attend(
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural, biases included,
     sink logits not) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if
     it holds NaN; keys and values must be finite, also those that no query sees.
-    Raises ValueError for an unknown backend, for an explicit one that cannot run here, for heads that K does not divide
-    and for a bias that wants a gradient.
+    Raises ValueError for an unknown backend, for an explicit one that cannot run here, and for heads that K does not
+    divide.
     """
     window = sources[-1]
     if q.shape[1] % window.k.shape[1]:
         raise ValueError(f"sources must have heads that divide those of q, {q.shape[1]}, got {window.k.shape[1]}")
-    if any(isinstance(source.bias, Tensor) and source.bias.requires_grad for source in sources):
-        raise ValueError("a source's bias must not require a gradient: it gets none, pass bias.detach()")
     L, N = q.shape[2], window.k.shape[2]
     chosen = resolve_backend(
         backend,
@@ -94,14 +92,18 @@ def pool_groups(
     scale: float,
     key_pooling: Pooling,
     value_pooling: Pooling,
+    return_lse: bool = False,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """One entry per group: keys ``[B, K, G, D]`` and values ``[B, K, G, Dv]`` of G groups of c tokens.
+
+    Then, with ``return_lse``, the log-sum-exp of each group's scores ``[B, K, G]`` (natural, float32 or wider).
 
     k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j holds columns ``[start + c * j,
     start + c * (j + 1))``, start >= 0. summary ``[B, K, G, D]`` float32 or
     wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see
-    `pool`) asks for scores. The entry of a group that reaches past column N is finite but undefined.
+    `pool`) asks for scores and no log-sum-exp is wanted. The entry of a group that reaches past column N is finite but
+    undefined.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
@@ -116,13 +118,15 @@ def pool_groups(
             scale=scale,
             key_pooling=key_pooling,
             value_pooling=value_pooling,
+            return_lse=return_lse,
         )
     groups_k, groups_v = (chunks(x, start, num_groups, group_size) for x in (k, v))
     if summary is None:
         scores = k.new_zeros(groups_k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))
     else:
         scores = operations.group_scores(summary, groups_k, scale=scale)
-    return operations.pool(groups_k, scores, how=key_pooling), operations.pool(groups_v, scores, how=value_pooling)
+    pooled = operations.pool(groups_k, scores, how=key_pooling), operations.pool(groups_v, scores, how=value_pooling)
+    return (*pooled, scores.logsumexp(-1)) if return_lse else pooled
 
 
 def decode_step(

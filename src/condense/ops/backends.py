@@ -26,7 +26,7 @@ class Operations(NamedTuple):
     summarize: Callable[..., Tensor]
     group_scores: Callable[..., Tensor]
     pool: Callable[..., Tensor]
-    pool_groups: Callable[..., tuple[Tensor, Tensor]] | None
+    pool_groups: Callable[..., tuple[Tensor, ...]] | None
     importance: Callable[..., Tensor]
 
 

@@ -31,7 +31,7 @@ class Source(NamedTuple):
     """Keys and values of which each query sees one span.
 
     k ``[B, K, N, D]``, v ``[B, K, N, Dv]``; all sources have one dtype and device. bias is added to the scaled scores
-    of its entries: a number for all of them, or float ``[B|1, K|1, N]``, which gets no gradient; None for none.
+    of its entries: a number for all of them, or float ``[B|1, K|1, N]``; None for none.
     """
 
     k: Tensor

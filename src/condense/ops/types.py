@@ -6,7 +6,8 @@ takes ``represent`` and ``entry_bias``, for methods whose settings do not say ho
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
    rule.pooled(seen, d)``; its entries, made of its tokens and the mean of the newest ``num_summary`` queries, go to
-   ``[a + p * j, a + p * (j + 1))`` of the entries, after the a entries that stand for the row's prompt;
+   ``[a + p * j, a + p * (j + 1))`` of the entries (and of their biases), after the a entries that stand for the row's
+   prompt;
 3. the query attends to entries ``[0, a + rule.visible_entries(closed))`` and to the tokens from position
    ``closed * c`` on, ``closed = rule.closed(n)``, as `condense.ops.attend` does;
 4. seen becomes n.
@@ -123,6 +124,8 @@ class StepState(NamedTuple):
     prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once, entries that stand for it, and how
     many of these, the first ones, are single tokens; zeros for methods that read no prompt at once.
     arrived int32 ``[B, K + 1]`` on the device: counters of the parts of a step that are done; 0 between steps.
+    biases float32 or wider ``[B, K, M, 1]``, contiguous: each entry's own bias; ``[B, K, 0, 1]`` if they have none
+    (`StepSettings.matched`).
     """
 
     entries_k: Tensor
@@ -133,11 +136,12 @@ class StepState(NamedTuple):
     seen: Tensor
     prompt: Tensor
     arrived: Tensor
+    biases: Tensor
 
     @property
     def entries(self) -> tuple[Tensor, ...]:
-        """Keys and values of the entries."""
-        return self.entries_k, self.entries_v
+        """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
+        return (self.entries_k, self.entries_v, self.biases)[: 3 if self.biases.shape[2] > 0 else 2]
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,7 @@ class StepSettings:
     num_focal: how many tokens of a chunk become entries of their own: those with the highest scores, ties to the
     earlier; they come first, in order of position. The others are pooled. weight_scale: scale of a chunk's scores,
     None: attention's. reads_prompt: True if the method reads prompts at once, so that ``StepState.prompt`` is read.
+    matched: each entry has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
     """
 
     rule: UniformRule
@@ -160,6 +165,7 @@ class StepSettings:
     num_focal: int = 0
     weight_scale: float | None = None
     reads_prompt: bool = False
+    matched: bool = False
 
     def __post_init__(self) -> None:
         """Enter the settings into the table that `numbered_settings` looks them up in."""

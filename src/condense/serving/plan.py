@@ -84,6 +84,8 @@ def serving_plan(method: Method) -> ServingPlan:
         raise ValueError(
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use summary='streaming'"
         )
+    if method.rep_bias == "matched":
+        raise ValueError(f"pages have no room for the biases of {method}: use rep_bias='log_size'")
     settings = step_settings(method)
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
     if g < 2:

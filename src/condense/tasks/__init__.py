@@ -1,6 +1,6 @@
 """Data to train and evaluate models on: text corpora, and numbers hidden in text."""
 
-from condense.tasks.corpus import Corpus, encode_corpus, load_corpus, read_documents
+from condense.tasks.corpus import Corpus, encode_corpus, load_corpus, read_documents, read_json_lines
 from condense.tasks.passkeys import FORMS, Key, draw_keys, hide, key_line, question_prompt
 from condense.tasks.sequences import PasskeySequence, SequenceBuilder
 from condense.tasks.words import Words, common_words, load_words
@@ -21,4 +21,5 @@ __all__ = [
     "load_words",
     "question_prompt",
     "read_documents",
+    "read_json_lines",
 ]

@@ -49,7 +49,14 @@ def read_documents(paths: Sequence[str | Path], kind: str | None = None) -> Iter
         if not path.is_file():
             raise ValueError(f"paths: wanted an existing text file, got {path}")
         if path.suffixes[-2:] == [".jsonl", ".zst"] or path.suffix == ".jsonl":
-            yield from _read_json_lines(path, kind)
+            for number, record in enumerate(read_json_lines(path), start=1):
+                if kind is not None and record.get("kind") != kind:
+                    continue
+                if not isinstance(record.get("text"), str):
+                    raise ValueError(
+                        f"paths: wanted JSON objects with a text field, got another line {number} in {path}"
+                    )
+                yield record["text"]
         else:
             try:
                 yield path.read_text(encoding="utf-8")
@@ -129,7 +136,11 @@ def newline_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [index for index, text in enumerate(texts) if text.endswith("\n")]
 
 
-def _read_json_lines(path: Path, kind: str | None) -> Iterator[str]:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a ``.jsonl`` or ``.jsonl.zst`` file, one per line; empty lines are left out.
+
+    Raises ValueError for a line that is no JSON object, and for a compressed file without the package zstandard.
+    """
     with path.open("rb") as file, _decompressed(file, path) as stream:
         # Lines of bytes end at "\n" alone: some texts hold other line breaks of Unicode, which end no record.
         for number, line in enumerate(stream, start=1):
@@ -137,12 +148,11 @@ def _read_json_lines(path: Path, kind: str | None) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-                if kind is None or record.get("kind") == kind:
-                    yield record["text"]
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
-                raise ValueError(
-                    f"paths: wanted JSON objects with a text field, got another line {number} in {path}"
-                ) from error
+            except ValueError as error:
+                raise ValueError(f"paths: wanted JSON objects, got another line {number} in {path}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"paths: wanted JSON objects, got another line {number} in {path}")
+            yield record
 
 
 @contextlib.contextmanager

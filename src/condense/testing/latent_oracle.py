@@ -106,6 +106,7 @@ def _row(
     dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
     own = [_expand(c[i], k_rope[i], w_uk, w_uv) for i in range(L)]
     made: dict[Any, tuple[Tensor, Tensor]] = {}
+    biases: dict[Any, Tensor] = {}
     groups: Any
     results = []
     for t in range(L):
@@ -115,6 +116,7 @@ def _row(
             for group, (members, weights) in zip(groups, parts, strict=True):
                 if group not in made:
                     made[group] = _expand(weights @ c[members], weights @ k_rope[members], w_uk, w_uv)
+                    biases[group] = oracle_dga.group_bias(method, weights)
         else:
             groups, exact = oracle.visible(method, t)
             for j in groups:
@@ -122,14 +124,24 @@ def _row(
                     positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
                     summary = q[:, list(positions)].mean(1)
                     made[j] = _expand(*representative(method, j, summary, c, k_rope, w_uk, scale), w_uk, w_uv)
+                    biases[j] = _bias(method, j, made[j][0], summary, [key for key, _ in own], scale)
         seen = [made[j] for j in groups] + [own[i] for i in exact]
         keys, values = (torch.stack(parts, 1) for parts in zip(*seen, strict=True))
         logits = scale * (q[:, t, None] * keys).sum(-1)
-        if getattr(method, "rep_bias", "none") == "log_size":
-            logits = logits + logits.new_tensor([math.log(method.group_size)] * len(groups) + [0.0] * len(exact))
+        if groups:
+            logits = logits + torch.cat([torch.stack([biases[j] for j in groups]), logits.new_zeros(len(exact))])
         weights = logits.softmax(-1)
         results.append(((weights[..., None] * values).sum(1), logits.logsumexp(-1)))
     return results
+
+
+def _bias(method: Any, j: int, entry: Tensor, summary: Tensor, keys: list[Tensor], scale: float) -> Tensor:
+    """The bias of group j's entry, with keys ``[H, width]`` of heads; summary ``[H, width]``: scores are their mean."""
+    g = method.group_size
+    if method.rep_bias != "matched":
+        return entry.new_tensor(math.log(g) if method.rep_bias == "log_size" else 0.0)
+    members = torch.stack([key.flatten() for key in keys[j * g : (j + 1) * g]])
+    return oracle.match(summary.flatten() / len(summary), members, entry.flatten(), scale)
 
 
 def representative(

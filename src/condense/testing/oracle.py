@@ -72,6 +72,23 @@ def representative(
     return pool(k[members], scores, method.key_pooling), pool(v[members], scores, method.value_pooling)
 
 
+def entry_bias(
+    method: Any, j: int, entry: Tensor, qbar: Tensor, k: Tensor, scale: float, prompt: int | None = None
+) -> Tensor:
+    """What is added to the scaled score of group j's entry, whose key is ``entry`` ``[D]``; others as above."""
+    g = method.group_size
+    if method.rep_bias != "matched":
+        return k.new_tensor(math.log(g) if method.rep_bias == "log_size" else 0.0)
+    positions = summary_positions(method, j, len(k) if prompt is None else prompt)
+    summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
+    return match(summary, k[j * g : (j + 1) * g], entry, scale)
+
+
+def match(summary: Tensor, keys: Tensor, entry: Tensor, scale: float) -> Tensor:
+    """The bias by which ``entry`` ``[D]`` weighs for ``summary`` ``[D]`` what the keys ``[g, D]`` weigh together."""
+    return torch.stack([scale * ((key - entry) * summary).sum() for key in keys]).exp().sum().log()
+
+
 def pool(x: Tensor, scores: Tensor, how: str) -> Tensor:
     """Rows of x ``[g, width]`` as one, ``[width]``, by a pooling's name; scores ``[g]``."""
     if how == "weighted":
@@ -133,17 +150,19 @@ def _row(
     """One row and KV head. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``; per query out ``[R, Dv]`` and lse ``[R]``."""
     qbar = q.sum(0) / len(q)
     made: dict[int, tuple[Tensor, Tensor]] = {}
+    biases: dict[int, Tensor] = {}
     outs, lses = [], []
     for t in range(len(k)):
         groups, exact = visible(method, t)
         for j in groups:
             if j not in made:
                 made[j] = representative(method, j, qbar, k, v, scale, prompt)
+                biases[j] = entry_bias(method, j, made[j][0], qbar, k, scale, prompt)
         keys = torch.stack([made[j][0] for j in groups] + [k[i] for i in exact])
         values = torch.stack([made[j][1] for j in groups] + [v[i] for i in exact])
         logits = scale * q[:, t] @ keys.T
-        if getattr(method, "rep_bias", "none") == "log_size":
-            logits = logits + logits.new_tensor([math.log(method.group_size)] * len(groups) + [0.0] * len(exact))
+        if groups:
+            logits = logits + torch.cat([torch.stack([biases[j] for j in groups]), logits.new_zeros(len(exact))])
         top = logits.amax(-1, keepdim=True)
         weights = (logits - top).exp()
         outs.append(weights @ values / weights.sum(-1, keepdim=True))

@@ -167,15 +167,22 @@ def row(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     plan = Row(method, q, k, scale, len(k) if prompt is None else prompt)
-    bias = math.log(method.group_size) if method.rep_bias == "log_size" else 0.0
     outs, lses = [], []
     for t in range(len(k)):
         exact, groups = plan.sees(t)
+        bias = [group_bias(method, weights)[None] for _, weights in groups]
         keys, values = ([x[i] for i in exact] + [weights @ x[members] for members, weights in groups] for x in (k, v))
-        logits = scale * q[:, t] @ torch.stack(keys).T + k.new_tensor([0.0] * len(exact) + [bias] * len(groups))
+        logits = scale * q[:, t] @ torch.stack(keys).T + torch.cat([k.new_zeros(len(exact)), *bias])
         outs.append(logits.softmax(-1) @ torch.stack(values))
         lses.append(logits.logsumexp(-1))
     return outs, lses
+
+
+def group_bias(method: Any, weights: Tensor) -> Tensor:
+    """The bias of a group's entry, from the weights of its tokens; a matched one is their entropy."""
+    if method.rep_bias == "matched":
+        return -(weights * weights.log()).sum()
+    return weights.new_tensor(math.log(method.group_size) if method.rep_bias == "log_size" else 0.0)
 
 
 def seen_and_pooled(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,13 @@ def opened(method: Any, queries: Tensor, k: Tensor, closed: int, scale: float) -
         total = math.log(sum(math.exp(s) for s in scores))
         shares.append([s - total for s in scores])
     best = [max(of_heads) for of_heads in zip(*shares, strict=True)]
-    return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[: method.num_recall])
+    return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[: num_opened(method, closed)])
+
+
+def num_opened(method: Any, closed: int) -> int:
+    """How many of ``closed`` groups a query opens."""
+    r = method.num_recall
+    return min(r, closed) if isinstance(r, int) else math.ceil(Decimal(str(r)) * closed)
 
 
 def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float) -> list[Key]:
@@ -101,7 +108,8 @@ def choose(
 
     q ``[B, H, S, D]``; codes and grid of G groups; closed int64 ``[B|1, 1, S]``: groups that each query may open.
     """
-    K, G, r = codes.shape[1], codes.shape[2], method.num_recall
+    K, G = codes.shape[1], codes.shape[2]
+    wanted = torch.tensor([num_opened(method, n) for n in range(int(closed.max()) + 1)], device=q.device)[closed]
     settings, rows = method.index_settings, index_rows(method, codes, grid, q.shape[3])
     is_closed = torch.arange(G, device=q.device) < closed[..., None]
     best = q.new_full((q.shape[0], K, q.shape[2], G), -math.inf, dtype=torch.float64)
@@ -117,12 +125,15 @@ def choose(
         best = torch.maximum(best, scores - scores.logsumexp(-1, keepdim=True))
     best = best.masked_fill(~is_closed, -math.inf)
     values, order = best.sort(dim=-1, descending=True, stable=True)  # ties to the lower group
-    chosen = torch.zeros_like(is_closed.expand_as(best)).scatter_(3, order[..., :r], True) & is_closed
-    if not 0 < r < G:
+    place = torch.arange(G, device=q.device).expand_as(order)
+    chosen = torch.zeros_like(is_closed.expand_as(best)).scatter_(3, order, place < wanted[..., None]) & is_closed
+    if G < 2:
         return chosen, torch.ones_like(chosen[..., 0])
     # sums of D products in float32
     error = 64 * torch.finfo(torch.float32).eps * largest
-    return chosen, (values[..., r - 1] - values[..., r] > error) | (closed <= r)
+    at = wanted.clamp(1, G - 1)[..., None].expand(*values.shape[:3], 1)
+    gap = (values.gather(3, at - 1) - values.gather(3, at))[..., 0]
+    return chosen, (gap > error) | (wanted == 0) | (wanted >= closed)
 
 
 def _products(query: Tensor, rows: Tensor) -> Tensor:

@@ -11,20 +11,31 @@ from condense.config import check_choice, check_int, check_number, check_positiv
 from condense.methods import Method
 
 Mix = Literal["dense", "condensed", "alternate"]
+Schedule = Literal["cosine", "constant"]
+Trained = Literal["all", "qkv", "qkvo", "lora"]
 _MIXES = ("dense", "condensed", "alternate")
+_SCHEDULES = ("cosine", "constant")
+_TRAINED = ("all", "qkv", "qkvo", "lora")
+_LORA_TARGETS = ("qkv", "qkvo", "all-linear")
 _DTYPES = ("float32", "bfloat16")
+_GROWING = 2 / 3  # of the steps: by then the groups have their full size
 
 
 @dataclass(frozen=True)
 class PhaseConfig:
-    """One stretch of training with one sequence length and one learning rate schedule: warm-up, cosine to 0.
+    """One stretch of training with one sequence length and one learning rate schedule.
 
     name: names the folder of the phase's checkpoints. steps: optimizer steps. sequence_length: tokens per sequence.
     batch_size: sequences per optimizer step.
     mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock attention in
     even steps, ``method`` in odd ones, on the same weights. method: the condensed attention; needed unless ``mix`` is
     ``"dense"``.
-    learning_rate: its peak. warmup_steps: steps until the peak. weight_decay: AdamW's, on matrices.
+    group_sizes: the method's group sizes at the start, ascending, all below its own: the first two thirds of the steps
+    are divided evenly among these and its own, which the last third has too. Empty: its own throughout.
+    distill: share of the KL to the model's dense self in the loss of every step, 0 to 1; the rest is cross entropy. The
+    dense self is the model as the phase begins, with dense attention.
+    learning_rate: its peak. warmup_steps: steps until the peak. schedule: what follows it, ``"cosine"`` down to 0 or
+    ``"constant"``. weight_decay: AdamW's, on matrices. max_grad_norm: longer gradients are scaled down to it.
     task_share: share of the sequences with hidden numbers and questions; the others are plain text. keys: fewest and
     most hidden numbers in one sequence, drawn uniformly. answer_weight: weight in the loss of an answer's tokens; all
     others weigh 1.
@@ -41,12 +52,16 @@ class PhaseConfig:
     batch_size: int
     mix: Mix = "dense"
     method: Method | None = None
+    group_sizes: tuple[int, ...] = ()
+    distill: float = 0.0
     learning_rate: float = 2e-3
     warmup_steps: int = 100
+    schedule: Schedule = "cosine"
     task_share: float = 0.5
     keys: tuple[int, int] = (2, 8)
     answer_weight: float = 5.0
     weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
     gradient_checkpointing: bool = False
     checkpoint_steps: int = 1000
@@ -65,14 +80,38 @@ class PhaseConfig:
         check_choice("mix", self.mix, _MIXES)
         if self.mix != "dense" and self.method is None:
             raise ValueError(f"method: wanted a method for mix {self.mix!r}, got None")
+        if self.group_sizes:
+            self._check_group_sizes()
+        check_choice("schedule", self.schedule, _SCHEDULES)
+        check_number("distill", self.distill, 0, 1)
         check_number("task_share", self.task_share, 0, 1)
         for count in self.keys:
             check_int("keys", count, 1)
         if len(self.keys) != 2 or self.keys[0] > self.keys[1]:
             raise ValueError(f"keys: wanted the fewest and the most, got {self.keys}")
         check_positive("learning_rate", self.learning_rate)
+        check_positive("max_grad_norm", self.max_grad_norm)
         for field in ("answer_weight", "weight_decay"):
             check_number(field, getattr(self, field), 0, math.inf)
+
+    def attention_at(self, step: int) -> Method | None:
+        """The method of an optimizer step, counted from 0; None: the step has dense attention."""
+        if self.mix == "dense" or (self.mix == "alternate" and step % 2 == 0):
+            return None
+        assert self.method is not None
+        stage = int(step / (self.steps * _GROWING) * (len(self.group_sizes) + 1))
+        if stage >= len(self.group_sizes):
+            return self.method
+        return self.method.replace(group_size=self.group_sizes[stage])
+
+    def _check_group_sizes(self) -> None:
+        for size in self.group_sizes:
+            check_int("group_sizes", size, 1)
+        own = getattr(self.method, "group_size", None)
+        if self.mix == "dense" or own is None:
+            raise ValueError(f"group_sizes: wanted a method with groups to train with, got {self.method}")
+        if list(self.group_sizes) != sorted({*self.group_sizes, own} - {own}) or self.group_sizes[-1] > own:
+            raise ValueError(f"group_sizes: wanted ascending sizes below the method's {own}, got {self.group_sizes}")
 
 
 @dataclass(frozen=True)
@@ -85,6 +124,9 @@ class TrainConfig:
     architecture: a fresh model: the arguments of ``AutoConfig.for_model``, ``vocab_size`` included. pretrained: the
     folder or name of a saved model to adapt, instead of ``architecture``. dtype: of the weights; with ``"bfloat16"``
     the optimizer keeps a float32 copy.
+    train: the weights that are trained: ``"all"``, those of the attention's projections (``"qkv"``, or ``"qkvo"`` with
+    the output's), or ``"lora"``: adapters (PEFT), which alone are saved. lora_rank: their rank; they are scaled by 2.
+    lora_targets: the layers that get one: ``"qkv"``, ``"qkvo"`` or ``"all-linear"``.
     cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``. workers: processes
     that build sequences; 0 builds them in the training process.
     save_condensed: the finished model is saved with the last phase's method, so that it loads condensed. shard_size: no
@@ -101,6 +143,9 @@ class TrainConfig:
     architecture: Mapping[str, Any] | None = None
     pretrained: str | Path | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
+    train: Trained = "all"
+    lora_rank: int = 16
+    lora_targets: str = "all-linear"
     cache: Path | None = None
     workers: int = 0
     save_condensed: bool = False
@@ -116,6 +161,11 @@ class TrainConfig:
         if (self.architecture is None) == (self.pretrained is None):
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
         check_choice("dtype", self.dtype, _DTYPES)
+        check_choice("train", self.train, _TRAINED)
+        check_choice("lora_targets", self.lora_targets, _LORA_TARGETS)
+        check_int("lora_rank", self.lora_rank, 1)
+        if self.train == "lora" and (self.pretrained is None or len(self.phases) > 1):
+            raise ValueError("train: wanted 'lora' with a pretrained model and one phase, got another run")
         check_int("seed", self.seed, 0)
         check_int("workers", self.workers, 0)
         if self.save_condensed and self.phases[-1].method is None:

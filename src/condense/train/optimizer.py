@@ -1,10 +1,21 @@
 """AdamW that keeps float32 copies of low-precision weights."""
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters as AdamW takes them: matrices with weight decay; vectors (norms, biases) without."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -21,10 +32,8 @@ class MasterAdamW(torch.optim.AdamW):
     def __init__(
         self, model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1
     ) -> None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        matrices = [parameter for parameter in trained if parameter.dim() >= 2]
-        vectors = [parameter for parameter in trained if parameter.dim() < 2]
-        self._model_parameters = matrices + vectors
+        stored = parameter_groups(model, weight_decay)
+        self._model_parameters = [parameter for group in stored for parameter in group["params"]]
         self._masters = [
             # float32 parameters are trained themselves: a copy would only cost memory
             parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
@@ -35,12 +44,10 @@ class MasterAdamW(torch.optim.AdamW):
             for parameter, master in zip(self._model_parameters, self._masters, strict=True)
             if parameter is not master
         ]
-        groups = [
-            {"params": self._masters[: len(matrices)], "weight_decay": weight_decay},
-            {"params": self._masters[len(matrices) :], "weight_decay": 0.0},
-        ]
-        fused = all(parameter.is_cuda for parameter in trained)
-        super().__init__([group for group in groups if group["params"]], lr=lr, betas=betas, fused=fused)
+        masters = iter(self._masters)
+        groups = [{**group, "params": list(islice(masters, len(group["params"])))} for group in stored]
+        fused = all(parameter.is_cuda for parameter in self._model_parameters)
+        super().__init__(groups, lr=lr, betas=betas, fused=fused)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

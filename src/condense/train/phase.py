@@ -1,31 +1,28 @@
 """One phase of training: Hugging Face's Trainer set up for it, and the checkpoints it resumes from."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from accelerate.utils import parse_flag_from_env
+from torch import nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
-from condense.train.optimizer import MasterAdamW
-from condense.train.trainer import MixedTrainer
+from condense.train.plan import plan_of
+from condense.train.trainer import COMPLETE, MixedTrainer
+from condense.train.watch import Watch
 
 
 def train_phase(
-    model: PreTrainedModel,
+    model: nn.Module,
     dataset: TrainingSequences,
     phase: PhaseConfig,
     folder: Path,
@@ -34,27 +31,32 @@ def train_phase(
     workers: int = 0,
     checkpoint: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-) -> list[dict[str, Any]]:
-    """Train ``model`` in place.
+) -> MixedTrainer:
+    """Train ``model`` in place, in all processes that `accelerate launch` or `torchrun` has started.
 
-    model: a causal LM with stock attention; moved to the GPU if there is one. dataset: the phase's sequences, in order.
-    folder: where checkpoints go. seed: of Trainer. workers: processes that build sequences.
-    checkpoint: a checkpoint of the same phase to go on from. callbacks: Trainer's, called between steps, when the model
-    has stock attention.
-    Returns Trainer's log history: one entry per ``phase.logging_steps`` steps.
-    Raises ValueError if several GPUs are visible to one process.
+    The plan is printed before the first step. Under FSDP2 (``ACCELERATE_USE_FSDP``) weights and optimizer are spread
+    over the processes; otherwise each has all of them (DDP).
+
+    model: a causal LM with stock attention, or PEFT around one; moved to the GPU if there is one. dataset: the phase's
+    sequences, in order. folder: where checkpoints and the log go. seed: of Trainer. workers: processes that build
+    sequences. checkpoint: a checkpoint of the same phase to go on from. callbacks: Trainer's, called between steps,
+    when the model has stock attention.
+    Returns the trainer: ``state.log_history`` has one entry per ``phase.logging_steps`` steps.
+    Raises ValueError if several GPUs are visible to one process, a batch has no sequence for each process and part, or
+    FSDP is asked for where it cannot be; and if training must stop (see `MixedTrainer`).
     """
-    interactive = sys.stderr.isatty()
+    interactive, sharded = sys.stderr.isatty(), parse_flag_from_env("ACCELERATE_USE_FSDP")
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
-        per_device_train_batch_size=phase.batch_size // phase.gradient_accumulation_steps,
         gradient_accumulation_steps=phase.gradient_accumulation_steps,
         learning_rate=phase.learning_rate,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type="cosine" if phase.schedule == "cosine" else "constant_with_warmup",
         warmup_steps=phase.warmup_steps,
-        max_grad_norm=1.0,
+        max_grad_norm=phase.max_grad_norm,
+        bf16=sharded and next(model.parameters()).dtype == torch.bfloat16,  # else the weights are bfloat16 themselves
         seed=seed,
+        use_cpu=not torch.accelerator.is_available(),  # without it several processes would not find each other there
         # The dataset is random already; in its own order, a resumed run sees the same sequences.
         train_sampling_strategy="sequential",
         dataloader_num_workers=workers,
@@ -72,24 +74,37 @@ def train_phase(
     )
     if arguments.n_gpu > 1:
         raise ValueError(
-            f"model: wanted one visible GPU, got {arguments.n_gpu}; set CUDA_VISIBLE_DEVICES to one of them"
+            f"model: wanted one visible GPU, got {arguments.n_gpu}; start one process per GPU with torchrun or "
+            "accelerate launch, or set CUDA_VISIBLE_DEVICES to one of them"
         )
-    model.to(arguments.device)
+    parts = phase.gradient_accumulation_steps * arguments.world_size
+    if phase.batch_size % parts:
+        raise ValueError(
+            f"batch_size: wanted a multiple of gradient_accumulation_steps times processes, {parts}, got "
+            f"{phase.batch_size}"
+        )
+    arguments.per_device_train_batch_size = phase.batch_size // parts
+    trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset)
+    if sharded and not trainer.is_fsdp_enabled:
+        raise ValueError(
+            "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none: start them with torchrun or accelerate launch, "
+            "or unset it"
+        )
+    if arguments.process_index == 0:
+        print(plan_of(model, phase, processes=arguments.world_size, sharded=sharded), flush=True)
     if phase.gradient_checkpointing:
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    optimizer = MasterAdamW(model, lr=phase.learning_rate, weight_decay=phase.weight_decay)
-    use_cache = model.config.use_cache
-    trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, optimizers=(optimizer, None))
-    for callback in callbacks:
+    config: Any = model.config
+    use_cache = config.use_cache
+    for callback in (*callbacks, Watch(phase.name, folder, lines=not interactive)):
         trainer.add_callback(callback)
     if not interactive:
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(_Lines(phase))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    model.config.use_cache = use_cache  # Trainer has turned it off, but the saved model should generate with a cache
-    return list(trainer.state.log_history)
+    config.use_cache = use_cache  # Trainer has turned it off, but the saved model should generate with a cache
+    return trainer
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -97,45 +112,10 @@ def newest_checkpoint(folder: Path) -> Path | None:
     complete = []
     for path in folder.glob("checkpoint-*"):
         try:
-            # Trainer writes this file last.
+            if not (path / COMPLETE).exists():
+                raise ValueError("a process died while it was written")
             state = json.loads((path / "trainer_state.json").read_text())
             complete.append((int(state["global_step"]), path))
         except (OSError, ValueError, KeyError):
             shutil.rmtree(path)
     return max(complete)[1] if complete else None
-
-
-class _Lines(TrainerCallback):
-    """Prints one line per log entry, for output that is not a terminal."""
-
-    def __init__(self, phase: PhaseConfig) -> None:
-        self._phase = phase
-        self._time = time.monotonic()
-        self._step = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._time = time.monotonic()
-        self._step = state.global_step
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        steps = state.global_step - self._step
-        if steps == 0:  # Trainer's summary at the end
-            return
-        now = time.monotonic()
-        tokens = steps * self._phase.batch_size * self._phase.sequence_length
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in (logs or {}).items() if "_" in name)
-        print(
-            f"{self._phase.name} step {state.global_step}/{state.max_steps}  "
-            f"{tokens / (now - self._time) / 1e3:.0f}K tokens/s  {numbers}",
-            flush=True,
-        )
-        self._time, self._step = now, state.global_step

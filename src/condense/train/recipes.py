@@ -1,11 +1,23 @@
 """Recipes: functions that make a training configuration, with all numbers in one place."""
 
+import dataclasses
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from condense.methods import CCA, LCA, Method
-from condense.train.config import Mix, PhaseConfig, TrainConfig
+from condense.train.config import PhaseConfig, TrainConfig
+
+_RUN_FIELDS = ("dtype", "train", "lora_rank", "lora_targets", "shard_size")
+ADAPT_FIELDS = (
+    *(field.name for field in dataclasses.fields(PhaseConfig) if field.name not in ("name", "method")),
+    *_RUN_FIELDS,
+)
+# the settings of the papers, as recipe files
+PRESETS: Mapping[str, Path] = {
+    path.stem: path for path in sorted((Path(__file__).parents[1] / "assets" / "recipes").glob("*.toml"))
+}
 
 DEMO_ARCHITECTURE: Mapping[str, Any] = {
     "model_type": "llama",
@@ -130,36 +142,42 @@ def adapt(
     output: Path,
     *,
     pretrained: str | Path,
-    method: Method,
-    mix: Mix = "alternate",
-    steps: int = 1000,
-    sequence_length: int = 4096,
-    batch_size: int = 16,
-    gradient_accumulation_steps: int = 1,
-    gradient_checkpointing: bool = False,
-    learning_rate: float = 3e-4,
-    dtype: str = "bfloat16",
+    method: Method | str,
     seed: int = 0,
     cache: Path | None = None,
     workers: int = 4,
+    **fields: Any,
 ) -> TrainConfig:
     """Adapt a saved Hugging Face model to a method, on any text, half of it with hidden numbers.
 
-    The adapted model is saved condensed: it loads with the method it was adapted to.
+    By default it learns from its dense self alone (``distill`` 1), groups grow from a quarter of their size, and every
+    other step is dense. The adapted model is saved condensed: it loads with the method it was adapted to.
+
+    method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``dtype``,
+    ``train``, ``lora_rank``, ``lora_targets``, ``shard_size`` of `TrainConfig`.
+    Raises ValueError for another field, and as these two.
     """
-    phase = PhaseConfig(
-        name="adapt",
-        steps=steps,
-        sequence_length=sequence_length,
-        batch_size=batch_size,
-        mix=mix,
-        method=method,
-        learning_rate=learning_rate,
-        warmup_steps=min(100, steps // 10),
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        gradient_checkpointing=gradient_checkpointing,
-        checkpoint_steps=max(1, steps // 4),
-    )
+    unknown = fields.keys() - set(ADAPT_FIELDS)
+    if unknown:
+        raise ValueError(f"recipe: wanted fields of {', '.join(ADAPT_FIELDS)}; got {', '.join(sorted(unknown))}")
+    method = Method.parse(method)
+    steps = fields.get("steps", 1000)
+    values: dict[str, Any] = {
+        "steps": steps,
+        "sequence_length": 4096,
+        "batch_size": 16,
+        "mix": "alternate",
+        "group_sizes": _growing(method),
+        "distill": 1.0,
+        "learning_rate": 3e-4,
+        "dtype": "bfloat16",
+        "warmup_steps": min(100, steps // 10),
+        "checkpoint_steps": max(1, steps // 4),
+        **fields,
+    }
+    values |= {name: tuple(values[name]) for name in ("group_sizes", "keys") if isinstance(values.get(name), list)}
+    of_run = {name: values.pop(name) for name in _RUN_FIELDS if name in values}
+    phase = PhaseConfig(name="adapt", method=method, **values)
     return TrainConfig(
         recipe="adapt",
         seed=seed,
@@ -167,11 +185,33 @@ def adapt(
         output=output,
         pretrained=pretrained,
         phases=(phase,),
-        dtype=dtype,  # type: ignore[arg-type]  # checked by TrainConfig
         cache=cache,
         workers=workers,
         save_condensed=True,
+        **of_run,
     )
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The fields of a recipe file (TOML), as `adapt` takes them.
+
+    Raises ValueError for a file that is missing or no TOML, and for a field that `adapt` does not know.
+    """
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"recipe: wanted a TOML file, got {path}: {error}") from error
+    known = ("data", "pretrained", "method", "seed", "workers", *ADAPT_FIELDS)
+    unknown = fields.keys() - set(known)
+    if unknown:
+        raise ValueError(f"recipe: wanted fields of {', '.join(known)}; got {', '.join(sorted(unknown))} in {path}")
+    return fields
+
+
+def _growing(method: Method) -> tuple[int, ...]:
+    """A quarter and a half of the method's group size, if it has groups of that many tokens."""
+    size = getattr(method, "group_size", 0)
+    return (size // 4, size // 2) if size >= 8 and size % 4 == 0 else ()
 
 
 def smoke(

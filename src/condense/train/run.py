@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +32,7 @@ from condense.train.data import TrainingSequences
 from condense.train.phase import newest_checkpoint, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
+from condense.train.trained import set_trained
 
 REPORT = "training.json"
 
@@ -87,25 +90,29 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     and for no such phase; for a model that the method cannot condense or that is too short for a phase, and for a
     method that cannot be trained.
     """
-    refuse_existing(config.output, "output")
-    if config.work.exists() and not resume:
-        raise ValueError(
-            f"resume: wanted True, since an unfinished run lies in {config.work}, got False; to start another run, "
-            "delete that folder or choose another output"
-        )
+    processes = PartialState(cpu=not torch.accelerator.is_available())
+    if processes.is_main_process:
+        refuse_existing(config.output, "output")
+        if config.work.exists() and not resume:
+            raise ValueError(
+                f"resume: wanted True, since an unfinished run lies in {config.work}, got False; to start another run, "
+                "delete that folder or choose another output"
+            )
     names = [phase.name for phase in config.phases]
     if until is not None and until not in names:
         raise ValueError(f"until: wanted one of {', '.join(names)}, got {until!r}")
     _check_model(config)
     begun = config.work.exists()
+    processes.wait_for_everyone()
     try:
-        check_same_run(config)
-        prepared = prepare(config)
+        with processes.main_process_first():  # which writes the record and the encoded text; the others read them
+            check_same_run(config)
+            prepared = prepare(config)
         for phase in config.phases:
             _builder(prepared, phase)
     except BaseException:
         # no step was taken yet: leave no work folder, which would have to be resumed or deleted
-        if not begun:
+        if not begun and processes.is_main_process:
             shutil.rmtree(config.work, ignore_errors=True)
         raise
     start: Path | None = None
@@ -119,7 +126,9 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
         if phase.name == until and phase is not config.phases[-1]:
             return start
     assert start is not None
-    _finish(config, start, reports)
+    if processes.is_main_process:
+        _finish(config, start, reports)
+    processes.wait_for_everyone()
     return config.output
 
 
@@ -132,28 +141,47 @@ def _run_phase(
     folder: Path,
 ) -> None:
     """Train one phase from ``start`` (``None``: from the configuration's own start) into ``folder/model``."""
-    seed = config.seed
+    seed, processes = config.seed, PartialState()
     set_seed(seed)
-    model = _load(start, config.dtype) if start is not None else _first_model(config, prepared.tokenizer)
+    stock = _load(start, config.dtype) if start is not None else _first_model(config, prepared.tokenizer)
+    model = set_trained(stock, config)
     dataset = TrainingSequences(_builder(prepared, phase), phase, seed=(seed, index))
-    checkpoint = newest_checkpoint(folder)
+    with processes.main_process_first():  # which removes half-written ones
+        checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
-    history = train_phase(model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint)
+    trainer = train_phase(model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint)
     report = {
         "phase": phase,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "tokens": phase.steps * phase.batch_size * phase.sequence_length,
         "seconds": round(time.monotonic() - began, 1),
         "resumed_from": checkpoint.name if checkpoint else None,
-        "history": history,
+        "history": trainer.state.log_history,
     }
-    write_results(folder / REPORT, report, seed=seed, overwrite=True)
+    # gathered from all processes, of which the first writes
+    weights = trainer.accelerator.get_state_dict(model) if trainer.is_fsdp_enabled else None
+    if processes.is_main_process:
+        _write_phase(config, phase, prepared, model, weights, folder, report)
+    processes.wait_for_everyone()
 
+
+def _write_phase(
+    config: TrainConfig,
+    phase: PhaseConfig,
+    prepared: Prepared,
+    model: nn.Module,
+    weights: dict[str, torch.Tensor] | None,
+    folder: Path,
+    report: Mapping[str, Any],
+) -> None:
+    """Write a phase's report and model, ``weights`` if they are not None; then drop its checkpoints."""
+    write_results(folder / REPORT, report, seed=config.seed, overwrite=True)
     condensed = config.save_condensed and phase is config.phases[-1]
 
     def write(path: Path) -> None:
         with use(model, phase.method) if condensed and phase.method is not None else contextlib.nullcontext():
-            model.save_pretrained(path, max_shard_size=config.shard_size)
+            saved: Any = model
+            saved.save_pretrained(path, max_shard_size=config.shard_size, state_dict=weights)
         prepared.tokenizer.save_pretrained(path)
 
     _write_folder(folder / "model", write)

@@ -1,38 +1,71 @@
-"""Hugging Face's Trainer with a weighted loss, and steps that alternate dense and condensed attention."""
+"""Hugging Face's Trainer with the loss, the attention and the teacher of each step, and checkpoints that are whole."""
+
+from __future__ import annotations
 
 import contextlib
+import math
+import shutil
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import Trainer
 
 from condense.models import use
 from condense.train.config import PhaseConfig
+from condense.train.loss import TokenLoss, token_loss
+from condense.train.optimizer import MasterAdamW, parameter_groups
+from condense.train.teacher import Teacher
+
+COMPLETE = "complete"  # the file in a checkpoint that all processes have finished
 
 
 class MixedTrainer(Trainer):
-    """Trains one phase; ``phase.mix`` decides which steps are condensed.
+    """Trains one phase; ``phase.attention_at`` decides the attention of a step.
 
-    Beside the loss it logs, separately for dense and condensed steps since the last entry, the loss and the share of
-    answer tokens whose most likely prediction is right.
+    Beside the loss it logs, separately for dense and condensed steps since the last entry, the cross entropy, the KL to
+    the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, and the most
+    memory that was allocated. The loss is a mean over all tokens of a step, in whatever parts and processes it is
+    computed.
 
-    arguments: Trainer's own keyword arguments.
+    phase: what is trained. arguments: Trainer's own.
     """
 
     def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._phase = phase
-        # The loss is a mean over one part of a batch; Trainer then divides by the number of parts.
-        self.model_accepts_loss_kwargs = False
+        self._teacher: Teacher | None = None
+        if phase.distill:
+            self._teacher = Teacher(self.model, self.args.device, sharded=self.is_fsdp_enabled)
+        # so that Trainer counts the weights of all parts of a batch before the first is computed
+        self.model_accepts_loss_kwargs = True
         self._sums: dict[str, torch.Tensor] = {}
+        self._since = time.monotonic(), 0
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """AdamW with float32 copies of low-precision weights; FSDP's shards are float32 themselves."""
+        optimizer: torch.optim.Optimizer | None = vars(self).get("optimizer")
+        if optimizer is None:
+            trained, phase = self.model if model is None else model, self._phase
+            if self.is_fsdp_enabled:
+                groups = parameter_groups(trained, phase.weight_decay)
+                optimizer = torch.optim.AdamW(groups, lr=phase.learning_rate, betas=(0.9, 0.95))
+            else:
+                optimizer = MasterAdamW(trained, lr=phase.learning_rate, weight_decay=phase.weight_decay)
+            self.optimizer = optimizer
+        return optimizer
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """One forward and backward pass; condensed or dense as the phase says for this optimizer step."""
-        method = self._phase.method if self._condensed() else None
+        """One forward and backward pass, with the attention that the phase has in this optimizer step."""
+        inputs = self._prepare_inputs(inputs)
+        if self._teacher is not None:
+            with self.compute_loss_context_manager():
+                inputs["teacher"] = self._teacher.logits(self._stock(model), inputs["input_ids"])
+        method = self._phase.attention_at(self.state.global_step)
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         attention = contextlib.nullcontext() if method is None else use(self._stock(model), method)
         with attention:
@@ -46,50 +79,94 @@ class MixedTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The mean of the tokens' cross entropies, weighted by ``loss_weights``."""
+        """This part's share of the mean over all tokens of the step, weighted by ``loss_weights``."""
         output = model(input_ids=inputs["input_ids"], use_cache=False)
         # shifts the targets, not the logits: slicing the last position off the logits would copy all of them
-        targets = inputs["input_ids"].roll(-1, dims=1)
-        weights = inputs["loss_weights"].roll(-1, dims=1)
-        loss = weighted_cross_entropy(output.logits, targets, weights)
-        self._count(output.logits.detach(), targets, weights, loss.detach())
+        targets = inputs["input_ids"].roll(-1, dims=1).flatten()
+        weights = inputs["loss_weights"].roll(-1, dims=1).flatten()
+        teacher = inputs.get("teacher")
+        sums = token_loss(
+            output.logits.flatten(0, 1),
+            targets,
+            weights,
+            None if teacher is None else teacher.flatten(0, 1),
+            self._phase.distill,
+        )
+        self._count(sums)
+        # the gradients of the processes are averaged, so each must hold its part times their number
+        loss = sums.loss * (self.accelerator.num_processes / num_items_in_batch)
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with Trainer's own numbers, loss and accuracy of dense and condensed steps since the last entry."""
-        sums = {name: value.tolist() for name, value in self._sums.items()}
-        self._sums.clear()
-        for kind, (steps, loss, answers, right) in sums.items():
-            logs[f"{kind}_loss"] = round(loss / steps, 4)
+        """Log, with Trainer's own numbers, those of the steps since the last entry.
+
+        Raises ValueError if their loss is not finite.
+        """
+        for kind, values in self._totals().items():
+            ce, kl, weights, answers, right = values
+            logs[f"{kind}_loss"] = round(ce / weights, 4)
+            if self._teacher is not None:
+                logs[f"{kind}_kl"] = round(kl / weights, 4)
             if answers:
                 logs[f"{kind}_answer_accuracy"] = round(right / answers, 4)
+        then, step = self._since
+        now, steps = time.monotonic(), self.state.global_step - step
+        if steps:
+            seconds = (now - then) / steps
+            logs["tokens_per_second"] = round(self._phase.batch_size * self._phase.sequence_length / seconds)
+            logs["seconds_left"] = round(seconds * (self.state.max_steps - self.state.global_step))
+        if torch.cuda.is_available():
+            logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        self._since = now, self.state.global_step
         super().log(logs, start_time)
+        self._sums.clear()
 
-    def _condensed(self) -> bool:
-        mix = self._phase.mix
-        return mix == "condensed" or (mix == "alternate" and self.state.global_step % 2 == 1)
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint; only when every process has written its part does it count as one.
+
+        Raises ValueError if the loss or a weight is not finite any more, or the files cannot be written.
+        """
+        self._totals()
+        trained = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters() if p.requires_grad)
+        finite = torch.stack([p.detach().isfinite().all() for p in trained]).all()
+        if not self.accelerator.reduce((~finite).float(), "sum").item() == 0:
+            raise ValueError(self._stopped("wanted finite weights, got others"))
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # each writer has its own class of error for a full disk
+            if self.accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise ValueError(self._stopped(f"could not write {folder}: {error}")) from error
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            (folder / COMPLETE).touch()
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
+        """The weights of all tokens of a step, over all its parts and processes."""
+        weights = torch.stack([batch["loss_weights"].sum() for batch in batch_samples]).sum()
+        return self.accelerator.reduce(weights.to(device), "sum")
 
     def _stock(self, model: nn.Module) -> nn.Module:
         """The model without the wrappers that accelerate may have put around it."""
         stock: nn.Module = self.accelerator.unwrap_model(model)
         return stock
 
-    def _count(self, logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, loss: torch.Tensor) -> None:
+    def _count(self, sums: TokenLoss) -> None:
         # Sums stay on the device, because reading one would wait for it.
-        answers = weights > 1
-        right = (logits.argmax(-1) == targets) & answers
-        step = torch.stack([torch.ones_like(loss, dtype=torch.float32), loss.float(), answers.sum(), right.sum()])
-        kind = "condensed" if self._condensed() else "dense"
+        kind = "dense" if self._phase.attention_at(self.state.global_step) is None else "condensed"
+        step = torch.stack(sums[1:]).double()
         self._sums[kind] = self._sums[kind] + step if kind in self._sums else step
 
+    def _totals(self) -> dict[str, list[float]]:
+        """The sums since the last entry, of all processes. Raises ValueError if one is not finite."""
+        totals = {kind: self.accelerator.reduce(sums, "sum").tolist() for kind, sums in sorted(self._sums.items())}
+        if not all(math.isfinite(value) for values in totals.values() for value in values):
+            raise ValueError(self._stopped("wanted a finite loss, got nan or infinity"))
+        return totals
 
-def weighted_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted mean of the cross entropies: ``sum(w * ce) / sum(w)``, computed in float32.
-
-    logits: ``[B, L, vocabulary]``, any floating dtype. targets: ``[B, L]`` int64. weights: ``[B, L]`` float32, not
-    negative, not all zero.
-    Returns a float32 scalar.
-    """
-    losses = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
-    weights = weights.flatten()
-    return (losses * weights).sum() / weights.sum()
+    def _stopped(self, reason: str) -> str:
+        return (
+            f"training: stopped at step {self.state.global_step}: {reason}; the last good checkpoint lies in "
+            f"{self.args.output_dir}, and the same command with --resume goes on from it"
+        )

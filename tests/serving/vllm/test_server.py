@@ -108,6 +108,15 @@ def test_streaming(server, wanted):
     assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == wanted[1]
 
 
+def test_stop_strings(server, wanted):
+    """A word of the answer ends it, wherever tokens end; with two answers each."""
+    stop = wanted[2].split()[2]
+    status, content = server.complete(PROMPTS[2], stop=[stop], n=2, top_k=1, temperature=1)
+    assert status == 200, content
+    texts = [choice["text"] for choice in json.loads(content)["choices"]]
+    assert texts == [wanted[2].partition(stop)[0]] * 2
+
+
 def test_bad_requests_are_answered_and_change_nothing(server, wanted):
     assert server.ask("POST", "/v1/completions", raw='{"model": "bundled", "prompt":')[0] == 400
     assert server.complete("word " * 2000)[0] == 400

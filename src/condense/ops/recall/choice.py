@@ -6,19 +6,36 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups, D key
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.tensors.per_row import IntT, at_most
+
+# more groups than any row has
+_UNLIMITED = 2**31 - 1
+
+
+class Quota(NamedTuple):
+    """How many of the closed groups a query opens: ``ceil(closed * part / of)``, and at most ``most``."""
+
+    most: int = _UNLIMITED
+    part: int = 1
+    of: int = 1
+
+    def at(self, closed: IntT) -> IntT:
+        """The number for ``closed`` groups, an int or int64 of any shape."""
+        return at_most((closed * self.part + (self.of - 1)) // self.of, self.most)
 
 
 class Choice(Protocol):
-    """The groups that each query opens, as attention reads them. ``num_recall``: the most that any query opens."""
+    """The groups that each query opens, as attention reads them."""
 
-    @property
-    def num_recall(self) -> int: ...  # noqa: D102
+    def most(self, closed: int) -> int:
+        """The most groups that any query opens, ``closed`` being the most that are closed for any."""
+        ...
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
@@ -35,10 +52,9 @@ class ArrayChoice:
 
     mask: Tensor
 
-    @property
-    def num_recall(self) -> int:
-        """The most groups that a query opens."""
-        return int(self.mask.sum(-1).max()) if self.mask.numel() > 0 else 0
+    def most(self, closed: int) -> int:
+        """See `Choice`."""
+        return min(closed, int(self.mask.sum(-1).max())) if self.mask.numel() > 0 else 0
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """See `Choice`."""
@@ -48,7 +64,7 @@ class ArrayChoice:
 
 @dataclass(frozen=True)
 class IndexChoice:
-    """The ``num_recall`` groups with the highest index scores for each query.
+    """The groups with the highest index scores for each query, as many as ``quota`` says.
 
     q ``[B, H, L, D]``: the queries to score the index with, as wide as its keys (absorbed queries for latents). scale:
     attention's, > 0.
@@ -58,13 +74,17 @@ class IndexChoice:
     index: GroupIndex
     settings: IndexSettings
     scale: float
-    num_recall: int
+    quota: Quota
+
+    def most(self, closed: int) -> int:
+        """See `Choice`."""
+        return self.quota.at(closed)
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """See `Choice`."""
         index = self.index.narrow(0, num_groups)
         scores = index_scores(self.q[:, :, start:stop], index, self.settings, self.scale)
-        return choose_groups(scores, closed, self.num_recall, self.index.codes.shape[1])
+        return choose_groups(scores, closed, self.quota, self.index.codes.shape[1])
 
 
 @torch.no_grad()
@@ -91,8 +111,8 @@ def index_scores(q: Tensor, index: GroupIndex, settings: IndexSettings, scale: f
 
 
 @torch.no_grad()
-def choose_groups(scores: Tensor, closed: Tensor, num_recall: int, K: int) -> Tensor:
-    """The ``num_recall`` closed groups with the best score per KV head, bool ``[B, K, L, G]``; all if there are fewer.
+def choose_groups(scores: Tensor, closed: Tensor, quota: Quota, K: int) -> Tensor:
+    """The closed groups with the best scores per KV head, as many as ``quota`` says, bool ``[B, K, L, G]``.
 
     scores ``[B, H, L, G]``, finite where closed; closed int64 ``[B|1, 1, L]``: query t may open groups
     ``[0, closed(t))``. A KV head's score is the largest of its R query heads' softmax over the closed groups, compared
@@ -103,21 +123,22 @@ def choose_groups(scores: Tensor, closed: Tensor, num_recall: int, K: int) -> Te
     never = float("-inf")
     scores = scores.masked_fill(~is_closed, never)
     shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2).masked_fill(~is_closed, never)
-    if num_recall >= G:
-        return is_closed.expand_as(shares)
-    if num_recall == 0:
+    most = quota.at(G)
+    if most == 0:
         return torch.zeros_like(shares, dtype=torch.bool)
-    last = shares.topk(num_recall, dim=-1, sorted=True).values[..., -1:]
+    wanted = quota.at(closed)[..., None]
+    place = (wanted - 1).clamp(min=0).expand(*shares.shape[:3], 1)
+    last = shares.topk(most, dim=-1, sorted=True).values.gather(-1, place)
     better, equal = shares > last, shares == last
-    room = num_recall - better.sum(-1, keepdim=True)
+    room = wanted - better.sum(-1, keepdim=True)
     return (better | (equal & (equal.cumsum(-1) <= room))) & is_closed
 
 
-def chosen_groups(chosen: Tensor, num_recall: int) -> Tensor:
-    """The open groups in rising order, int64 ``[..., min(num_recall, G)]``; G where there are fewer.
+def chosen_groups(chosen: Tensor, most: int) -> Tensor:
+    """The open groups in rising order, int64 ``[..., most]``; G where there are fewer.
 
-    chosen bool ``[..., G]``, at most ``num_recall`` of them true.
+    chosen bool ``[..., G]``, at most ``most`` of them true, most <= G.
     """
     G = chosen.shape[-1]
     group = torch.where(chosen, torch.arange(G, device=chosen.device), G)
-    return group.topk(min(num_recall, G), dim=-1, largest=False, sorted=True).values
+    return group.topk(most, dim=-1, largest=False, sorted=True).values

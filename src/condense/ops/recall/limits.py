@@ -86,8 +86,8 @@ def step_obstacle(
         return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
-    if S * min(settings.num_recall, G) > MAX_PAIRS:
-        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {settings.num_recall} times {S}"
+    if S * settings.quota.at(G) > MAX_PAIRS:
+        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {settings.quota.at(G)} times {S}"
     return None
 
 

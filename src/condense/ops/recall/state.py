@@ -6,7 +6,7 @@ A backend's ``recall_step(q, k, v, state, settings, *, scale, real) -> out`` rea
 2. with ``n = seen + 1``, group j closes if ``rule.closed(n) = j + 1 > rule.closed(seen)``: its mean key and value
    become entry j, its index goes to column j of ``codes`` and ``grid``, and its tokens are copied from the rings to
    columns ``[j * g, (j + 1) * g)`` of the store;
-3. the query opens the best ``num_recall`` of the ``rule.closed(n)`` closed groups, as
+3. the query opens the best ``quota.at(closed)`` of the ``closed = rule.closed(n)`` closed groups, as
    `condense.ops.recall.choose_groups` does;
 4. it attends to entries of the other closed groups, to tokens of open groups, and to the tokens from position
    ``rule.closed(n) * g`` on, as `condense.ops.recall.attend_recall` does; where the store has slots, `RecallState` says
@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex, IndexSettings
 from condense.ops.spans import UniformRule
 
@@ -89,7 +90,7 @@ class RecallSettings:
 
     rule: UniformRule
     index: IndexSettings
-    num_recall: int
+    quota: Quota
     bias: float
     pool: bool = True
 

@@ -184,9 +184,9 @@ def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
     """Bias of the entries ``[B|1, K|1, M]`` as additive mask ``[B|1, K|1, S]`` of all keys in ``dtype``.
 
     Fused attention takes the mask in the dtype of q, and log 16 in bfloat16 is off by 0.7 percent of the
-    weight. A constant added to all scores does not change a softmax, so the rounding error of the largest bias is
-    subtracted from every key: that bias is then exact, and the small number left on the others rounds finely.
+    weight. A constant added to all scores does not change a softmax, so the largest bias, rounded to ``dtype``, is
+    subtracted from every key: what is left of biases near the largest is small and rounds finely, and the keys without
+    a bias are exact.
     """
-    largest = bias.amax(-1, keepdim=True)
-    residual = largest - largest.to(dtype).to(bias.dtype)
-    return (F.pad(bias, (0, S - bias.shape[-1])) - residual).to(dtype)
+    largest = bias.detach().amax(-1, keepdim=True).to(dtype).to(bias.dtype)
+    return (F.pad(bias, (0, S - bias.shape[-1])) - largest).to(dtype)

@@ -50,7 +50,7 @@ def attend_recall(
         masks = [((column >= near.lo[..., None]) & (column < near.hi[..., None])).expand(*chosen.shape[:3], -1)]
         sources = [_columns(window, *hulls[1])]
         if q.shape[2] == 1:
-            groups = chosen_groups(chosen, choice.num_recall)[:, :, 0]
+            groups = chosen_groups(chosen, choice.most(n))[:, :, 0]
             masks.insert(0, (groups < n).repeat_interleave(g, -1)[:, :, None])
             sources.insert(0, _gather(store, groups.clamp(max=n - 1), g))
         else:

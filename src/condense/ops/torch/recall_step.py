@@ -79,8 +79,8 @@ def _attend(
     all_closed = settings.rule.closed(seen)
     closed = all_closed.clamp(max=G)
     scores = index_scores(q, state.group_index, settings.index, scale)
-    chosen = choose_groups(scores, closed[:, None, None], settings.num_recall, K)
-    groups = chosen_groups(chosen, settings.num_recall)[:, :, 0]
+    chosen = choose_groups(scores, closed[:, None, None], settings.quota, K)
+    groups = chosen_groups(chosen, settings.quota.at(G))[:, :, 0]
     opened = _open_groups(state, groups, (groups < G) & alive[:, None, None], g)
     last = (seen - 1)[:, None]
     # the newest position stored in each slot; negative: the slot is empty

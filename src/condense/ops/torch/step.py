@@ -46,7 +46,9 @@ def step(
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _append_entry(state, settings, t, seen, scale, represent)
-    if entry_bias is None and settings.bias != 0.0:
+    if settings.matched:
+        entry_bias = state.biases[..., 0]
+    elif entry_bias is None and settings.bias != 0.0:
         entry_bias = _bias(state, settings)
     out, lse = _attend(q, state, settings, (seen, alive), scale, entry_bias, latent, extras)
     state.seen.copy_(seen)
@@ -75,9 +77,9 @@ def _append_entry(
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else _summary(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
-    new_k, new_v = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
-    _write(state.entries_k, first, new_k, due)
-    _write(state.entries_v, first, new_v, due)
+    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
+    for buffer, entries in zip(state.entries, new, strict=True):
+        _write(buffer, first, entries, due)
 
 
 def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:

@@ -57,13 +57,15 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
 class Call(NamedTuple):
     """The arguments of the operations: the fields of all sources as lists, and spans as `describe` makes them.
 
-    biases: float ``[B|1, K|1, N]`` or None per source; levels: numbers added to all scores of a source.
+    biases: float ``[B|1, K|1, N]``, of sources that have one; bias_of: its number for each source, -1 for none. levels:
+    numbers added to all scores of a source.
     """
 
     q: Tensor
     k: Sequence[Tensor]
     v: Sequence[Tensor]
-    biases: Sequence[Tensor | None]
+    biases: Sequence[Tensor]
+    bias_of: Sequence[int]
     levels: Sequence[float]
     spans: Tensor | None
     rule: Sequence[int]
@@ -88,10 +90,11 @@ class Shared(NamedTuple):
         """Raises ValueError for more rows and heads than a grid holds."""
         K = call.k[0].shape[1]
         check_programs(call.q.shape[0] * K)
-        # a source without entries gets no bias either
-        biases = tuple(
-            [None if x is None or x.shape[2] == 0 else (x.float() * LOG2E).contiguous() for x in call.biases]
-        )
+        biases: tuple[Tensor | None, ...] = (None,) * len(call.k)
+        if call.biases:
+            # a source without entries gets no bias either
+            known = [(x.float() * LOG2E).contiguous() if x.shape[2] > 0 else None for x in call.biases]
+            biases = tuple([None if n < 0 else known[n] for n in call.bias_of])
         kind = "row" if call.spans is None else "rows" if call.spans.ndim == 2 else "arrays"
         s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in biases])
         spans, s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
@@ -151,7 +154,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call) -> list[Tensor]:
-    """Gradients of q, of the sources' keys and of their values."""
+    """Gradients of q, of the sources' keys and of their values, and of the biases."""
     shared = Shared.of(call)
     d_out, q = whole_rows(d_out), whole_rows(call.q)
     k, v = not_empty(call.k), not_empty(call.v)
@@ -159,6 +162,8 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
     row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v))
     dk, dv = tuple(grads[: len(k)]), tuple(grads[len(k) :])
+    is_biased = any(x is not None for x in shared.biases)
+    d_biases = tuple([x.new_empty(x.shape[:3], dtype=torch.float32) for x in k]) if is_biased else None
     scales = (call.scale * LOG2E, call.scale)
     with on_device_of(q):
         tiles = _tiles("dq", q.dtype, q.is_cuda, max(D, Dv), R)
@@ -182,6 +187,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
         grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in (q, d_out))
         tensors = (
             row_lse, delta, *itertools.chain(*grouped), tuple(k), tuple(v), shared.biases, shared.spans, seen, dk, dv,
+            d_biases,
         )  # fmt: skip
         numbers = (
             tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), shared.s_bias, shared.s_spans,
@@ -192,7 +198,14 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
             (B * K, sum(cdiv(size, tiles.keys) for size in sizes), 1), tensors, numbers,
             _constants(call, shared.kind, heads, tiles.rows, tiles.keys), tiles.options,
         )  # fmt: skip
-    return [x[:, :, : y.shape[2]] for x, y in zip((dq, *grads), (q, *call.k, *call.v), strict=True)]
+    of_biases = []
+    for n, bias in enumerate(call.biases):
+        if d_biases is None:  # of an empty source
+            of_biases.append(torch.zeros_like(bias))
+        else:
+            of_source = d_biases[call.bias_of.index(n)][:, :, : bias.shape[2]]
+            of_biases.append(of_source.sum_to_size(bias.shape).to(bias.dtype))
+    return [x[:, :, : y.shape[2]] for x, y in zip((dq, *grads), (q, *call.k, *call.v), strict=True)] + of_biases
 
 
 def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -214,10 +227,10 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
 
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
-        q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], biases: Sequence[Tensor | None], levels: Sequence[float],
-        spans: Tensor | None, rule: Sequence[int], scale: float, softcap: float,
+        q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], biases: Sequence[Tensor], bias_of: Sequence[int],
+        levels: Sequence[float], spans: Tensor | None, rule: Sequence[int], scale: float, softcap: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return forward(q, k, v, biases, levels, spans, rule, scale, softcap)
+        return forward(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap)
 
     op.register_fake(lambda q, k, v, *_: results(q, v))
     op.register_autograd(_differentiate, setup_context=_keep)
@@ -227,32 +240,33 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
 @torch.library.custom_op("condense::attend_backward", mutates_args=())
 def _attend_backward(
     d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
-    biases: Sequence[Tensor | None], levels: Sequence[float], spans: Tensor | None, rule: Sequence[int], scale: float,
-    softcap: float,
+    biases: Sequence[Tensor], bias_of: Sequence[int], levels: Sequence[float], spans: Tensor | None,
+    rule: Sequence[int], scale: float, softcap: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, of the sources' keys and of their values."""
-    return _backward(d_out, d_lse, out, lse, Call(q, k, v, biases, levels, spans, rule, scale, softcap))
+    """See `_backward`."""
+    return _backward(d_out, d_lse, out, lse, Call(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap))
 
 
 @_attend_backward.register_fake
 def _(
-    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], *_: Any
-) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v)]
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
+    biases: Sequence[Tensor], *_: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v, *biases)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     call = Call(*inputs)
-    ctx.num_sources, ctx.levels, ctx.numbers = len(call.k), call.levels, (call.rule, call.scale, call.softcap)
+    ctx.num_sources, ctx.numbers = len(call.k), (call.bias_of, call.levels, call.rule, call.scale, call.softcap)
     ctx.save_for_backward(*output, call.q, call.spans, *call.k, *call.v, *call.biases)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     out, lse, q, spans, *tensors = ctx.saved_tensors
-    n = ctx.num_sources
+    n, (bias_of, levels, *numbers) = ctx.num_sources, ctx.numbers
     k, v, biases = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, biases, ctx.levels, spans, *ctx.numbers)
-    return dq, grads[:n], grads[n:], *[None] * 6
+    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, biases, bias_of, levels, spans, *numbers)
+    return dq, grads[:n], grads[n : 2 * n], grads[2 * n :], *[None] * 6
 
 
 _attend = operation("attend", _forward)
@@ -280,11 +294,16 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
 def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> Call:
     """The arguments of the operations."""
     k, v = [source.k for source in sources], [source.v for source in sources]
-    biases = [source.bias if isinstance(source.bias, Tensor) else None for source in sources]
+    biases: list[Tensor] = []
+    bias_of: list[int] = []
+    for source in sources:
+        bias_of.append(len(biases) if isinstance(source.bias, Tensor) else -1)
+        if isinstance(source.bias, Tensor):
+            biases.append(source.bias)
     levels = [0.0 if source.bias is None or isinstance(source.bias, Tensor) else source.bias for source in sources]
     if scale <= 0:  # the kernels need scale > 0, so the sign (or the zero) goes into q
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-    return Call(q, k, v, biases, levels, *describe(spans, len(sources), q.shape[2], q.device), scale, softcap)
+    return Call(q, k, v, biases, bias_of, levels, *describe(spans, len(sources), q.shape[2], q.device), scale, softcap)
 
 
 def needs_operation(call: Call) -> bool:
@@ -294,7 +313,7 @@ def needs_operation(call: Call) -> bool:
     """
     if torch.compiler.is_compiling() or type(call.q) is not Tensor:
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, *call.k, *call.v))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, *call.k, *call.v, *call.biases))
 
 
 def attend(

@@ -100,11 +100,12 @@ def _dkv_queries(
     grads, keys, queries, row, lo, hi, L, R, scale,
     MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale) and dv.
+    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale), dv and, if there is one, d_bias.
 
     queries: descriptors and pointers; a tile of them holds QUERIES queries of HEADS heads.
     """
-    dk, dv = grads
+    dk, dv = grads[0], grads[1]
+    d_bias = grads[2:]
     HEADS: tl.constexpr = queries.q[0].block_shape[2]
     QUERIES: tl.constexpr = queries.q[0].block_shape[3]
     BM: tl.constexpr = HEADS * QUERIES
@@ -125,10 +126,12 @@ def _dkv_queries(
             p = tl.exp2(s + (keys.bias[:, None] - lse[None, :]))
             if MASKED:
                 p = tl.where((i[None, :] >= keys.first[:, None]) & (i[None, :] < keys.last[:, None]), p, 0.0)
-            ds = p * (dp - delta[None, :]) * slope
+            ds = p * (dp - delta[None, :])
             dv = add_weighted(dv, p, d_out, PRECISION)
-            dk = add_weighted(dk, ds, q, PRECISION)
-    return dk, dv
+            dk = add_weighted(dk, ds * slope, q, PRECISION)
+            if len(d_bias) > 0:
+                d_bias = (d_bias[0] + tl.sum(ds, 1),)
+    return (dk, dv) + d_bias  # noqa: RUF005
 
 
 @triton.jit
@@ -154,14 +157,15 @@ def _block_of(
 
 @triton.jit(do_not_specialize=(*VARYING, "size0", "size1", "size2", "size3"))
 def attend_dkv_kernel(
-    lse_ptr, delta_ptr, q, q_rest, d_out, d_out_rest, k, v, biases, spans_ptr, seen, dk, dv,
+    lse_ptr, delta_ptr, q, q_rest, d_out, d_out_rest, k, v, biases, spans_ptr, seen, dk, dv, d_biases,
     s_k, s_v, s_bias, s_spans, s_seen, levels, K, R, L, size0, size1, size2, size3,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Writes dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous.
+    """Writes dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous; if any has a bias, also d_biases
+    float32 ``[B, K, N]``, else None.
 
     q and d_out: descriptors ``[B, H / HEADS, HEADS, L, D]``. k, v, dk, dv, seen (for arrays): a pointer per source.
     size0 to size3: entries of the sources; the sizes of sources that are not there are not read.
@@ -176,10 +180,15 @@ def attend_dkv_kernel(
     sources = Sources(k, v, dk, dv, s_k, s_v, s_bias, (size0, size1, size2, size3), levels)
     number = tl.program_id(1)
     block = _block_of(0, number, sources, biases[0], row, K, L, spans, seen, s_seen, KIND, BN)
+    BIASED: tl.constexpr = d_biases is not None
+    if BIASED:
+        d_bias_ptr = d_biases[0]
     for n in tl.static_range(1, N):
         number -= tl.cdiv(sources.sizes[n - 1], BN)
         if number >= 0:
             block = _block_of(n, number, sources, biases[n], row, K, L, spans, seen, s_seen, KIND, BN)
+            if BIASED:
+                d_bias_ptr = d_biases[n]
     keys = Keys(
         load_rows(block.k, block.k_at, block.inside, D0, D1), load_rows(block.v, block.v_at, block.inside, V0, V1),
         block.bias, block.first, block.last,
@@ -189,8 +198,12 @@ def attend_dkv_kernel(
     lo, hi = tl.min(tl.where(is_seen, block.first, L)), tl.max(block.last)
     left, right = split(lo, tl.max(block.first), tl.min(tl.where(block.inside, block.last, L)), hi, BM // HEADS)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
+    if BIASED:
+        grads = grads + (tl.zeros([BN], tl.float32),)  # noqa: RUF005
     grads = _dkv_queries(grads, keys, queries, row, lo, left, L, R, scale, True, CAP, PRECISION)
     grads = _dkv_queries(grads, keys, queries, row, left, right, L, R, scale, False, CAP, PRECISION)
     grads = _dkv_queries(grads, keys, queries, row, right, hi, L, R, scale, True, CAP, PRECISION)
     store_rows(block.dk, block.at * (D0 + D1), [x * softmax_scale for x in grads[0]], block.inside, D0, D1)
     store_rows(block.dv, block.at * (V0 + V1), grads[1], block.inside, V0, V1)
+    if BIASED:
+        tl.store(d_bias_ptr + block.at, grads[2], mask=block.inside)

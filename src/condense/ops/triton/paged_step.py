@@ -75,8 +75,8 @@ def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *
             (R * H, cdiv(Dv, columns), 1),
             (part, lse, seen, out),
             (*out.stride()[:2], H, launch.num_splits),
-            (Dv, columns, 64),
-            {},
+            (Dv, columns, 64, launch.kind.early),
+            launch.starts_early,
         )
 
 
@@ -124,6 +124,7 @@ class _Launch(NamedTuple):
     attend_numbers: tuple[int | float, ...]
     kind: Kind
     options: Mapping[str, Any]
+    starts_early: Mapping[str, bool]
 
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step of as many requests
@@ -138,11 +139,13 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
     wanted = waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
     splits = max(1, min(wanted, cdiv(capacity, keys)))
     (D0, D1), (V0, V1) = split_width(D), split_width(Dv)
+    early = device.type == "cuda" and gpu_of(device).capability >= (9, 0)
+    starts_early = {"launch_pdl": True} if early else {}
     kind = Kind(
         D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
         focal=0, tile=1, period=0, has_prompt=False, has_real=False, rows=rows, keys=keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
-        early=False, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, paged=True,
+        early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, paged=True,
     )  # fmt: skip
     weight_scale = scale if settings.weight_scale is None else settings.weight_scale
     assert rule.window is not None
@@ -152,7 +155,8 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
         (K, heads, N, settings.num_summary, rule.chunk, settings.summary_delay, weight_scale),
         (K, heads, N, rule.chunk, rule.window, settings.summary_delay, scale * LOG2E, settings.bias * LOG2E),
         kind,
-        {"num_warps": warps, "num_stages": stages},
+        {"num_warps": warps, "num_stages": stages} | starts_early,
+        starts_early,
     )
 
 
@@ -162,4 +166,5 @@ def _tiles(device: torch.device, dtype: torch.dtype, width: int) -> tuple[int, i
         return 16, 4, 1, 1
     if dtype == torch.float32:
         return 32 if width <= 128 else 16, 8, 2, 2
-    return (64, 4, 3, 2) if width <= 128 else (32, 4, 3, 2)
+    # two more stages than over contiguous keys, as the pages must be known before their keys can be fetched
+    return (64, 4, 5, 2) if width <= 128 else (32, 4, 5, 2)

@@ -1,6 +1,7 @@
 """Kernels of one decode step over pages: store the new tokens and entries, attend by splits of the keys, join.
 
 The first kernel writes what the second reads, so that a request may see pages that another one fills in the same step.
+Where the GPU can, each starts up while the one before still runs, and waits for its results.
 All decisions are made on the device, from ``seen``: a request that has seen nothing is a place left empty, whose output
 is 0 and whose pages are not touched.
 
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.entry import (
     Chunk,
@@ -60,6 +62,8 @@ def paged_store_kernel(
     KIND: tl.constexpr, HAS_RING: tl.constexpr,
 ):  # fmt: skip
     """Keys, values and mean queries into the pages, and the entry of a group that is due; grid (K, R requests, 1)."""
+    if KIND.early:
+        gdc_launch_dependents()
     request, kvh = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     t = tl.load(seen_ptr + request).to(tl.int32) - 1
     if t >= 0:
@@ -113,6 +117,8 @@ def paged_attend_kernel(
     score_scale, bias, KIND: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[R, H, S, V]`` and log-sum-exp ``[R, H, S]``; grid (S, row tiles, R requests * K)."""
+    if KIND.early:
+        gdc_launch_dependents()
     split, S, row_tile, program = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
     request, kvh = (program // K).to(tl.int64), (program % K).to(tl.int64)
     seen = tl.load(seen_ptr + request).to(tl.int32)
@@ -129,6 +135,8 @@ def paged_attend_kernel(
         at = request * s_qt + (kvh * R + r) * s_qh
         q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
         softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
+        if KIND.early:
+            gdc_wait()
         softmax = _attend_pages(softmax, q, entries, far, lo, tl.minimum(hi, far_tiles), score_scale, bias, KIND)
         softmax = _attend_pages(
             softmax, q, window, near, tl.maximum(lo - far_tiles, 0), hi - far_tiles, score_scale, 0.0, KIND
@@ -139,9 +147,12 @@ def paged_attend_kernel(
 
 @triton.jit
 def paged_join_kernel(
-    part_ptr, lse_ptr, seen_ptr, out_ptr, s_ot, s_oh, H, S, V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr
+    part_ptr, lse_ptr, seen_ptr, out_ptr, s_ot, s_oh, H, S,
+    V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out ``[R, H, V]``: all splits of a query head joined, 0 for places left empty; grid (R requests * H, columns)."""
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     request = row // H
     live = tl.load(seen_ptr + request).to(tl.int32) > 0

@@ -125,6 +125,7 @@ class _Groups(NamedTuple):
     scale: float
     key_pooling: str
     value_pooling: str
+    return_lse: bool
 
     def constants(self, D: int, Dv: int, tile: _Tile, *, scored: bool, per_row: bool) -> tuple[int | str | bool, ...]:
         """Constants that a kernel is compiled for."""
@@ -133,23 +134,22 @@ class _Groups(NamedTuple):
         )  # fmt: skip
 
 
-def _pool(
-    k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, groups: _Groups
-) -> tuple[Tensor, Tensor]:
+def _pool(k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, groups: _Groups) -> tuple[Tensor, ...]:
     """See `pool_groups`. All with dense rows; starts: int32 ``[B]`` on the device where they differ."""
     (B, K, N, D), Dv, G = k.shape, v.shape[3], groups.num
     check_programs(B * K)
     key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)
+    lse = k.new_empty(B, K, G, dtype=torch.float32) if groups.return_lse else None
     tile = _tile(k.dtype, D, Dv)
     with on_device_of(k):
         _POOL(
             (cdiv(G, tile.groups), B * K, 1),
-            (k, v, k if summary is None else summary, k if starts is None else starts, key, value),
+            (k, v, k if summary is None else summary, k if starts is None else starts, key, value, lse),
             (*_strides(k, v, summary), groups.start, K, N, G, groups.size, groups.scale * LOG2E),
             groups.constants(D, Dv, tile, scored=summary is not None, per_row=starts is not None),
             tile.warps,
         )
-    return key, value
+    return (key, value) if lse is None else (key, value, lse)
 
 
 class _Pool(torch.autograd.Function):
@@ -158,14 +158,14 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, groups: _Groups
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(k, v, summary, starts)
         ctx.groups = groups
         return _pool(k, v, summary, starts, groups)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_key: Tensor, d_value: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_key: Tensor, d_value: Tensor, *d_lse: Tensor) -> tuple[Tensor | None, ...]:
         k, v, summary, starts = ctx.saved_tensors
         groups: _Groups = ctx.groups
         (B, K, N, D), Dv, G, c = k.shape, v.shape[3], groups.num, groups.size
@@ -180,7 +180,8 @@ class _Pool(torch.autograd.Function):
                 (cdiv(num_all, tile.groups), B * K, 1),
                 (
                     k, v, k if summary is None else summary, k if starts is None else starts, d_key.contiguous(),
-                    d_value.contiguous(), dk, dv, dk if d_summary is None else d_summary,
+                    d_value.contiguous(), d_lse[0].contiguous() if d_lse else None, dk, dv,
+                    dk if d_summary is None else d_summary,
                 ),
                 (*_strides(k, v, summary), groups.start, K, N, G, c, lead, groups.scale, groups.scale * LOG2E),
                 groups.constants(D, Dv, tile, scored=summary is not None, per_row=starts is not None),
@@ -216,16 +217,18 @@ def pool_groups(
     scale: float,
     key_pooling: str,
     value_pooling: str,
-) -> tuple[Tensor, Tensor]:
+    return_lse: bool,
+) -> tuple[Tensor, ...]:
     """See `condense.ops.pool_groups`."""
     start = int_if_equal(start)
     starts = start.to(torch.int32).to(k.device, non_blocking=True) if isinstance(start, Tensor) else None
     groups = _Groups(
         0 if isinstance(start, Tensor) else start, num_groups, group_size, min_row(start), max_row(start), scale,
-        key_pooling, value_pooling,
+        key_pooling, value_pooling, return_lse,
     )  # fmt: skip
     k, v = dense_rows(k), dense_rows(v)
     summary = None if summary is None else dense_rows(summary.float())
-    pooled = _Pool.apply if _wants_gradient(k, v, summary) else _pool
-    key, value = pooled(k, v, summary, starts, groups)
-    return key, value
+    pooled: tuple[Tensor, ...] = (_Pool.apply if _wants_gradient(k, v, summary) else _pool)(
+        k, v, summary, starts, groups
+    )
+    return pooled

@@ -128,12 +128,13 @@ def _pooled(pooled, total, c, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def pool_fwd_kernel(
-    k_ptr, v_ptr, summary_ptr, starts_ptr, out_k_ptr, out_v_ptr,
+    k_ptr, v_ptr, summary_ptr, starts_ptr, out_k_ptr, out_v_ptr, lse_ptr,
     s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, start, K, N, G, c, scale,
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
-    """out_k ``[B, K, G, D]`` and out_v ``[B, K, G, Dv]``, contiguous. ``scale``: times log2(e).
+    """out_k ``[B, K, G, D]`` and out_v ``[B, K, G, Dv]``, contiguous; unless lse is None, the natural log-sum-exp of a
+    group's scores, float32 ``[B, K, G]``, which need SCORED. ``scale``: times log2(e).
 
     start: first column of group 0 in all rows; with PER_ROW, ``starts`` has each row's.
     """
@@ -182,6 +183,9 @@ def pool_fwd_kernel(
     if DV > 0:
         value = _pooled(value, total, c, VALUES).to(v_ptr.dtype.element_ty)
         tl.store(out_v_ptr + at_out * DV + d[None, :], value, mask=v_width)
+    if lse_ptr is not None:
+        lse = (best + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + (b * K + kvh) * G + j, lse, mask=j < G)
 
 
 @triton.jit
@@ -216,13 +220,13 @@ def _shares(d_x, x, largest, ties, weight, chosen, c, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def pool_bwd_kernel(
-    k_ptr, v_ptr, summary_ptr, starts_ptr, d_key_ptr, d_value_ptr, dk_ptr, dv_ptr, d_summary_ptr,
+    k_ptr, v_ptr, summary_ptr, starts_ptr, d_key_ptr, d_value_ptr, d_lse_ptr, dk_ptr, dv_ptr, d_summary_ptr,
     s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, start, K, N, G, c, lead, scale, base2,
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, N, D]``, dv ``[B, K, N, Dv]`` and d_summary float32 ``[B, K, G, D]`` of the gradients of
-    `pool_fwd_kernel`'s results; all of these contiguous. ``base2``: the scale times log2(e).
+    `pool_fwd_kernel`'s results; all of these contiguous. d_lse: None without. ``base2``: the scale times log2(e).
 
     Programs also own ``lead`` groups before the first and those after the last, whose tokens get gradient zero.
     """
@@ -283,6 +287,8 @@ def pool_bwd_kernel(
     d_summary = tl.zeros([BG, BD], tl.float32)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     slope = slope * inverse
+    if d_lse_ptr is not None:
+        slope -= tl.load(d_lse_ptr + (b * K + kvh) * G + j, mask=real, other=0.0)
     for i in range(0, c, BT):
         valid = i + step < c
         n = (start + j * c)[None, :] + (i + step)[:, None]
@@ -307,7 +313,7 @@ def pool_bwd_kernel(
                 gain += tl.sum(v * d_value[None, :, :], 2)
             at_v = dv_ptr + out * DV + d[None, None, :]
             tl.store(at_v, dv.to(dv_ptr.dtype.element_ty), mask=inside & v_width)
-        if KEYS == "weighted" or (VALUES == "weighted" and DV > 0):
+        if KEYS == "weighted" or (VALUES == "weighted" and DV > 0) or d_lse_ptr is not None:
             d_score = (weight * (gain - slope[None, :]) * scale)[:, :, None]
             dk += d_score * summary[None, :, :]
             d_summary += tl.sum(d_score * k, 0)

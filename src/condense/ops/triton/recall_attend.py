@@ -294,7 +294,8 @@ def attend_recall(
     rule = spans.rule
     assert isinstance(rule, UniformRule), "the backend's limits"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
-    r = min(choice.num_recall, closed)
+    # of a share of the groups all are open at `closed` only where all are for every query, which sees fewer
+    r = choice.most(closed)
     if r == 0 or (r == closed and isinstance(choice, IndexChoice)):
         if r == 0:
             rule = rule if pool else replace(rule, max_chunks=0)
@@ -308,7 +309,7 @@ def attend_recall(
     positions = Positions(starts, tuple(numbers))
     if isinstance(choice, IndexChoice):
         groups = choose(
-            choice.q, choice.index, choice.settings, positions, scale=choice.scale, num_recall=r, closed=closed,
+            choice.q, choice.index, choice.settings, positions, scale=choice.scale, quota=choice.quota, closed=closed,
             score=kernels.score,
         )  # fmt: skip
     else:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex, IndexSettings
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.parts import tile_width
@@ -168,18 +169,18 @@ def score(call: Scoring) -> None:
 
 
 def choose(
-    q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, num_recall: int,
+    q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, quota: Quota,
     closed: int, score: Callable[[Scoring], None] = score,
 ) -> Tensor:  # fmt: skip
-    """The groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``min(num_recall, G)``; G
-    where there are fewer.
+    """The groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``quota.at(closed)``; G where
+    there are fewer.
 
     q ``[B, H, L, D]``; closed: no query sees more groups as closed; score: the function that scores a block of queries.
-    1 <= num_recall; scale > 0.
+    1 <= r; scale > 0.
     """
     q = whole_rows(q)
     (B, H, L, _), (_, K, G, _) = q.shape, index.codes.shape
-    R, r, heads = H // K, min(num_recall, G), B * K
+    R, r, heads = H // K, quota.at(closed), B * K
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
     rows, grid = _index_rows(index, settings, q.dtype), index.grid.contiguous() if settings.bits < 16 else None
@@ -187,6 +188,7 @@ def choose(
     cells = power_of_2(scores // CELL)
     picked = power_of_2(min(r, cells))
     looked = picked * CELL
+    of_quota = (r, quota.part, quota.of)
     n = min(L, max(1, _SCRATCH // (heads * R * scores * 4) // _BLOCK) * _BLOCK)
     scratch = _scratch(q.device, heads, n, R, scores, picked)
     with on_device_of(q):
@@ -196,14 +198,15 @@ def choose(
             score(Scoring(q, rows, grid, settings, positions, scratch, first, stop, sizes, scale * LOG2E))
             _CELLS(
                 (cdiv(stop - first, _queries(cells, q.is_cuda)), heads, 1),
-                (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), sizes,
-                (R, positions.kind, CELL, cells, picked, r, _queries(cells, q.is_cuda)),
+                (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
+                (R, positions.kind, CELL, cells, picked, _queries(cells, q.is_cuda)),
                 {"num_warps": _warps(cells)},
             )  # fmt: skip
             _GROUPS(
                 (cdiv(stop - first, _queries(looked, q.is_cuda)), heads, 1),
-                (scratch.score, scratch.lse, scratch.picked, scratch.floor, positions.starts, groups), sizes,
-                (R, positions.kind, CELL, picked, power_of_2(r), r, _queries(looked, q.is_cuda)),
+                (scratch.score, scratch.lse, scratch.picked, scratch.floor, positions.starts, groups),
+                (*sizes, *of_quota),
+                (R, positions.kind, CELL, picked, power_of_2(r), _queries(looked, q.is_cuda)),
                 {"num_warps": _warps(looked)},
             )  # fmt: skip
     return groups

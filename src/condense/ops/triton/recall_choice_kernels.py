@@ -175,10 +175,16 @@ def _best_share(score_ptr, lse_ptr, query, width, n, valid, R: tl.constexpr):
 
 
 @triton.jit
+def wanted_groups(closed, most, part, of):
+    """How many of the ``closed`` groups a query opens: the numbers of `condense.ops.recall.choice.Quota`."""
+    return tl.minimum((closed.to(tl.int64) * part + (of - 1)) // of, most).to(tl.int32)
+
+
+@triton.jit
 def _best(share, valid, wanted, floor):
-    """Which of each row of ``[BQ, N]`` are among the best ``wanted`` of the valid, ties to the first; their places in
-    order; and the key of the worst of them. A row without that many has all of its valid ones. floor: a key that at
-    least ``wanted`` of a row reach, where it has that many.
+    """Which of each row of ``[BQ, N]`` are among the best ``wanted`` ``[BQ]`` of the valid, ties to the first; their
+    places in order; and the key of the worst of them. A row without that many has all of its valid ones. floor: a key
+    that at least ``wanted`` of a row reach, where it has that many.
     """
     # floats as integers in the same order: of negative ones, all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
@@ -207,12 +213,11 @@ def _best(share, valid, wanted, floor):
 def recall_cells_kernel(
     cell_ptr, lse_ptr, starts_ptr, picked_ptr, floor_ptr,
     K, L, G, first, stop, scores, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries,
-    R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, r: tl.constexpr,
-    BQ: tl.constexpr,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, r, part, of,
+    R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """The r cells with the best shares in rising order, int32 ``[B * K, n, PICKED]``; CELLS where there are fewer. And
-    the floor for `_best` among their groups, int32 ``[B * K, n]``.
+    """The cells with the best shares in rising order, as many as groups are wanted, int32 ``[B * K, n, PICKED]``; CELLS
+    where there are fewer. And the floor for `_best` among their groups, int32 ``[B * K, n]``.
 
     CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
     """
@@ -225,12 +230,13 @@ def recall_cells_kernel(
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
     share = _best_share(cell_ptr, lse_ptr, query, cells, n, valid, R)
-    picked, place, worst = _best(share, valid, r, _INT_MIN)
-    # r cells have a group that is as good as the best of the worst of them
-    floor = tl.where(tl.cdiv(closed, C) > r, worst, _INT_MIN)
+    wanted = wanted_groups(closed, r, part, of)
+    picked, place, worst = _best(share, valid, wanted, _INT_MIN)
+    # as many cells have a group that is as good as the best of the worst of them
+    floor = tl.where(tl.cdiv(closed, C) > wanted, worst, _INT_MIN)
     tl.store(floor_ptr + query, floor, mask=i < stop)
     tl.store(picked_ptr + query[:, None] * PICKED + place, n + tl.zeros_like(place), mask=picked)
-    unused = (slot >= tl.minimum(r, tl.cdiv(closed, C))[:, None]) & (i < stop)[:, None]
+    unused = (slot >= tl.minimum(wanted, tl.cdiv(closed, C))[:, None]) & (i < stop)[:, None]
     tl.store(picked_ptr + query[:, None] * PICKED + slot, tl.full([BQ, PICKED], CELLS, tl.int32), mask=unused)
 
 
@@ -238,9 +244,8 @@ def recall_cells_kernel(
 def recall_groups_kernel(
     score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
     K, L, G, first, stop, scores, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries,
-    R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, r: tl.constexpr,
-    BQ: tl.constexpr,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, r, part, of,
+    R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """The open groups of queries ``[first, stop)`` in rising order, int32 ``[B * K, L, r]``; G where there are fewer.
 
@@ -256,10 +261,11 @@ def recall_groups_kernel(
     group = tl.load(picked_ptr + query[:, None] * PICKED + slot // C) * C + slot % C
     valid = group < closed[:, None]
     share = _best_share(score_ptr, lse_ptr, query, scores, group, valid, R)
-    is_open, at, _ = _best(share, valid, r, tl.load(floor_ptr + query))
+    wanted = wanted_groups(closed, r, part, of)
+    is_open, at, _ = _best(share, valid, wanted, tl.load(floor_ptr + query))
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     tl.store(groups_at + at, group, mask=is_open)
-    unused = (place >= tl.minimum(r, closed)[:, None]) & (place < r) & (i < stop)[:, None]
+    unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
+from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import IndexSettings
 from condense.ops.recall.limits import step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState, check_step
@@ -60,7 +61,7 @@ def recall_step(
     assert rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
         q, k, v, *state, real, extras.sink_logits, rule.chunk, rule.window, index.kind, index.size, index.bits,
-        settings.num_recall, settings.bias, settings.pool, scale, extras.softcap,
+        *settings.quota, settings.bias, settings.pool, scale, extras.softcap,
     )  # fmt: skip
     return out
 
@@ -102,7 +103,8 @@ def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: 
 def _ranked(G: int, r: int) -> tuple[int, int, int]:
     """Groups that one program ranks, how many of them it passes on, and how many programs do so for a KV head."""
     BG = min(_MOST_RANKED, power_of_2(max(G, 1)))
-    return BG, max(1, min(r, BG)), cdiv(max(G, 1), BG)
+    # a power of two, because each number compiles a kernel, and a share of the groups grows with them
+    return BG, min(power_of_2(max(r, 1)), BG), cdiv(max(G, 1), BG)
 
 
 def _padded(width: int) -> int:
@@ -178,7 +180,7 @@ def _plan(
     # tile columns for a row of the index: PB where it is written (bytes if quantised), PC where it is read (16-bit
     # words)
     PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
-    r, GROUPS = min(settings.num_recall, G), power_of_2(max(G, 1))
+    (_, part, of), r, GROUPS = settings.quota, settings.quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = _ranked(G, r)
     RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
@@ -203,12 +205,12 @@ def _plan(
             (g, GROUPS, BG, C, power_of_2(C), power_of_2(S0), min(4, power_of_2(R)), has_real, early), chained,
         ),
         (
-            (B * K, 1, 1), (K, G, window, r),
+            (B * K, 1, 1), (K, G, window, r, part, of),
             (g, tiles * C, power_of_2(tiles * C), S, power_of_2(max(S, 1)), RP, has_real, early),
             {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
         ),
         (
-            (S1, B * K, 1), (K, R, G, W, N, window, r, scale * LOG2E),
+            (S1, B * K, 1), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
             (S, g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
@@ -238,7 +240,9 @@ def _step(
     index: str,
     index_size: int,
     index_bits: int,
-    num_recall: int,
+    most: int,
+    part: int,
+    of: int,
     bias: float,
     pool: bool,
     scale: float,
@@ -250,11 +254,11 @@ def _step(
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
     of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
-    settings = RecallSettings(UniformRule(group_size, window), of_index, num_recall, bias, pool)
+    settings = RecallSettings(UniformRule(group_size, window), of_index, Quota(most, part, of), bias, pool)
     sizes = (G, ring_k.shape[2], store.shape[2], S)
     plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, (scale, softcap), real is not None)
-    scratch = _scratch(q, K, G, min(num_recall, G), plan.splits, Dv)
-    score, top, total, key, candidate, groups, place, offset, part, lse = scratch
+    scratch = _scratch(q, K, G, settings.quota.at(G), plan.splits, Dv)
+    score, top, total, key, candidate, groups, place, offset, parts, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real.contiguous()
     # kernels start on the current device, which may not be that of the tensors in a model spread over several
@@ -267,8 +271,8 @@ def _step(
             chosen = (key, candidate, held, order, seen, counts, groups, place, offset)
             _launch(_choose, plan.choose, chosen, ())
         keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
-        _launch(_attend, plan.attend, (q, *keys, groups, place, offset, seen, counts, part, lse), q.stride()[:2])
-        _launch(_join, plan.join, (part, lse, out, seen, counts, sink), (seen.stride(0), counts.stride(0)))
+        _launch(_attend, plan.attend, (q, *keys, groups, place, offset, seen, counts, parts, lse), q.stride()[:2])
+        _launch(_join, plan.join, (parts, lse, out, seen, counts, sink), (seen.stride(0), counts.stride(0)))
     return out
 
 

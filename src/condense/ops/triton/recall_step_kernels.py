@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall import index
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.recall_choice_kernels import wanted_groups
 
 _MARGIN = tl.constexpr(index.MARGIN)
 _REACH = tl.constexpr(index.REACH)
@@ -418,12 +419,12 @@ def recall_rank_kernel(
 @triton.jit
 def recall_choose_kernel(
     key_ptr, candidate_ptr, held_ptr, order_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, offset_ptr,
-    K, G, window, num_recall,
+    K, G, window, num_recall, part, of,
     g: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, RP: tl.constexpr,
     HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The open groups in rising order, int32 ``[B, K, num_recall]``: the best of N candidates; their offset becomes
-    -inf. With S slots also where each is read, see `_find_slots`.
+    """The open groups in rising order, int32 ``[B, K, num_recall]``: the best of N candidates, as many as
+    `wanted_groups` says; their offset becomes -inf. With S slots also where each is read, see `_find_slots`.
 
     Grid (B * K,). NP, SP, RP: candidates, slots and open groups as powers of two.
     """
@@ -434,7 +435,7 @@ def recall_choose_kernel(
     key = tl.load(key_ptr + head * N + n, mask=n < N, other=_INT_MIN)
     valid = key > _INT_MIN
     candidate = tl.load(candidate_ptr + head * N + n, mask=valid, other=0)
-    wanted = tl.minimum(num_recall, closed)
+    wanted = wanted_groups(closed, num_recall, part, of)
     is_open, place = _best(key, valid, wanted)
     groups_ptr += head * num_recall
     tl.store(groups_ptr + place, candidate, mask=is_open)
@@ -484,7 +485,8 @@ def _find_slots(
 @triton.jit
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
-    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, scale,
+    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, part, of,
+    scale,
     SLOTS: tl.constexpr, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
     CAP: tl.constexpr, EARLY: tl.constexpr,
@@ -499,7 +501,7 @@ def recall_attend_kernel(
     t, live, all_closed, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     first = all_closed * g
     entries = closed if POOL else 0
-    opened = tl.minimum(num_recall, closed) * g
+    opened = wanted_groups(closed, num_recall, part, of) * g
     tokens = tl.where(live, t + 1 - first, 0)
     entry_tiles, store_tiles = tl.cdiv(entries, BN), tl.cdiv(opened, BN)
     before_ring = entry_tiles + store_tiles

@@ -97,6 +97,12 @@ def _check(
     ):
         if x.shape != size or x.dtype != number or x.device != device:
             raise ValueError(f"{name} must be {number} of shape {size} on {device}, got {x}")
+    biases, wanted = state.biases, (B, K, M if settings.matched else 0, 1)
+    if biases.shape != wanted or biases.dtype != torch.float32 or biases.device != device or not biases.is_contiguous():
+        raise ValueError(
+            f"biases must be contiguous {wanted} in {torch.float32} on {device}, got {tuple(biases.shape)} in "
+            f"{biases.dtype} on {biases.device}"
+        )
     if real is not None and (real.shape != (B,) or real.is_floating_point() or real.device != q.device):
         raise ValueError(f"real must be bool or integer of shape ({B},) on {q.device}, got {real}")
     for name, x in zip(state._fields, state[:5], strict=False):
@@ -206,6 +212,7 @@ def _launch(
         joined_rows=joined_rows if joins else 1,
         joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (joined_rows * columns))) if joins else 1,
         joined_columns=columns if joins else 1,
+        matched=settings.matched,
         softcap=softcap * LOG2E,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
@@ -236,6 +243,7 @@ def _step(
     seen: Tensor,
     prompt: Tensor,
     arrived: Tensor,
+    biases: Tensor,
     real: Tensor | None,
     sink: Tensor | None,
     settings: int,
@@ -244,7 +252,8 @@ def _step(
     softcap: float,
 ) -> Tensor:
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
-        torch.autograd.graph.increment_version((entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived))
+        changed = (entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived, biases)
+        torch.autograd.graph.increment_version(changed)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
     sizes = _Sizes(B, H, k.shape[1], D, Dv, entries_k.shape[2], ring_k.shape[2], ring_q.shape[2])
@@ -273,6 +282,7 @@ def _step(
                 seen,
                 prompt,
                 arrived,
+                biases,
                 has_token,
                 sink,
                 part,
@@ -304,7 +314,7 @@ def _register() -> torch.library.Library:
     schema for every argument: several times as long as the rest of the host's work in a step.
     """
     library = torch.library.Library("condense", "FRAGMENT")
-    mutated = ("entries_k", "entries_v", "ring_k", "ring_v", "ring_q", "seen", "arrived")
+    mutated = ("entries_k", "entries_v", "ring_k", "ring_v", "ring_q", "seen", "arrived", "biases")
     schema = torch.library.infer_schema(_step, mutates_args=mutated, op_name="step")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("step", _step, "CompositeExplicitAutograd")

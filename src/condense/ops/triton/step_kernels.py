@@ -27,6 +27,7 @@ from condense.ops.triton.device.entry import (
     focal_tokens,
     load_row,
     make_entries,
+    matched_bias,
     mean_query,
     row_products,
     store_row,
@@ -36,13 +37,18 @@ from condense.ops.triton.device.parts import load_rows
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax, add_keys, empty_softmax, join_parts, key_products, store_part
 
+_LOG2E = tl.constexpr(1.4426950408889634)
+
 
 class _Scores(NamedTuple):
-    """Scale of a chunk's scores; scale and bias of attention, base 2."""
+    """Scale of a chunk's scores; scale and bias of attention, base 2; a KV head's biases, natural, if entries have
+    their own.
+    """
 
     weigh: Any
     attend: Any
     bias: Any
+    biases: Any
 
 
 class _Moment(NamedTuple):
@@ -81,7 +87,7 @@ def _attend_keys(
     """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
 
     PERIOD > 0: only pooled entries get the bias: those of a prompt from ``moment.prompt_focal`` on, and after these the
-    last of each ``PERIOD`` entries.
+    last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
     """
     PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
@@ -96,6 +102,8 @@ def _attend_keys(
                 i < moment.prompt_entries, i >= moment.prompt_focal, (i - moment.prompt_entries) % PERIOD == PERIOD - 1
             )
             s += tl.where(pooled, bias, 0.0)[None, :]
+        elif PERIOD < 0:
+            s += tl.load(bias + i, mask=inside, other=0.0)[None, :] * _LOG2E
         else:
             s += bias
         s = tl.where(inside[None, :], s, float("-inf"))
@@ -143,6 +151,7 @@ def _new_token(
     # without a due chunk, the new entry is zero and not seen
     entry_k, entry_v = [tl.zeros_like(x) for x in k], [tl.zeros_like(x) for x in v]
     ranked = tl.full([KIND.tile], float("-inf"), tl.float32)
+    bias = tl.zeros([1], tl.float32) + scores.bias
     summary = [x.to(tl.float32) for x in mean]
     if moment.due:
         if KIND.scored:
@@ -155,6 +164,14 @@ def _new_token(
             store_row(entries.k + at * entries.s_k, entry_k, KIND.D0, KIND.D1)
             if not KIND.latent:
                 store_row(entries.v + at * entries.s_v, entry_v, KIND.V0, KIND.V1)
+        if KIND.matched:
+            bias = matched_bias(ring, chunk, summary, ranked, entry_k, scores.weigh, KIND)
+            if writes:
+                # the focal tokens, which come first, have none
+                j = tl.arange(0, KIND.tile)
+                own = tl.where(j == KIND.focal, bias, 0.0)
+                tl.store(scores.biases + moment.slot + j, own, mask=j <= KIND.focal)
+            bias *= _LOG2E
     if writes:
         at = (moment.t % ring.size).to(tl.int64)
         store_row(ring.k + at * ring.s_k, k, KIND.D0, KIND.D1)
@@ -170,7 +187,7 @@ def _new_token(
         q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
         to_token = soft_cap(row_products(q, k) * scores.attend, KIND.softcap)[0]
         to_token = tl.where(moment.first <= moment.t, to_token, float("-inf"))
-        to_entry = soft_cap(row_products(q, entry_k) * scores.attend, KIND.softcap)[0] + scores.bias
+        to_entry = soft_cap(row_products(q, entry_k) * scores.attend, KIND.softcap)[0] + bias
         to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
         m = tl.maximum(to_token, to_entry)
         finite = tl.where(m == float("-inf"), 0.0, m)
@@ -195,8 +212,8 @@ def _share(
     lo, hi = tiles * (split - 1) // (places.S - 1), tiles * split // (places.S - 1)
     softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
     softmax = _attend_keys(
-        softmax, q, entries, lo, tl.minimum(hi, entry_tiles), moment.entries, 0, scores.attend, scores.bias, moment,
-        KIND.period, KIND,
+        softmax, q, entries, lo, tl.minimum(hi, entry_tiles), moment.entries, 0, scores.attend,
+        scores.biases if KIND.matched else scores.bias, moment, -1 if KIND.matched else KIND.period, KIND,
     )  # fmt: skip
     softmax = _attend_keys(
         softmax, q, ring, tl.maximum(lo - entry_tiles, 0), hi - entry_tiles, moment.tokens, moment.first % ring.size,
@@ -241,7 +258,7 @@ def _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prom
 @triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, prompt_ptr,
-    arrived_ptr, real_ptr, sink_ptr, part_ptr, lse_ptr, out_ptr,
+    arrived_ptr, biases_ptr, real_ptr, sink_ptr, part_ptr, lse_ptr, out_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_prompt, s_prompt_n, s_arrived, s_arrived_n, s_real,
@@ -251,7 +268,8 @@ def step_kernel(
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
 
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
-    sink float ``[H]``: logits without a value, None for none.
+    biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
+    value, None for none.
     """
     if KIND.early:
         if KIND.joins:
@@ -272,7 +290,8 @@ def step_kernel(
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
     entries = Buffer(entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M)
     ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
-    places, scores = _Places(part_ptr, lse_ptr, head * R, S), _Scores(scale, score_scale, bias)
+    places = _Places(part_ptr, lse_ptr, head * R, S)
+    scores = _Scores(scale, score_scale, bias, biases_ptr + head.to(tl.int64) * M)
     moment = _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prompt_focal, KIND)
 
     if live:

@@ -46,7 +46,8 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     ) -> CondensedMetadata:
         """The metadata of one step; both other arguments change nothing."""
         batch = common_attn_metadata
-        if not self._said:
+        # vLLM rehearses on page 0, also over a small pool from which it learns what graphs take
+        if not self._said and int(batch.block_table_tensor[0, 0]) != 0:
             self._said = True
             self._say_concurrency()
         starts = batch.query_start_loc_cpu.tolist()

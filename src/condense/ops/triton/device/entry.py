@@ -27,7 +27,8 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
     heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
-    paged: a chunk's tokens lie in `Pages`, not in a ring. softcap: of attention's scores, base 2, 0.0 for none.
+    paged: a chunk's tokens lie in `Pages`, not in a ring. matched: each entry has a bias of its own. softcap: of
+    attention's scores, base 2, 0.0 for none.
     """
 
     D0: int
@@ -52,6 +53,7 @@ class Kind(NamedTuple):
     joined_parts: int
     joined_columns: int
     paged: bool = False
+    matched: bool = False
     softcap: float = 0.0
 
 
@@ -333,3 +335,24 @@ def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIN
         return key, (key[0],)
     else:
         return key, _finish(value, total, count, VALUE, VALUE, chunk.k[0].dtype)
+
+
+@triton.jit
+def matched_bias(ring, chunk, summary, scores, entry, scale, KIND: tl.constexpr):
+    """What `condense.methods.base.matched_bias` says, of the tokens that are pooled into ``entry``, ``[1]``.
+
+    summary and scores as in `make_entries`.
+    """
+    m = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for start in range(0, chunk.size, 16):
+        i = start + tl.arange(0, 16)
+        s = _scores(chunk_keys(ring, chunk, i, KIND), summary, i < chunk.size, scale, True)
+        if KIND.focal > 0:
+            s, focal = focal_tokens(scores, i, i < chunk.size, KIND)
+            s = tl.where((i < chunk.size) & ~focal, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 0))
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        total = total * tl.exp(m - finite) + tl.sum(tl.exp(s - finite), 0)
+        m = m_new
+    return m + tl.log(total) - row_products(entry, summary) * scale

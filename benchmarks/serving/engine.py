@@ -1,0 +1,169 @@
+"""An engine of vLLM in this process, dense or condensed, whose steps can be timed one by one."""
+
+import json
+import os
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+import torch
+import vllm
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+import condense
+from condense.methods import settings_of
+
+METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
+VLLM = vllm.__version__
+LAYERS, HIDDEN, VOCABULARY = 32, 4096, 128256
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": LAYERS, "head_dim": 128,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
+    "eos_token_id": 128001, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+# as `condense serve` and vLLM's server set it
+BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
+SIZES = (1, 2, 4, 6, 8, 16, 32, 48, 64, 80, 88, 96, 128, 192, 256)
+
+
+def mode_settings(mode):
+    """What graphs record: by "default" compiled pieces and whole steps, by "graph" steps alone, by "eager" nothing."""
+    if mode == "eager":
+        return {"enforce_eager": True}
+    compilation = {"cudagraph_capture_sizes": list(SIZES)}
+    if mode == "graph":
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {"compilation_config": compilation}
+
+
+def llama_folder():
+    """A folder with the configuration of Llama-3.1-8B's shape, without weights."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def prompts_of(count, length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1000, VOCABULARY - 1000, (count, length), generator=generator).tolist()
+
+
+class Step(NamedTuple):
+    """When a step's tokens arrived, how many, and the requests that ran."""
+
+    time: float
+    tokens: int
+    running: int
+
+
+class Answer(NamedTuple):
+    """One request: seconds to its first token, tokens of its prompt that were cached."""
+
+    first_token: float
+    cached: int
+
+
+class Engine:
+    """A model in vLLM; prompts are token ids, answers greedy and of a fixed length."""
+
+    def __init__(self, folder, **settings):
+        self.llm = LLM(str(folder), skip_tokenizer_init=True, seed=0, **settings)
+        self.engine = self.llm.llm_engine
+        core = self.engine.engine_core.engine_core
+        self.scheduler, self.executor = core.scheduler, core.model_executor
+        self.preempted, preempt = 0, self.scheduler._preempt_request
+
+        def count(*args, **options):
+            self.preempted += 1
+            return preempt(*args, **options)
+
+        self.scheduler._preempt_request = count
+
+    @property
+    def runner(self):
+        return self.executor.driver_worker.worker.model_runner
+
+    @property
+    def pages(self):
+        """Pages of the pool, and how many of them are free."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
+
+    def run(self, prompts, max_tokens, until=None):
+        """All prompts at once: the steps, and an answer each. until: stops, with the steps so far, when it is true."""
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        start, names = time.perf_counter(), [f"{time.perf_counter_ns()}-{i}" for i in range(len(prompts))]
+        for name, ids in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": ids}, params)
+        answers, steps = {}, []
+        while self.engine.has_unfinished_requests():
+            outputs = self.engine.step()
+            now = time.perf_counter() - start
+            for output in outputs:
+                if output.request_id not in answers and output.outputs[0].token_ids:
+                    answers[output.request_id] = Answer(now, output.num_cached_tokens)
+            steps.append(Step(now, sum(len(o.outputs[0].token_ids) for o in outputs), len(self.scheduler.running)))
+            if until is not None and until(steps):
+                self.engine.abort_request(names)
+                while self.engine.has_unfinished_requests():
+                    self.engine.step()
+                break
+        return steps, [answers.get(name) for name in names]
+
+    @contextmanager
+    def without_model(self):
+        """Prompts are scheduled and get their pages, but nothing is computed: their pages hold what was there."""
+        model = self.runner.model
+
+        def nothing(input_ids, **inputs):
+            return torch.zeros(input_ids.shape[0], HIDDEN, dtype=torch.bfloat16, device=input_ids.device)
+
+        model.forward = nothing
+        try:
+            yield
+        finally:
+            del model.forward
+
+    def fill(self, prompts):
+        """Makes prompts look as if they were read: their pages are found in the prefix cache."""
+        with self.without_model():
+            self.run(prompts, 1)
+
+    def fill_pages(self):
+        """Random numbers in all pages: some kernels are faster on zeros."""
+        done = set()
+        for cache in self.runner.kv_caches:
+            if cache.data_ptr() not in done:
+                done.add(cache.data_ptr())
+                cache.normal_(std=0.5)
+
+    def close(self):
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.engine_core.shutdown()
+        del self.llm, self.engine, self.scheduler, self.executor
+        cleanup_dist_env_and_memory()
+
+
+def llama_engine(attention, mode, length=131072, **settings):
+    """Llama-3.1-8B's shape with random weights, with "dense" or "condensed" attention."""
+    fixed = {
+        "load_format": "dummy", "max_model_len": length, "gpu_memory_utilization": 0.92, "max_num_seqs": 256,
+        "max_num_batched_tokens": BATCHED_TOKENS[attention], "enable_prefix_caching": True,
+    }  # fmt: skip
+    if attention == "condensed":
+        methods = settings_of(dict.fromkeys(range(LAYERS), METHOD))
+        fixed["hf_overrides"] = {"architectures": ["CondensedLlamaForCausalLM"], "condense": methods}
+    return Engine(llama_folder(), **fixed, **mode_settings(mode), **settings)

@@ -1,0 +1,162 @@
+"""Sparse prefill baselines and ours side by side: time, share of dense attention's weights kept, numbers found.
+
+    python benchmarks/sparse_prefill.py times --output FILE [--length 32768 ...] [--text FILE]    # on a GPU
+    python benchmarks/sparse_prefill.py retrieval --output FILE [--sequences 12]                 # anywhere
+
+times: attention of the bundled model's 8 layers over its own queries and keys on a long text (far beyond the 4,096
+tokens that it learned), index included; and one layer of Llama-3.1-8B's shape on random inputs. The share kept is the
+sum of dense attention's weights over the keys that are seen exactly, the mean over queries, heads and layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import condense
+from condense import CCA, Dense, FlexPrefill, LMInfinite, Method, Recall, SnapKV, StreamingLLM, VerticalSlash
+from condense.demo import demo_text
+from condense.evaluate import passkey_sequences, retrieval
+from condense.results import write_results
+from condense.tasks import SequenceBuilder, encode_corpus, load_words, read_documents
+
+LEARNED = CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
+
+
+def methods(length: int) -> dict[str, Method]:
+    """What is compared; baselines with their papers' numbers, and vertical-slash with as many lines as fit 4,096."""
+    short = length <= 4096
+    return {
+        "flex_prefill": FlexPrefill(),
+        "vertical_slash": VerticalSlash(vertical=100, slash=400) if short else VerticalSlash(),
+        "cca": LEARNED if short else LEARNED.replace(window=1024),
+        "recall": Recall(window=256, num_recall=16) if short else Recall(num_recall=64),
+        "streaming_llm": StreamingLLM(sink=4, window=492) if short else StreamingLLM(),
+        "lm_infinite": LMInfinite(n_global=10, window=486) if short else LMInfinite(),
+    }
+
+
+def exact_part(method: Method) -> Method:
+    """The method that sees what this one sees exactly, and nothing else."""
+    if isinstance(method, CCA):
+        return StreamingLLM(sink=0, window=method.window)
+    return method.replace(unchosen="drop") if isinstance(method, Recall) else method
+
+
+@torch.no_grad()
+def layers_of(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Rotated queries, keys and values of every layer of a stock model that reads ids ``[1, L]``."""
+    found, stock = [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def notes(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **settings: Any) -> Any:
+        found.append((q.clone(), k.clone(), v.clone()))
+        return stock(module, q, k, v, *args, **settings)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = notes
+    try:
+        model(ids, use_cache=False, logits_to_keep=1)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = stock
+    return found
+
+
+def timed(call: Any, repeats: int) -> float:
+    """Milliseconds, the median; once unmeasured before."""
+    call()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def compare(layers: list[tuple[Tensor, Tensor, Tensor]], *, with_share: bool, repeats: int) -> list[dict[str, Any]]:
+    length, rows = layers[0][0].shape[2], []
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        dense = sum(
+            timed(
+                lambda x=x: torch.nn.functional.scaled_dot_product_attention(
+                    *x, is_causal=True, enable_gqa=x[0].shape[1] != x[1].shape[1]
+                ),
+                repeats,
+            )
+            for x in layers
+        )
+    rows.append({"method": "cudnn", "length": length, "ms": dense, "share": 1.0})
+    print(rows[-1], flush=True)
+    whole = []
+    if with_share:
+        whole = [condense.attention(*x, method=Dense(), return_lse=True, backend="triton")[1] for x in layers]
+    for name, method in methods(length).items():
+        row: dict[str, Any] = {"method": name, "settings": method, "length": length}
+        try:
+            row["ms"] = sum(timed(lambda x=x, m=method: condense.attention(*x, method=m), repeats) for x in layers)
+            row["speedup"] = dense / row["ms"]
+            if with_share:
+                parts = [condense.attention(*x, method=exact_part(method), return_lse=True)[1] for x in layers]
+                shares = [(part - all_).exp().mean() for part, all_ in zip(parts, whole, strict=True)]
+                row["share"] = float(torch.stack(shares).mean())
+        except Exception as error:  # one method's failure leaves the others
+            row["error"] = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        rows.append(row)
+        print({key: value for key, value in row.items() if key != "settings"}, flush=True)
+    return rows
+
+
+def times(options: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = condense.demo_model(torch.bfloat16)
+    model = model.cuda()
+    text = "\n".join(read_documents(options.text)) if options.text else demo_text().text
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids.cuda()
+    content: dict[str, Any] = {"bundled": [], "llama-3.1-8b": []}
+    for length in options.length:
+        repeated = ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
+        content["bundled"] += compare(layers_of(model, repeated), with_share=True, repeats=3)
+    for length in options.length:
+        generator = torch.Generator("cuda").manual_seed(0)
+        shapes = ((32, length), (8, length), (8, length))
+        layer = [torch.randn(1, n, L, 128, generator=generator, device="cuda", dtype=torch.bfloat16) for n, L in shapes]
+        content["llama-3.1-8b"] += compare([tuple(layer)], with_share=False, repeats=3)
+    return content
+
+
+def found(options: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = condense.demo_model()
+    documents = read_documents(options.text) if options.text else [demo_text().text * 2]
+    builder = SequenceBuilder(tokenizer, encode_corpus(documents, tokenizer), load_words().held_out, 4096)
+    sequences = passkey_sequences(builder, options.sequences, seed=11)
+    results = retrieval(model, {"dense": Dense(), **methods(4096)}, sequences)
+    # SnapKV evicts after the prompt, so its answers are generated: in one forward over all it would be dense
+    evicted = retrieval(model, {"snapkv": SnapKV(budget=512)}, sequences[: options.generated], decoding="generate")
+    for result in (*results, *evicted):
+        print(result.name, result.exact, flush=True)
+    return {"length": 4096, "keys": 8, "results": [*results, *evicted]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("times", "retrieval"))
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--length", type=int, nargs="+", default=[32768, 131072])
+    parser.add_argument("--text", nargs="+")
+    parser.add_argument("--sequences", type=int, default=12)
+    parser.add_argument("--generated", type=int, default=4)
+    options = parser.parse_args()
+    content = times(options) if options.what == "times" else found(options)
+    write_results(options.output, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What grouping does to the condition number: DGA's Theorem 3 in the form that holds, and where the printed one fails.
+
+The theorem says that the Hessian of min_a |y - a V|^2 (Problem 1) is conditioned no worse once tokens are grouped. With
+the variable that the problem has, the weights a in R^L, the Hessian is 2 V V^T, grouping makes it 2 M V V^T M^T with M
+the groups' means, and Poincare's separation theorem gives kappa(M V V^T M^T) <= kappa(V V^T), M's rows being orthogonal
+and of one length. The printed proof takes 2 V^T V instead, of the size of the values: that form is false, as
+`counterexample` shows.
+
+Shapes: L tokens in groups of m, d width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Condition numbers of one set of values. weights, weights_grouped: of ``V V^T`` and ``M V V^T M^T``, the form that
+    holds; values, values_grouped: of ``V^T V`` and ``(M V)^T (M V)``, the printed one."""
+
+    weights: float
+    weights_grouped: float
+    values: float
+    values_grouped: float
+
+
+def group_means(v: Tensor, m: int) -> Tensor:
+    """``M V`` ``[L / m, d]``: means of groups of m rows of v ``[L, d]``. Raises ValueError if m does not divide L."""
+    if len(v) % m:
+        raise ValueError(f"v: wanted a number of rows that {m} divides, got {len(v)}")
+    return v.unflatten(0, (-1, m)).mean(1)
+
+
+def condition_number(a: Tensor) -> float:
+    """``kappa(a a^T)`` of a ``[n, d]``, n <= d, from its singular values: largest over smallest, squared."""
+    singular = torch.linalg.svdvals(a.double())
+    return float((singular[0] / singular[-1]).square())
+
+
+def conditioning(v: Tensor, m: int) -> Conditioning:
+    """Both forms for values v ``[L, d]``: the one that holds on its first ``d // m * m`` rows, the printed one on all.
+
+    Raises ValueError if there are fewer than m * d rows, so that grouped values have rank d, or m does not divide them.
+    """
+    d = v.shape[1]
+    if len(v) < m * d:
+        raise ValueError(f"v: wanted at least {m * d} rows, so that {m} times fewer still have rank {d}, got {len(v)}")
+    few = v[: d // m * m]
+    return Conditioning(
+        weights=condition_number(few),
+        weights_grouped=condition_number(group_means(few, m)),
+        values=condition_number(v.T),
+        values_grouped=condition_number(group_means(v, m).T),
+    )
+
+
+def counterexample() -> tuple[Tensor, int]:
+    """Values ``[4, 2]`` and a group size of 2, for which grouping makes the printed form's condition number explode.
+
+    The two dimensions weigh alike, but the second nearly cancels within each group.
+    """
+    return torch.tensor([[1.0, 1.0], [1.0, -1.0], [1.0, 1.0], [1.0, -0.98]], dtype=torch.float64), 2

@@ -1,0 +1,91 @@
+"""What a method's attention costs: keys read per token (DGA's Figure 5, LCA's Table 1) beside measured times.
+
+Shapes: B rows (1), H query heads, K KV heads, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.config import check_int
+from condense.functional import attention
+from condense.methods import Dense, Method
+
+
+class Heads(NamedTuple):
+    """Heads of one layer: H query heads, K KV heads of width D."""
+
+    H: int
+    K: int
+    D: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One method at one length. keys: entries and tokens that the last query reads; mean_keys: the mean of all queries.
+
+    seconds: attention of the whole text, median of `repeats` calls; None above `longest` tokens.
+    """
+
+    method: Method
+    length: int
+    keys: int
+    mean_keys: float
+    seconds: float | None
+
+
+def keys_read(method: Method, seen: int) -> int:
+    """Entries and tokens that the query reads whose row has ``seen`` tokens, itself included."""
+    if isinstance(method, Dense):
+        return seen
+    return sum(hi - lo for lo, hi in method.layout.rule.spans(seen))
+
+
+def measure_cost(
+    heads: Heads,
+    methods: Sequence[Method],
+    lengths: Sequence[int],
+    *,
+    longest: int = 8192,
+    repeats: int = 3,
+    device: torch.device | None = None,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[Cost]:
+    """Keys and times of one layer's attention over random q, k and v, for each method and length.
+
+    longest: tokens up to which it is timed. on_step is called after every pair. Raises ValueError for counts below 1.
+    """
+    check_int("repeats", repeats, 1)
+    found = []
+    for length in lengths:
+        check_int("length", length, 1)
+        generator = torch.Generator().manual_seed(length)
+        shapes = ((heads.H, length), (heads.K, length), (heads.K, length))
+        q, k, v = (torch.randn(1, n, L, heads.D, generator=generator).to(device) for n, L in shapes)
+        for method in methods:
+            seconds = None
+            if length <= longest:
+                with torch.no_grad():
+                    times = [_timed(q, k, v, method) for _ in range(repeats + 1)]
+                seconds = statistics.median(times[1:])
+            # the mean over queries from a few hundred of them, evenly spread
+            seen = range(1, length + 1, max(1, length // 512))
+            mean = statistics.fmean(keys_read(method, n) for n in seen)
+            found.append(Cost(method, length, keys_read(method, length), mean, seconds))
+            on_step()
+    return found
+
+
+def _timed(q: Tensor, k: Tensor, v: Tensor, method: Method) -> float:
+    start = time.perf_counter()
+    attention(q, k, v, method=method)
+    if q.device.type == "cuda":
+        torch.cuda.synchronize(q.device)
+    return time.perf_counter() - start

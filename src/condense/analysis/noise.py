@@ -1,0 +1,78 @@
+"""How far a model's predictions move when its keys are noisy (after DGA, Figure 3b).
+
+The paper adds noise to attention's scores. A fused kernel has no such place, so the noise goes into what the scores are
+made of: Gaussian noise on the keys, before tokens are pooled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from condense.methods import Method
+from condense.models import condensed_layers, use
+
+VARIANCES = (0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+@torch.no_grad()
+def noise_effect(
+    model: PreTrainedModel,
+    method: Method,
+    sequences: Sequence[Tensor],
+    variances: Sequence[float] = VARIANCES,
+    *,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[dict[str, float]]:
+    """Per variance, relative to the keys' own: mean KL divergence (nats) from the predictions without noise.
+
+    model: a causal LM with stock attention, left as it was, whose attention goes through transformers' attention
+    functions. sequences: token ids ``[L]``; each meets the same noise under every method. on_step is called after each.
+    Returns ``{"variance", "kl"}`` per variance, KL as the mean over all positions.
+    Raises ValueError for a condensed model and for attention that takes no noise.
+    """
+    if condensed_layers(model):
+        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    totals = dict.fromkeys(variances, 0.0)
+    with use(model, method):
+        for index, sequence in enumerate(sequences):
+            ids = torch.as_tensor(sequence).to(model.device)[None]
+            clean = _log_probabilities(model, ids)
+            for variance in variances:
+                with _noisy_keys(model, variance, seed=index) as calls:
+                    noisy = _log_probabilities(model, ids)
+                if not calls:
+                    raise ValueError(f"{type(model).__name__}'s attention takes no noise: it has functions of its own")
+                totals[variance] += float((clean.exp() * (clean - noisy)).sum(-1).mean())
+            on_step()
+    return [{"variance": variance, "kl": total / len(sequences)} for variance, total in totals.items()]
+
+
+def _log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+
+
+@contextmanager
+def _noisy_keys(model: PreTrainedModel, variance: float, seed: int) -> Iterator[list[int]]:
+    """Noise on the keys that reach any attention function; yields one number per call."""
+    calls: list[int] = []
+    generator = torch.Generator(model.device).manual_seed(seed)
+    name = model.config._attn_implementation
+    stock = ALL_ATTENTION_FUNCTIONS[name]
+
+    def noisy(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **settings: Any) -> Any:
+        calls.append(len(calls))
+        drawn = torch.randn(k.shape, generator=generator, device=k.device, dtype=torch.float32)
+        return stock(module, q, k + (drawn * k.float().std() * variance**0.5).to(k.dtype), v, *args, **settings)
+
+    ALL_ATTENTION_FUNCTIONS[name] = noisy
+    try:
+        yield calls
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = stock

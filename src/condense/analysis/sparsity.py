@@ -1,0 +1,113 @@
+"""How sparse dense attention is: DGA's Figures 2, 6 and 7 on any model and text.
+
+The weights are those of the last query over all L tokens. They are rho-sparse if one of them is above 1 / (L * rho);
+P_sparse(L, rho) is the share of texts where they are. Only this frequency is measured, as in the paper's figures: its
+Theorem 1 gives a lower bound of 1 for every distribution, also for equal weights, which are never sparse.
+
+Shapes: L tokens, H query heads, S stretches of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from condense.analysis.deviation import stretches
+from condense.config import check_int, check_number
+from condense.models import attention_layers, condensed_layers
+
+# edges of the histogram, as multiples of the mean weight 1 / L
+EDGES = (0.0, *(2.0**n for n in range(-10, 11)))
+
+
+@dataclass(frozen=True)
+class LayerSparsity:
+    """One layer. sparse: rho -> length -> P_sparse, the mean of its heads; heads: the same, head by head.
+
+    histogram: share of the weights between neighbouring `EDGES` times 1 / L, at the longest length; the last number is
+    the share above all edges. top: number of largest weights -> their sum, the mean of heads and stretches.
+    """
+
+    layer: int
+    sparse: dict[float, dict[int, float]]
+    heads: dict[float, dict[int, tuple[float, ...]]]
+    histogram: tuple[float, ...]
+    top: dict[int, float]
+
+
+@torch.no_grad()
+def measure_sparsity(
+    model: PreTrainedModel,
+    texts: Sequence[Tensor],
+    lengths: Sequence[int],
+    *,
+    rhos: Sequence[float] = (0.05, 0.02, 0.01),
+    sequences: int = 100,
+    on_step: Callable[[], None] = lambda: None,
+) -> list[LayerSparsity]:
+    """Sparsity of every attention layer over stretches of the texts, token ids ``[n]`` each.
+
+    model: a causal LM with stock attention, left as it was. sequences: stretches of each length, spread over the texts.
+    on_step is called after every stretch.
+    Raises ValueError for a condensed model, lengths below 2 or above that of every text, and rhos outside 0 to 1.
+    """
+    check_int("sequences", sequences, 1)
+    for length in lengths:
+        check_int("length", length, 2)
+    for rho in rhos:
+        check_number("rho", rho, 1e-9, 1.0)
+    if condensed_layers(model):
+        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    layers = sorted(attention_layers(model))
+    weights: dict[int, list[list[np.ndarray]]] = {}
+    for length in lengths:
+        parts = [part for ids in texts for part in stretches(ids, length, sequences)][:sequences]
+        if not parts:
+            raise ValueError(f"length must be at most that of the longest text, {max(map(len, texts))}, got {length}")
+        weights[length] = []
+        for part in parts:
+            weights[length].append(last_query_weights(model, part))
+            on_step()
+    return [_layer(number, layers.index(number), weights, rhos) for number in layers]
+
+
+@torch.no_grad()
+def last_query_weights(model: PreTrainedModel, ids: Tensor) -> list[np.ndarray]:
+    """Dense attention's weights of the last of the tokens ``[L]``, per attention layer ``[H, at most L]`` float32."""
+    ids = ids[None].to(model.device)
+    cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    with _weights_returned(model):
+        output = model(ids[:, -1:], past_key_values=cache, use_cache=True, output_attentions=True)
+    return [weights[0, :, 0].float().cpu().numpy() for weights in output.attentions if weights is not None]
+
+
+@contextmanager
+def _weights_returned(model: PreTrainedModel) -> Iterator[None]:
+    """Attention that returns its weights, for the length of the block."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _layer(number: int, place: int, weights: dict[int, list[list[np.ndarray]]], rhos: Sequence[float]) -> LayerSparsity:
+    of_layer = {length: np.stack([sample[place] for sample in samples]) for length, samples in weights.items()}
+    heads = {
+        rho: {length: tuple((w.max(-1) > 1 / (w.shape[-1] * rho)).mean(0).tolist()) for length, w in of_layer.items()}
+        for rho in rhos
+    }
+    sparse = {rho: {length: float(np.mean(of)) for length, of in by.items()} for rho, by in heads.items()}
+    longest = of_layer[max(of_layer)]
+    relative = longest * longest.shape[-1]
+    counts = np.histogram(relative, [*EDGES, np.inf])[0]
+    ordered = np.sort(longest, -1)[..., ::-1].cumsum(-1)
+    top = {n: float(ordered[..., n - 1].mean()) for n in (1, 4, 16, 64, 256, 1024) if n <= longest.shape[-1]}
+    return LayerSparsity(number, sparse, heads, tuple((counts / counts.sum()).tolist()), top)

@@ -1,0 +1,15 @@
+"""Finding the cheapest method for every layer of a model that keeps its quality on a given text."""
+
+from condense.calibration.config import CalibrationConfig, default_candidates
+from condense.calibration.report import Calibration, CurvePoint, LayerLoss
+from condense.calibration.run import Estimate, calibrate
+
+__all__ = [
+    "Calibration",
+    "CalibrationConfig",
+    "CurvePoint",
+    "Estimate",
+    "LayerLoss",
+    "calibrate",
+    "default_candidates",
+]

@@ -1,0 +1,76 @@
+"""What a calibration is to reach, and on what it measures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from condense.config import check_int, check_number, check_positive
+from condense.methods import CCA, LCA, Dense, Method, Recall, StreamingLLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """Goals, candidates and texts of a calibration; at least one of ``budget_nats`` and ``cache`` is needed.
+
+    budget_nats: the most that the model may lose: mean divergence of its predictions from the dense model's, in nats
+    per token, over the second half of each text. cache: the share of the dense model's cache on the device that is
+    small enough, counted at ``cache_length`` tokens (None: ``length``). min_found: with hidden numbers, the share of
+    those that the dense model finds which must still be found.
+    candidates: the methods to choose from in each layer; empty for `default_candidates`.
+    length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
+    hidden_numbers: so many numbers are hidden in as many further texts and asked for at their ends, 0 for none.
+    seed: decides which stretches of text are taken, and which numbers.
+    Raises ValueError for a field out of range, and for a candidate that reads whole texts differently from steps.
+    """
+
+    budget_nats: float | None = None
+    cache: float | None = None
+    min_found: float = 0.99
+    candidates: tuple[Method, ...] = ()
+    length: int = 4096
+    texts: int = 8
+    hidden_numbers: int = 0
+    cache_length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.budget_nats is None and self.cache is None:
+            raise ValueError("budget_nats and cache must not both be None: say what may be lost, or how much is kept")
+        for name in ("budget_nats", "cache"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        check_number("min_found", self.min_found, 0, 1)
+        for name, least in (("length", 128), ("texts", 2), ("hidden_numbers", 0), ("seed", 0)):
+            check_int(name, getattr(self, name), least)
+        if self.cache_length is not None:
+            check_int("cache_length", self.cache_length, 1)
+        if len(set(self.candidates)) < len(self.candidates):
+            raise ValueError(f"candidates must differ, got {', '.join(map(str, self.candidates))}")
+        for method in self.candidates:
+            _check_candidate(method)
+
+
+def _check_candidate(method: Method) -> None:
+    """Raise ValueError for a method whose loss over whole texts says nothing about its steps."""
+    if isinstance(method, Recall) and method.prompt == "exact":
+        raise ValueError(f"candidates: {method} reads whole texts with dense attention: use prompt='recall'")
+    if method.layout.lookahead is not None:
+        raise ValueError(
+            f"candidates: {method} sees later tokens of a whole text: use {method.layout.lookahead.causal_setting}"
+        )
+
+
+def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
+    """Dense attention, Recall with its store in host memory, pooling and a window, for texts of ``length`` tokens.
+
+    The window is an eighth of the text, at most 1,024 tokens, and Recall opens a sixteenth of the groups, at most 64.
+    latents: for models with latents (MLA), whose latents Recall keeps on the device, where it saves nothing.
+    """
+    window = max(16, min(1024, length // 8 // 16 * 16))
+    base = StreamingLLM(sink=4, window=window)
+    if latents:
+        return Dense(), LCA(window=window, rep_bias="log_size"), base
+    pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
+    num_recall = min(64, math.ceil(length / 16 / 16))
+    return Dense(), Recall(window=window, num_recall=num_recall, store="host"), pooled, base

@@ -1,0 +1,148 @@
+"""The curve of quality against cache: allocations on a path, measured when they are asked for, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from condense.calibration.allocate import greedy_path
+from condense.calibration.config import CalibrationConfig
+from condense.calibration.measure import Allocation, Meter
+from condense.calibration.report import CurvePoint, LayerLoss, Mean, found_of
+from condense.models.inspect import LayerReport
+
+# points that are measured whatever the goals are
+NUM_POINTS = 9
+
+
+class Curve:
+    """Allocations from the most faithful to the smallest, each with its point on measured and on held-out texts."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        config: CalibrationConfig,
+        losses: Sequence[LayerLoss],
+        reports: Sequence[Sequence[LayerReport]],
+    ) -> None:
+        """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``."""
+        self._meter, self._config, self._reports = meter, config, reports
+        methods = config.candidates
+        known = {(loss.layer, loss.method): loss for loss in losses}
+        layers = list(dict.fromkeys(loss.layer for loss in losses))
+        self._lost = {
+            i: [known[i, method].total if (i, method) in known else 0.0 for method in methods] for i in layers
+        }
+        self._kl = {
+            i: [known[i, method].kl.mean if (i, method) in known else 0.0 for method in methods] for i in layers
+        }
+        sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
+        self.path = greedy_path(self._lost, {i: sizes[i] for i in layers})
+        last = len(self.path) - 1
+        self.grid = sorted({round(i * last / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
+        self._asked: set[int] = set()
+
+    def cache(self, at: int) -> float:
+        """The share of the dense cache that the device keeps."""
+        return self._shares(self.path[at])[0]
+
+    def measured(self, at: int) -> CurvePoint:
+        """The point of an allocation of the path, on the measured texts."""
+        self._asked.add(at)
+        return self.point(self.path[at], self._meter.measured)
+
+    def verified(self, at: int) -> CurvePoint:
+        """The same on held-out texts."""
+        return self.point(self.path[at], self._meter.held_out)
+
+    def points(self) -> tuple[CurvePoint, ...]:
+        """All that were measured, in order of the path."""
+        return tuple(self.measured(at) for at in sorted(self._asked))
+
+    def point(self, allocation: Allocation, samples: Sequence[int]) -> CurvePoint:
+        """The point of any allocation on these texts."""
+        both = [self._meter.read(i, [{}, allocation]) for i in samples]
+        dense, readings = zip(*both, strict=True)
+        plain = [reading for reading in readings if not reading.right]
+        cache, host, flops = self._shares(allocation)
+        return CurvePoint(
+            {i: self._config.candidates[n] for i, n in allocation.items()},
+            cache,
+            host,
+            flops,
+            sum(self._kl[i][n] for i, n in allocation.items()),
+            Mean.of([reading.kl for reading in plain]),
+            Mean.of([reading.nats for reading in plain]),
+            found_of(readings, dense),
+        )
+
+    def _shares(self, allocation: Allocation) -> tuple[float, float, float]:
+        """Shares of dense attention's bytes on the device, of its bytes in host memory, and of its FLOPs."""
+        rows = [self._reports[allocation.get(row.layer, 0)][k] for k, row in enumerate(self._reports[0])]
+        dense = sum(row.dense_bytes for row in rows)
+        host = sum(row.host_bytes for row in rows)
+        flops = sum(row.flops for row in rows) / sum(row.dense_flops for row in rows)
+        return sum(row.bytes for row in rows) / dense, host / dense, flops
+
+
+def choose(curve: Curve, config: CalibrationConfig) -> int:
+    """The place on the path that meets the goals on the measured texts: the smallest cache within the budget, or the
+    first one that is small enough.
+
+    Raises ValueError if there is none, saying what can be had.
+    """
+    small = next((at for at in range(len(curve.path)) if config.cache is None or curve.cache(at) <= config.cache), None)
+    if small is None:
+        least = curve.cache(len(curve.path) - 1)
+        raise ValueError(
+            f"cache must be at least {least:.4f}, what the smallest of these candidates keep at "
+            f"{config.cache_length or config.length} tokens, got {config.cache}: add smaller candidates"
+        )
+    for at in curve.grid:
+        curve.measured(at)
+    if config.budget_nats is None:
+        return small
+    if config.cache is not None and curve.measured(small).within(config):
+        return small
+    last = _last_within(curve, config)
+    if last is None:
+        raise ValueError(
+            f"budget_nats: none of these candidates stays within {config.budget_nats}: the most faithful allocation "
+            f"{curve.measured(0).quality()}; add better candidates, such as dense"
+        )
+    if config.cache is not None:
+        raise ValueError(
+            f"budget_nats and cache cannot both be met: at {curve.cache(small):.1%} of the cache the model "
+            f"{curve.measured(small).quality()}; at {curve.cache(last):.1%}, the least within the budget, it "
+            f"{curve.measured(last).quality()}"
+        )
+    return last
+
+
+def _last_within(curve: Curve, config: CalibrationConfig) -> int | None:
+    """The last place of the path within the budget, before the first one of the grid that is not; None if none is."""
+    low, high = -1, len(curve.path)
+    for at in curve.grid:
+        if not curve.measured(at).within(config):
+            high = at
+            break
+        low = at
+    while high - low > 1 and low >= 0:
+        middle = (low + high) // 2
+        low, high = (middle, high) if curve.measured(middle).within(config) else (low, middle)
+    return low if low >= 0 else None
+
+
+def verify(curve: Curve, config: CalibrationConfig, chosen: int) -> int:
+    """The place chosen, or the nearest before it that is within the budget on held-out texts too.
+
+    Raises ValueError if there is none, or none that keeps the cache small enough.
+    """
+    least = 0 if config.cache is None else chosen
+    for at in range(chosen, least - 1, -1):
+        if curve.verified(at).within(config):
+            return at
+    raise ValueError(
+        f"budget_nats must be met on held-out text too: {curve.cache(least):.1%} of the cache "
+        f"{curve.verified(least).quality()} there, more than {config.budget_nats} or too few of the numbers: measure "
+        "more texts, or raise the budget"
+    )

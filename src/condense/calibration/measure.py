@@ -1,0 +1,170 @@
+"""How far a model's predictions under an allocation lie from its dense ones, text by text; measured once and kept.
+
+Shapes: n tokens whose predictions are compared, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from condense.calibration.samples import Sample, Samples
+from condense.files import whole_file
+from condense.methods import Method
+from condense.models import use
+from condense.results import plain
+from condense.version import __version__
+
+_SLICE = 1024  # rows of logits that are held in float32 at a time
+
+# layer index -> number of a candidate; layers that are left out stay stock
+Allocation = Mapping[int, int]
+
+
+class Reading(NamedTuple):
+    """One text under one allocation. kl: mean divergence of the dense predictions from these, in nats. nats: mean loss
+    of the text's own tokens above the dense model's. right: of each hidden number, whether it was found.
+    """
+
+    kl: float
+    nats: float
+    right: tuple[bool, ...]
+
+
+class Store:
+    """Readings by text and allocation, kept in a file that is whole at any time, or in memory only."""
+
+    def __init__(self, path: Path | None, fingerprint: str) -> None:
+        """path: a file of the same fingerprint is gone on with. Raises ValueError for a file of another one."""
+        self._path, self._fingerprint = path, fingerprint
+        self._readings: dict[str, Reading] = {}
+        if path is None or not path.exists():
+            return
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            held = {key: Reading(kl, nats, tuple(right)) for key, (kl, nats, right) in content["readings"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"measured: wanted a file of earlier measurements, got {path}: {error}") from error
+        if content.get("fingerprint") != fingerprint:
+            raise ValueError(
+                f"measured: {path} holds measurements of another model, text, length, seed or other candidates: remove "
+                "it, or name another file"
+            )
+        self._readings = held
+
+    def get(self, sample: int, allocation: Allocation) -> Any:
+        """The reading of a text (by its number) under an allocation, None if there is none yet."""
+        return self._readings.get(_key(sample, allocation))
+
+    def put(self, sample: int, allocation: Allocation, reading: Reading) -> None:
+        """Keep a reading."""
+        self._readings[_key(sample, allocation)] = reading
+        if self._path is not None:
+            content = {"fingerprint": self._fingerprint, "readings": self._readings}
+            with whole_file(self._path, overwrite=True) as file:
+                file.write(json.dumps(content).encode())
+
+
+def _key(sample: int, allocation: Allocation) -> str:
+    return f"{sample} " + ",".join(f"{layer}:{number}" for layer, number in sorted(allocation.items()))
+
+
+class Meter:
+    """Reads texts with a model under allocations.
+
+    model: with stock attention, in evaluation mode; left as it was. measured, held_out: numbers of the texts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        candidates: Sequence[Method],
+        samples: Samples,
+        path: Path | None = None,
+        on_forward: Callable[[], None] = lambda: None,
+    ) -> None:
+        """path: where readings are kept, see `Store`. on_forward: called after each forward."""
+        self._model, self._candidates, self._on_forward = model, candidates, on_forward
+        self._samples = [*samples.measured, *samples.held_out]
+        self.measured = range(len(samples.measured))
+        self.held_out = range(len(samples.measured), len(self._samples))
+        self._store = Store(path, fingerprint(model, candidates, self._samples))
+
+    def missing(self, sample: int, allocations: Sequence[Allocation]) -> int:
+        """Forwards that `read` would take."""
+        missing = [allocation for allocation in allocations if self._store.get(sample, allocation) is None]
+        return bool(missing) + sum(map(bool, missing))
+
+    @torch.no_grad()
+    def seconds_each(self, allocations: Sequence[Allocation]) -> float:
+        """Mean time of a forward of the first text, over these allocations, each after one that is not timed."""
+        seconds = 0.0
+        for allocation in allocations:
+            for _ in range(2):
+                start = time.perf_counter()
+                float(self._logits(0, allocation).sum())  # waits for the device
+                last = time.perf_counter() - start
+            seconds += last
+        return seconds / len(allocations)
+
+    @torch.no_grad()
+    def read(self, sample: int, allocations: Sequence[Allocation]) -> list[Reading]:
+        """One reading of a text per allocation, from the store where it has them."""
+        readings = [self._store.get(sample, allocation) for allocation in allocations]
+        if None in readings:
+            dense = self._logits(sample, {})
+            self._on_forward()
+            for i, allocation in enumerate(allocations):
+                if readings[i] is None:
+                    logits = self._logits(sample, allocation) if allocation else dense
+                    readings[i] = _compared(dense, logits, self._samples[sample])
+                    self._store.put(sample, allocation, readings[i])
+                    self._on_forward()
+        return readings
+
+    def _logits(self, sample: int, allocation: Allocation) -> Tensor:
+        """Logits ``[n, V]`` by which the compared tokens are predicted."""
+        ids, compared = (x.to(self._model.device) for x in self._samples[sample][:2])
+        methods = {layer: self._candidates[number] for layer, number in allocation.items()}
+        first = int(compared[0])
+        kept = len(ids) - first + 1  # logits at position i predict token i + 1
+        with use(self._model, methods) if methods else nullcontext():
+            logits = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=kept).logits
+        return logits[0][compared - first]
+
+
+def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Reading:
+    """dense, logits ``[n, V]``."""
+    targets = sample.ids[sample.compared].to(logits.device)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    kl, nats = [], []
+    for p, q, target in zip(dense.split(_SLICE), logits.split(_SLICE), targets.split(_SLICE), strict=True):
+        log_p, log_q = p.to(wide).log_softmax(-1), q.to(wide).log_softmax(-1)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
+        nats.append((log_p - log_q).gather(-1, target[:, None])[:, 0])
+    right = (logits.argmax(-1) == targets).tolist()
+    found = tuple(all(right[start:stop]) for start, stop in sample.answers)
+    return Reading(float(torch.cat(kl).double().mean()), float(torch.cat(nats).double().mean()), found)
+
+
+def fingerprint(model: PreTrainedModel, candidates: Sequence[Method], samples: Sequence[Sample]) -> str:
+    """A hash of what readings depend on: weights (by their sums), configuration, candidates, texts, this library."""
+    config: Any = model.config
+    digest = hashlib.sha256()
+    settings = {"version": __version__, "config": config.to_dict(), "candidates": plain(list(candidates))}
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        total = parameter.detach().sum(dtype=torch.float64).item()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {total!r}".encode())
+    for sample in samples:
+        digest.update(sample.ids.numpy().tobytes() + sample.compared.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,141 @@
+"""What a calibration found: the loss of each layer, the curve of quality against cache, and the allocation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from condense.calibration.config import CalibrationConfig
+from condense.calibration.measure import Reading
+from condense.files import whole_file
+from condense.methods import Method, settings_of
+from condense.results import plain, provenance
+from condense.version import __version__
+
+
+class Mean(NamedTuple):
+    """A mean over texts and its standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """From one value per text, two at least."""
+        return cls(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} ± {self.error:.4f}"
+
+
+@dataclass(frozen=True)
+class LayerLoss:
+    """One layer under one candidate, all others stock: mean divergence from the dense predictions, in nats per token.
+
+    kl: on plain text. answers_kl: on hidden numbers, None without them.
+    """
+
+    layer: int
+    method: Method
+    kl: Mean
+    answers_kl: Mean | None
+
+    @property
+    def total(self) -> float:
+        """What counts when methods are handed out: both."""
+        return self.kl.mean + (0.0 if self.answers_kl is None else self.answers_kl.mean)
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One allocation, layer to method.
+
+    cache, host, flops: shares of dense attention's, by arithmetic: bytes on the device, bytes in host memory, and
+    attention's FLOPs of a prompt. predicted: the sum of its layers' losses. kl: mean divergence from the dense
+    predictions. nats: mean loss above the dense model's. found: hidden numbers, those that the dense model finds, and
+    all; None without any.
+    """
+
+    methods: Mapping[int, Method]
+    cache: float
+    host: float
+    flops: float
+    predicted: float
+    kl: Mean
+    nats: Mean
+    found: tuple[int, int, int] | None
+
+    def within(self, config: CalibrationConfig) -> bool:
+        """True if it keeps to the budget, if there is one, and with one finds enough of the hidden numbers."""
+        if config.budget_nats is None:
+            return True
+        enough = self.found is None or self.found[0] >= config.min_found * self.found[1]
+        return self.kl.mean <= config.budget_nats and enough
+
+    def quality(self) -> str:
+        """What it loses and finds, in words."""
+        found = "" if self.found is None else f", finds {self.found[0]} of {self.found[2]} (dense {self.found[1]})"
+        return f"loses {self.kl} nats{found}"
+
+
+def found_of(readings: Sequence[Reading], dense: Sequence[Reading]) -> tuple[int, int, int] | None:
+    """Hidden numbers found under an allocation and under dense attention, and all; None if there are none."""
+    total = sum(len(reading.right) for reading in dense)
+    return (sum(sum(x.right) for x in readings), sum(sum(x.right) for x in dense), total) if total > 0 else None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The result of `condense.calibrate`.
+
+    layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from
+    the most faithful to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same
+    on texts that nothing was measured on. steps_back: how many smaller ones met the goals on the measured texts only.
+    """
+
+    config: CalibrationConfig
+    layers: tuple[LayerLoss, ...]
+    uniform: tuple[CurvePoint, ...]
+    chosen: CurvePoint
+    verified: CurvePoint
+    curve: tuple[CurvePoint, ...]
+    steps_back: int
+
+    @property
+    def allocation(self) -> dict[int, Method]:
+        """Layer to method, for `condense.apply`."""
+        return dict(self.chosen.methods)
+
+    def save(self, path: str | Path, *, device: torch.device | None = None, overwrite: bool = False) -> Path:
+        """Write the allocation as JSON, with all that it rests on; ``condense.apply(model, "@PATH")`` reads it.
+
+        The file appears complete or not at all. device: where it was measured, for the record.
+        Raises FileExistsError if there is a file and overwrite is False.
+        """
+        document = settings_of(self.allocation) | {
+            "version": __version__,
+            "calibration": {
+                "provenance": provenance(self.config.seed, device),
+                "config": plain(asdict(self.config) | {"candidates": self.config.candidates}),
+                "layers": [plain(vars(loss)) for loss in self.layers],
+                **{name: [_record(point) for point in getattr(self, name)] for name in ("uniform", "curve")},
+                "chosen": _record(self.chosen),
+                "verified": _record(self.verified),
+                "steps_back": self.steps_back,
+            },
+        }
+        target = Path(path)
+        with whole_file(target, overwrite=overwrite) as file:
+            file.write((json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+        return target
+
+
+def _record(point: CurvePoint) -> dict[str, object]:
+    return plain(vars(point) | settings_of(point.methods))

@@ -1,0 +1,97 @@
+"""Measuring every layer under every candidate, handing out methods, and verifying what was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from condense.calibration.config import CalibrationConfig, default_candidates
+from condense.calibration.curve import NUM_POINTS, Curve, choose, verify
+from condense.calibration.measure import Meter, Reading
+from condense.calibration.report import Calibration, LayerLoss, Mean
+from condense.calibration.samples import draw_samples
+from condense.methods import Dense
+from condense.models import attention_layers, chosen_methods, condensed_layers
+from condense.models.families import is_latent, max_learned_positions
+from condense.models.inspect import inspect
+
+
+class Estimate(NamedTuple):
+    """What a calibration takes: forwards of one text at most, and seconds for each, timed."""
+
+    forwards: int
+    seconds_each: float
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    config: CalibrationConfig,
+    *,
+    measured: Path | None = None,
+    on_estimate: Callable[[Estimate], None] = lambda estimate: None,
+    on_forward: Callable[[], None] = lambda: None,
+) -> Calibration:
+    """Find a method for every layer that keeps to a budget on these texts, or to a size of the cache.
+
+    The model reads each text with each candidate in each layer alone, all others dense. What is measured is the mean
+    divergence of its predictions from the dense ones, and with hidden numbers that on their answers. From the most
+    faithful candidate everywhere, layers then get smaller ones, at the least loss per byte saved. Allocations on that
+    path are measured whole, and the one that meets the goals is verified on other texts; where it fails there, the one
+    before it is tried. Weights are not touched, and the same arguments give the same result.
+
+    model: a causal LM with stock attention, in evaluation mode, left as it was. texts: of documents like those that the
+    model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.
+    on_estimate is called once, before the measurements; on_forward after each forward.
+    Raises ValueError for goals that cannot be met, saying what can be, for texts that are too short, for candidates
+    that the model cannot take, and for a model that is condensed or in training mode.
+    """
+    if condensed_layers(model):
+        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    if model.training:
+        raise ValueError("model must be in eval mode: call model.eval()")
+    positions = max_learned_positions(model.config.get_text_config(decoder=True))
+    if positions is not None and config.length > positions:
+        raise ValueError(f"length must fit the model's {positions} learned positions, got {config.length}")
+    if not config.candidates:
+        latents = any(map(is_latent, attention_layers(model).values()))
+        config = replace(config, candidates=default_candidates(config.length, latents=latents))
+    reports = [inspect(model, method, config.cache_length or config.length) for method in config.candidates]
+    layers = sorted(chosen_methods(model, config.candidates[0]))
+    numbers = range(len(config.candidates))
+    uniform = [dict.fromkeys(layers, n) for n in numbers]
+    alone = [{layer: n} for layer in layers for n in numbers if not isinstance(config.candidates[n], Dense)]
+
+    meter = Meter(model, config.candidates, draw_samples(tokenizer, texts, config), measured, on_forward)
+    forwards = sum(meter.missing(i, [{}, *uniform, *alone]) for i in meter.measured)
+    # the points of the curve, those of a search between two of them, and two that are verified; each beside a dense one
+    later = NUM_POINTS + len(alone).bit_length() + 2
+    on_estimate(Estimate(forwards + 2 * later * len(meter.measured), meter.seconds_each(uniform)))
+    readings = [meter.read(i, [{}, *uniform, *alone])[1 + len(uniform) :] for i in meter.measured]
+    losses = [
+        _loss(layer, config, number, [of_text[k] for of_text in readings])
+        for k, ((layer, number),) in enumerate(allocation.items() for allocation in alone)
+    ]
+    curve = Curve(meter, config, losses, reports)
+    chosen = choose(curve, config)
+    kept = verify(curve, config, chosen)
+    return Calibration(
+        config,
+        tuple(losses),
+        tuple(curve.point(allocation, meter.measured) for allocation in uniform),
+        curve.measured(kept),
+        curve.verified(kept),
+        curve.points(),
+        chosen - kept,
+    )
+
+
+def _loss(layer: int, config: CalibrationConfig, number: int, readings: Sequence[Reading]) -> LayerLoss:
+    """The loss of one candidate in one layer, from one reading per text."""
+    plain, asked = ([reading.kl for reading in readings if bool(reading.right) is kind] for kind in (False, True))
+    return LayerLoss(layer, config.candidates[number], Mean.of(plain), Mean.of(asked) if asked else None)

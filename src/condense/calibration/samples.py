@@ -1,0 +1,84 @@
+"""The texts of a calibration: stretches that do not overlap, and texts with hidden numbers.
+
+Shapes: L tokens of a text, n of them whose predictions are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from condense.calibration.config import CalibrationConfig
+from condense.tasks import FORMS, Corpus, SequenceBuilder, encode_corpus, load_words
+
+
+class Sample(NamedTuple):
+    """One text. ids: int64 ``[L]``. compared: positions of the tokens whose predictions are compared, int64 ``[n]``.
+    answers: of a text with hidden numbers, the stretch of ``compared`` that each answer is; else empty.
+    """
+
+    ids: Tensor
+    compared: Tensor
+    answers: tuple[tuple[int, int], ...] = ()
+
+
+class Samples(NamedTuple):
+    """What is measured, and what verifies the result; with hidden numbers, the plain texts come first."""
+
+    measured: list[Sample]
+    held_out: list[Sample]
+
+
+def draw_samples(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], config: CalibrationConfig) -> Samples:
+    """Stretches of the texts, measured or held out; a text with hidden numbers is made of stretches of its own kind.
+
+    Raises ValueError if the texts are too short, and for a tokenizer without a token that ends texts.
+    """
+    corpus = encode_corpus(texts, tokenizer)
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    size = config.length - len(bos)
+    there, wanted = len(corpus.tokens) // size, 2 * config.texts
+    if there < wanted:
+        raise ValueError(
+            f"text must have {wanted * size} tokens, {config.texts} texts of {config.length} to measure and as many "
+            f"to verify, got {len(corpus.tokens)}: give more text, or a smaller texts or length"
+        )
+    chosen = np.random.default_rng(config.seed).permutation(there)[:wanted]
+    halves = chosen[: config.texts], chosen[config.texts :]
+    return Samples(*(_of_stretches(tokenizer, corpus, half, bos, config) for half in halves))
+
+
+def _of_stretches(
+    tokenizer: PreTrainedTokenizerBase, corpus: Corpus, stretches: np.ndarray, bos: list[int], config: CalibrationConfig
+) -> list[Sample]:
+    """Samples of the stretches with these numbers."""
+    size = config.length - len(bos)
+    parts = [corpus.tokens[i * size : (i + 1) * size] for i in stretches]
+    far = torch.arange(config.length // 2, config.length)
+    samples = [Sample(torch.tensor([*bos, *part.tolist()]), far) for part in parts]
+    if config.hidden_numbers == 0:
+        return samples
+    builder = SequenceBuilder(tokenizer, _joined(corpus, stretches, size), load_words().held_out, config.length)
+    for i, stretch in enumerate(stretches):
+        rng = np.random.default_rng([config.seed, int(stretch)])
+        sequence = builder.passkeys(rng, config.hidden_numbers, FORMS[i % len(FORMS)])
+        ends = np.cumsum([stop - start for start, stop in sequence.answers]).tolist()
+        compared = torch.cat([torch.arange(start, stop) for start, stop in sequence.answers])
+        answers = tuple(zip([0, *ends], ends, strict=False))
+        samples.append(Sample(torch.from_numpy(sequence.input_ids), compared, answers))
+    return samples
+
+
+def _joined(corpus: Corpus, stretches: np.ndarray, size: int) -> Corpus:
+    """The stretches as a corpus, each of which begins a line."""
+    parts, starts = [], []
+    for number, i in enumerate(stretches):
+        parts.append(corpus.tokens[i * size : (i + 1) * size])
+        low, high = np.searchsorted(corpus.line_starts, [i * size, (i + 1) * size])
+        starts.append(np.union1d([0], corpus.line_starts[low:high] - i * size) + number * size)
+    return Corpus(np.concatenate(parts), np.concatenate(starts), np.arange(len(stretches)) * size)

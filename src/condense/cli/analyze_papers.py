@@ -1,0 +1,270 @@
+"""`condense analyze` sparsity, noise, conditioning and cost: what the papers claim of attention, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from condense.analysis import (
+    Conditioning,
+    Heads,
+    conditioning,
+    counterexample,
+    measure_cost,
+    measure_sparsity,
+    noise_effect,
+)
+from condense.analysis.deviation import stretches
+from condense.analysis.sparsity import EDGES
+from condense.cli.options import DEMO_METHOD, DEVICE_HELP, METHOD_HELP, MODEL_HELP, load_model, progress, read_text
+from condense.demo import demo_text
+from condense.evaluate.compare import encode
+from condense.methods import Method
+from condense.models import restore
+from condense.plots import method_labels, plot_lines, require_matplotlib
+from condense.results import refuse_existing, write_results
+
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+Text = Annotated[
+    list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
+]
+Methods = Annotated[list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
+Device = Annotated[str | None, typer.Option(help=DEVICE_HELP)]
+Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]
+
+
+def sparsity_command(
+    model: Model = None,
+    text: Text = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: 100 to 1000.")] = None,
+    rho: Annotated[list[float] | None, typer.Option(help="Sparse rates. Default: 0.05, 0.02, 0.01.")] = None,
+    sequences: Annotated[int, typer.Option(help="Stretches of each length.")] = 16,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = None,
+    plot: Plot = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """How often a weight of the last query is above 1 / (tokens * rho), by length (DGA paper, Figures 2, 6 and 7)."""
+    _check(json, plot, overwrite)
+    loaded, texts = _load(model, text, dtype, device)
+    lengths, rhos = length or [100, 200, 400, 700, 1000], rho or [0.05, 0.02, 0.01]
+    with progress() as bar:
+        steps = [min(sequences, sum(min(sequences, len(ids) // n) for ids in texts)) for n in lengths if n > 0]
+        task = bar.add_task("reading", total=sum(steps))
+        layers = measure_sparsity(
+            loaded, texts, lengths, rhos=rhos, sequences=sequences, on_step=lambda: bar.advance(task)
+        )
+    rows = [[str(x.layer), f"{r:g}", *(f"{x.sparse[r][n]:.2f}" for n in lengths)] for x in layers for r in rhos]
+    _print(["layer", "rho", *map(str, lengths)], rows, "P_sparse by tokens, mean of heads")
+    _write(json, model, loaded, overwrite, {"edges": EDGES, "sequences": min(steps), "layers": layers})
+    if plot is not None:
+        mean = {r: [sum(x.sparse[r][n] for x in layers) / len(layers) for n in lengths] for r in rhos}
+        panels: dict[str, Any] = {
+            "P_sparse, mean of layers": {f"rho {r:g}": (lengths, mean[r]) for r in rhos},
+            f"weights times tokens, at {max(lengths)}": {
+                f"layer {x.layer}": (range(-10, 12), x.histogram) for x in layers[:: max(1, len(layers) // 4)]
+            },
+        }
+        plot_lines(panels, plot, x_label="tokens; log2 of a weight's upper edge", y_label="share")
+
+
+def noise_command(
+    model: Model = None,
+    text: Text = None,
+    method: Methods = None,
+    length: Annotated[int, typer.Option(help="Tokens of every stretch.")] = 1024,
+    sequences: Annotated[int, typer.Option(help="Stretches.")] = 2,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = None,
+    plot: Plot = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """How far predictions move when Gaussian noise is put on the keys, method by method (DGA paper, Figure 3b)."""
+    _check(json, plot, overwrite)
+    methods = [Method.parse(each) for each in method or ["dense", DEMO_METHOD, "dga"]]
+    loaded, texts = _load(model, text, dtype, device)
+    parts = _parts(texts, length, sequences)
+    found = {}
+    with progress() as bar:
+        task = bar.add_task("reading", total=len(parts) * len(methods))
+        for label, each in zip(method_labels(methods), methods, strict=True):
+            found[label] = noise_effect(loaded, each, parts, on_step=lambda: bar.advance(task))
+    variances = [row["variance"] for row in next(iter(found.values()))]
+    rows = [[label, *(f"{row['kl']:.4f}" for row in effects)] for label, effects in found.items()]
+    _print(
+        ["method", *(f"{v:g}" for v in variances)], rows, "KL in nats by variance of the noise, relative to the keys'"
+    )
+    content = {"length": length, "sequences": len(parts), "methods": methods, "kl": found}
+    _write(json, model, loaded, overwrite, content)
+    if plot is not None:
+        lines = {label: (variances, [row["kl"] for row in effects]) for label, effects in found.items()}
+        plot_lines({"predictions with noisy keys": lines}, plot, x_label="variance", y_label="KL, nats", log=True)
+
+
+def conditioning_command(
+    model: Model = None,
+    text: Text = None,
+    group_size: Annotated[int, typer.Option(help="Tokens of a group.", min=2)] = 16,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = None,
+    plot: Plot = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Condition numbers before and after grouping: DGA's Theorem 3 where it holds, and where it does not."""
+    _check(json, plot, overwrite)
+    loaded, texts = _load(model, text, dtype, device)
+    values = _values(loaded, max(texts, key=len))
+    few = min(
+        max(x.shape[1] for x in values.values()) * group_size,
+        *(len(x) // group_size * group_size for x in values.values()),
+    )
+    found = {layer: conditioning(v[:few], group_size) for layer, v in values.items()}
+    v, m = counterexample()
+    found_all: dict[str, Conditioning] = {
+        **{str(layer): c for layer, c in found.items()},
+        "counter-example": conditioning(v, m),
+    }
+    rows = [[label, *(f"{x:.3g}" for x in vars(c).values())] for label, c in found_all.items()]
+    _print(
+        ["layer", "V Vt", "grouped", "Vt V", "grouped"],
+        rows,
+        f"Condition numbers, groups of {group_size}; V Vt is the form that holds",
+    )
+    _write(json, model, loaded, overwrite, {"group_size": group_size, "layers": found_all})
+    if plot is not None:
+        layers = list(found)
+        panels: dict[str, Any] = {
+            "weights: V Vt (holds)": {
+                "tokens": (layers, [c.weights for c in found.values()]),
+                "groups": (layers, [c.weights_grouped for c in found.values()]),
+            },
+            "values: Vt V (as printed)": {
+                "tokens": (layers, [c.values for c in found.values()]),
+                "groups": (layers, [c.values_grouped for c in found.values()]),
+            },
+        }
+        plot_lines(panels, plot, x_label="layer", y_label="condition number")
+
+
+def cost_command(
+    model: Model = None,
+    method: Methods = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: 1024 to 131072.")] = None,
+    longest: Annotated[int, typer.Option(help="Tokens up to which attention is timed too.")] = 8192,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = None,
+    plot: Plot = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Keys that a query reads, by length, beside measured times of one layer (DGA paper, Figure 5; LCA, Table 1)."""
+    _check(json, plot, overwrite)
+    methods = [Method.parse(each) for each in method or ["dense", "cca", "dga", "streaming_llm:window=1024"]]
+    loaded, _ = load_model(model, dtype, device)
+    config = loaded.config.get_text_config(decoder=True)
+    H = config.num_attention_heads
+    heads = Heads(
+        H,
+        getattr(config, "num_key_value_heads", None) or H,
+        getattr(config, "head_dim", None) or config.hidden_size // H,
+    )
+    lengths = length or [2**n for n in range(10, 18)]
+    with progress() as bar:
+        task = bar.add_task("measuring", total=len(lengths) * len(methods))
+        costs = measure_cost(
+            heads, methods, lengths, longest=longest, device=loaded.device, on_step=lambda: bar.advance(task)
+        )
+    labels = dict(zip(methods, method_labels(methods), strict=True))
+    rows = [
+        [
+            labels[c.method],
+            f"{c.length:,}",
+            f"{c.keys:,}",
+            f"{c.mean_keys:,.0f}",
+            "" if c.seconds is None else f"{c.seconds:.4f}",
+        ]
+        for c in costs
+    ]
+    _print(["method", "tokens", "keys, last", "keys, mean", "seconds"], rows, f"One layer's attention, {heads}")
+    _write(json, model, loaded, overwrite, {"heads": heads._asdict(), "costs": costs})
+    if plot is not None:
+        of = {label: [c for c in costs if labels[c.method] == label] for label in labels.values()}
+        panels: dict[str, Any] = {
+            "keys of the last query": {label: ([c.length for c in x], [c.keys for c in x]) for label, x in of.items()},
+            "seconds, whole text": {
+                label: ([c.length for c in x if c.seconds], [c.seconds for c in x if c.seconds])
+                for label, x in of.items()
+            },
+        }
+        plot_lines(panels, plot, x_label="tokens", y_label="", log=True)
+
+
+def _check(json: Path | None, plot: Path | None, overwrite: bool) -> None:
+    for name, path in (("json", json), ("plot", plot)):
+        if path is not None:
+            refuse_existing(path, name, overwrite=overwrite)
+    if plot is not None:
+        require_matplotlib(plot)
+
+
+def _load(
+    model: str | None, text: list[str] | None, dtype: str | None, device: str | None
+) -> tuple[PreTrainedModel, list[Tensor]]:
+    """The model with stock attention, and the texts' token ids."""
+    contents = [read_text(source) for source in dict.fromkeys(text or ())] or [demo_text().text]
+    loaded, tokenizer = load_model(model, dtype, device)
+    restore(loaded)
+    return loaded, _encoded(contents, tokenizer, loaded)
+
+
+def _encoded(contents: list[str], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[Tensor]:
+    return [encode(tokenizer, content, model)[0] for content in contents]
+
+
+def _parts(texts: list[Tensor], length: int, sequences: int) -> list[Tensor]:
+    parts = [part for ids in texts for part in stretches(ids, length, sequences)][:sequences] if length > 0 else []
+    if not parts:
+        raise ValueError(f"length must be 1 to that of the longest text, {max(map(len, texts))}, got {length}")
+    return parts
+
+
+@torch.no_grad()
+def _values(model: PreTrainedModel, ids: Tensor) -> dict[int, Tensor]:
+    """Value vectors of one KV head of every layer that caches them, ``[L, Dv]``."""
+    cache = model(ids[None].to(model.device), use_cache=True, logits_to_keep=1).past_key_values
+    assert isinstance(cache, DynamicCache)
+    return {
+        i: layer.values[0, 0].cpu()
+        for i, layer in enumerate(cache.layers)
+        if getattr(layer, "values", None) is not None
+    }
+
+
+def _print(headings: list[str], rows: list[list[str]], title: str) -> None:
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _write(
+    json: Path | None, model: str | None, loaded: PreTrainedModel, overwrite: bool, content: dict[str, Any]
+) -> None:
+    if json is not None:
+        write_results(json, {"model": model or "bundled", **content}, device=loaded.device, overwrite=overwrite)

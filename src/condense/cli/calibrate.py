@@ -1,0 +1,186 @@
+"""`condense calibrate`: the cheapest method for every layer that keeps a model's quality on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from condense.calibration import Calibration, CalibrationConfig, CurvePoint, Estimate, calibrate
+from condense.cli.options import (
+    DEVICE_HELP,
+    DEVICE_MAP_HELP,
+    METHOD_HELP,
+    REMOTE_HELP,
+    load_model,
+    progress,
+    read_text,
+    warn_of_length,
+)
+from condense.demo import demo_text
+from condense.methods import Method
+from condense.models import described, restore
+from condense.plots import method_labels, plot_lines, require_matplotlib
+from condense.results import refuse_existing
+
+# what the bundled text is long enough for
+DEMO_LENGTH, DEMO_TEXTS = 448, 4
+
+
+def calibrate_command(
+    model: Annotated[str | None, typer.Argument(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
+    ] = None,
+    budget_nats: Annotated[
+        float | None, typer.Option(help="The most that may be lost, in nats per token. Default without --cache: 0.02.")
+    ] = None,
+    cache: Annotated[
+        float | None, typer.Option(help="The share of the dense cache on the device that is small enough, as in 0.09.")
+    ] = None,
+    cache_length: Annotated[
+        int | None, typer.Option(help="Tokens at which the cache is counted. Default: --length.")
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(help=METHOD_HELP + " Repeatable. Default: dense, recall, cca (lca on latents) and a window."),
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of each text. Default: 4096.")] = None,
+    texts: Annotated[int | None, typer.Option(help="Texts to measure, and as many to verify. Default: 8.")] = None,
+    hidden_numbers: Annotated[
+        int, typer.Option(help="Hide so many numbers in as many further texts, which must be found again.")
+    ] = 0,
+    min_found: Annotated[float, typer.Option(help="Of the numbers that dense attention finds.")] = 0.99,
+    seed: Annotated[int, typer.Option(help="Decides which stretches of text and which numbers.")] = 0,
+    output: Annotated[Path, typer.Option(help="The allocation; --method @FILE reads it.")] = Path("allocation.json"),
+    measured: Annotated[
+        Path | None, typer.Option(help="Keeps what was measured, to go on with. Default: beside the output.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw quality against cache into this .png or .svg file.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    device_map: Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
+) -> None:
+    """Find the cheapest method for every layer that keeps the model's quality on a text, and write it down."""
+    for name, path in (("output", output), ("plot", plot)):
+        if path is not None:
+            refuse_existing(path, name, overwrite=overwrite)
+    if plot is not None:
+        require_matplotlib(plot)
+    is_demo = model is None and not text
+    config = CalibrationConfig(
+        budget_nats=0.02 if budget_nats is None and cache is None else budget_nats,
+        cache=cache,
+        min_found=min_found,
+        candidates=tuple(map(Method.parse, candidate or ())),
+        length=length or (DEMO_LENGTH if is_demo else 4096),
+        texts=texts or (DEMO_TEXTS if is_demo else 8),
+        hidden_numbers=hidden_numbers,
+        cache_length=cache_length,
+        seed=seed,
+    )
+    contents = [read_text(source) for source in dict.fromkeys(text or ())] or [demo_text().text]
+    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
+    restore(loaded)
+    warn_of_length(loaded, config.length)
+    kept = measured or output.with_suffix(".measured.json")
+    console = Console(stderr=True)
+    with progress() as bar:
+        task = bar.add_task("measuring", total=None)
+
+        def on_estimate(estimate: Estimate) -> None:
+            minutes = estimate.forwards * estimate.seconds_each / 60
+            console.print(
+                f"up to {estimate.forwards:,} forwards of {config.length:,} tokens, {estimate.seconds_each:.2g} s each, "
+                f"{minutes:.1f} minutes in all; {kept} keeps what is measured",
+                highlight=False,
+            )
+            bar.update(task, total=estimate.forwards)
+
+        result = calibrate(
+            loaded,
+            tokenizer,
+            contents,
+            config,
+            measured=kept,
+            on_estimate=on_estimate,
+            on_forward=lambda: bar.advance(task),
+        )
+    _print(result)
+    if plot is not None:
+        _plot(result, plot)
+    result.save(output, device=loaded.device, overwrite=overwrite)
+    Console().print(f"written: {output}; use it with --method @{output}", highlight=False, soft_wrap=True)
+
+
+def _print(result: Calibration) -> None:
+    """Losses layer by layer, the curve, and what was chosen."""
+    config, console = result.config, Console()
+    names = dict(zip(config.candidates, method_labels(config.candidates), strict=True))
+    numbers = config.hidden_numbers > 0
+    tables = Table(title="each layer alone: divergence in nats per token", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    lossy = [method for method in config.candidates if any(loss.method == method for loss in result.layers)]
+    tables.add_column("layer", justify="right")
+    for method in lossy:
+        tables.add_column(names[method], justify="right")
+        if numbers:
+            tables.add_column("answers", justify="right")
+    for layer in dict.fromkeys(loss.layer for loss in result.layers):
+        of_layer = {loss.method: loss for loss in result.layers if loss.layer == layer}
+        cells = []
+        for method in lossy:
+            cells.append(str(of_layer[method].kl))
+            cells += [str(of_layer[method].answers_kl)] if numbers else []
+        tables.add_row(str(layer), *cells)
+    console.print(tables)
+
+    curve = Table(
+        title=f"quality against cache at {config.cache_length or config.length:,} tokens",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("layers", "cache", "host", "FLOPs", "divergence", "loss", *(["found"] if numbers else [])):
+        curve.add_column(heading, justify="left" if heading == "layers" else "right")
+    for point in (*result.uniform, *result.curve):
+        curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
+    console.print(curve)
+    console.print(f"chosen: {described(result.allocation)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense",
+        highlight=False,
+    )
+    if result.steps_back > 0:
+        console.print(f"{result.steps_back} smaller ones met the goals on the measured texts, and not there")
+
+
+def _cells(point: CurvePoint, names: dict[Method, str]) -> list[str]:
+    used = list(point.methods.values())
+    kinds = " + ".join(f"{used.count(method)} {names[method]}" for method in names if method in used)
+    found = [] if point.found is None else [f"{point.found[0]}/{point.found[2]}"]
+    shares = [f"{share:.1%}" for share in (point.cache, point.host, point.flops)]
+    return [kinds, *shares, str(point.kl), f"{point.nats.mean:+.4f}", *found]
+
+
+def _plot(result: Calibration, path: Path) -> None:
+    """Divergence against the share of the cache: the path, and each candidate in all layers."""
+    names = method_labels(result.config.candidates)
+
+    def line(points: Sequence[CurvePoint]) -> tuple[list[float], list[float]]:
+        return [100 * point.cache for point in points], [point.kl.mean for point in points]
+
+    lines = {"by layer": line(result.curve)} | {
+        f"{name} in all layers": line([point]) for name, point in zip(names, result.uniform, strict=True)
+    }
+    plot_lines(
+        {"quality against cache": lines},
+        path,
+        x_label="cache on the device, % of dense",
+        y_label="divergence, nats per token",
+    )

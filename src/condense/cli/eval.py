@@ -1,0 +1,134 @@
+"""`condense eval`: lm-evaluation-harness's tasks under several attention methods."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from condense.cli.options import (
+    DEMO_METHOD,
+    DEVICE_HELP,
+    DEVICE_MAP_HELP,
+    LAYERS_HELP,
+    METHOD_HELP,
+    MODEL_HELP,
+    REMOTE_HELP,
+    choose,
+    described,
+    load_model,
+    saved_choice,
+)
+from condense.evaluate.harness import OWN, Score, Settings, evaluate, write_report
+from condense.evaluate.harness.tasks import require_harness
+from condense.methods import Dense, Method
+from condense.models import MethodChoice, restore
+from condense.results import provenance, refuse_existing
+
+
+def eval_command(
+    task: Annotated[
+        list[str], typer.Option(help=f"Task, group or tag of the harness, or {', '.join(OWN)}; repeatable.")
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the results; it must not exist yet.")],
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP + " An adapter's folder too.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable. Default: what the model was saved with.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of local data files; docs/guides/evaluate.md says which.")
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens, for tasks that come in several lengths; repeatable. Default: 4096."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="First documents of each task only.", min=1)] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples in the prompt. Default: the task's own.", min=0)
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Halved once if it does not fit into memory.", min=1)] = 1,
+    max_length: Annotated[int | None, typer.Option(help="Tokens the model may read. Default: its own.", min=2)] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    device_map: Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the tokenizer's chat template.")] = False,
+    run_generated_code: Annotated[
+        bool, typer.Option("--run-generated-code", help="Allow tasks that run the programs the model writes.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --output.")] = False,
+) -> None:
+    """Score a model on lm-evaluation-harness's tasks under several methods, side by side.
+
+    The output folder holds predictions.jsonl, metrics.json, env.json and report.html.
+    """
+    require_harness()
+    if not resume:
+        if output.exists():
+            raise ValueError(f"output: wanted a folder that does not exist yet, got {output}; --resume goes on with it")
+        refuse_existing(output / "env.json", "output")
+    if data is not None and not data.is_dir():
+        raise ValueError(f"data: wanted a folder, got {data}")
+    methods: dict[str, MethodChoice] = {text: choose(Method.parse(text), layers) for text in method or ()}
+    if run_generated_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
+    saved = saved_choice(loaded)
+    if saved is not None:
+        restore(loaded)
+    if not methods:
+        if layers is not None:
+            raise ValueError("layers belong to a method: add --method")
+        methods = {described(saved): saved} if saved is not None else {"dense": Dense()}
+        methods |= {DEMO_METHOD: Method.parse(DEMO_METHOD)} if model is None else {}
+    settings = Settings(
+        tasks=tuple(dict.fromkeys(task)),
+        lengths=tuple(dict.fromkeys(length or (4096,))),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        batch_size=batch_size,
+        max_length=max_length,
+        chat=chat,
+        data=data,
+        run_generated_code=run_generated_code,
+    )
+    err = Console(stderr=True, highlight=False)
+    scores = evaluate(
+        loaded,
+        tokenizer,
+        methods,
+        settings,
+        output,
+        resume=resume,
+        on_method=lambda label: err.print(label, style="dim"),
+    )
+    where = provenance(device=loaded.device)
+    facts = {
+        "model": model or "bundled",
+        **{key: where[key] for key in ("device", "condense", "torch", "commit", "date")},
+    }
+    page = write_report(output / "report.html", f"Evaluation of {model or 'the bundled model'}", scores, facts)
+    _print(scores)
+    Console().print(f"{page}", highlight=False, markup=False)
+
+
+def _print(scores: list[Score]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("task", "metric", "method"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("score", "95 %", "n"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for score in scores:
+        interval = score.interval
+        if not score.by:
+            ends = f"{interval.low:.3f} to {interval.high:.3f}" if math.isfinite(interval.low) else ""
+            metric = score.metric.removesuffix(",none")
+            table.add_row(score.task, metric, score.method, f"{interval.value:.3f}", ends, str(interval.n))
+    Console().print(table)

@@ -1,0 +1,116 @@
+"""Data sets from local files in place of the hub: what the harness's tasks ask `datasets.load_dataset` for.
+
+A folder of data may hold, beside the files of `FILES`, copies of hub repositories at ``OWNER/NAME``, as
+``hf download --repo-type dataset OWNER/NAME --local-dir FOLDER/OWNER/NAME`` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from condense.tasks import read_json_lines
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """A data set of the hub as small local files.
+
+    splits: split -> pattern of its file's name, without ``.jsonl`` or ``.jsonl.zst``. row: turns a line into a row as
+    the hub has it, given the configuration's and the split's name; None leaves the line out.
+    """
+
+    splits: dict[str, str]
+    row: Callable[[Row, str | None, str], Row | None] = lambda line, name, split: line
+
+
+def _mbpp(line: Row, name: str | None, split: str) -> Row | None:
+    # the first ten problems are for prompts, and the harness has them
+    return line if line["task_id"] > 10 else None
+
+
+def _mmlu(line: Row, name: str | None, split: str) -> Row | None:
+    if name not in (line["subject"], "all") or line["split"] != split:
+        return None
+    fields = {field: line[field] for field in ("question", "subject", "choices")}
+    return fields | {"answer": "ABCD".index(line["answer"])}
+
+
+FILES = {
+    "openai/gsm8k": LocalFiles({"train": "gsm8k-train*", "test": "gsm8k-test*"}),
+    "google-research-datasets/mbpp": LocalFiles({"test": "mbpp-test*"}, _mbpp),
+    "cais/mmlu": LocalFiles({"dev": "mmlu-*", "test": "mmlu-*"}, _mmlu),
+}
+SOURCES = {
+    "multidoc_em": "nq-open files of github.com/nelson-liu/lost-in-the-middle (qa_data), unpacked to .jsonl",
+    "text_loss": "long documents: JSON lines with a text field, or .txt",
+}
+
+
+def rows(path: Path) -> Iterator[Row]:
+    """The rows of a ``.jsonl`` or ``.jsonl.zst`` file."""
+    return read_json_lines(path)
+
+
+def find(folder: str | Path | None, task: str, *patterns: str, required: bool = True) -> list[Path]:
+    """Files in the folder that fit a pattern, ``.jsonl`` and ``.jsonl.zst`` being added to those without an ending.
+
+    Raises ValueError if there are none and they are required: it says what to download and where to put it.
+    """
+    endings = {pattern: [""] if "." in pattern else [".jsonl", ".jsonl.zst"] for pattern in patterns}
+    names = [pattern + ending for pattern in patterns for ending in endings[pattern]]
+    found = sorted({path for name in names for path in Path(folder).glob(name)}) if folder else []
+    if not found and required:
+        raise ValueError(
+            f"{task}: no data: wanted {' or '.join(names)} in --data{f' {folder}' if folder else ' FOLDER'}; "
+            f"download {SOURCES[task]}"
+        )
+    return found
+
+
+@contextmanager
+def local_datasets(folder: Path | None) -> Iterator[None]:
+    """Inside the block `datasets.load_dataset` looks into the folder first, then where it always does."""
+    import datasets
+
+    stock = datasets.load_dataset
+
+    def load(path: str, name: str | None = None, *args: Any, **settings: Any) -> Any:
+        found = None if folder is None else _read(folder, path, name)
+        if found is not None:
+            split = settings.get("split")
+            return found if split is None else found[split]
+        if folder is not None and (folder / path).is_dir():
+            path = str(folder / path)
+        return stock(path, name, *args, **settings)
+
+    datasets.load_dataset = load
+    try:
+        yield
+    finally:
+        datasets.load_dataset = stock
+
+
+def _read(folder: Path, path: str, name: str | None) -> Any:
+    """The data set of that hub name from local files, or None if the folder has not all its splits."""
+    import datasets
+
+    known = FILES.get(path)
+    if known is None:
+        return None
+    parts = {split: find(folder, path, pattern, required=False) for split, pattern in known.splits.items()}
+    if not all(parts.values()):
+        return None
+    return datasets.DatasetDict(
+        {
+            split: datasets.Dataset.from_list(
+                [row for file in files for line in rows(file) if (row := known.row(line, name, split)) is not None]
+            )
+            for split, files in parts.items()
+        }
+    )

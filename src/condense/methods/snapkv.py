@@ -1,0 +1,93 @@
+"""SnapKV (Li et al., 2024): after the prompt, keep the tokens that its last queries attend to. A baseline: it drops
+tokens, and reads the prompt itself with dense attention.
+
+Shapes: B rows, K KV heads, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from condense.config import check_int
+from condense.methods.base import Method, Prompt, PromptPlan
+from condense.methods.layout import EACH_TOKEN, Layout, Lookahead
+from condense.methods.prompt import exact_prompt, highest, kept_tokens
+from condense.ops import UniformRule, importance
+from condense.ops.tensors.per_row import PerRow, map_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Method):
+    """Dense attention over the prompt, of which ``budget`` tokens per KV head stay; later tokens all stay.
+
+    The last ``window`` tokens stay, and of those before them the ones to which the last ``window`` queries give the
+    largest weights, summed over the query heads of the KV head; each token counts with the largest of the
+    ``kernel_size`` (odd) around it. The whole prompt must be read in one forward.
+    Raises ValueError for a field out of range, or a budget that is not above the window.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    budget: int = 1024
+    window: int = 32
+    kernel_size: int = 7
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, 1)
+        check_int("kernel_size", self.kernel_size, 1)
+        check_int("budget", self.budget, 1)
+        if self.budget <= self.window:
+            raise ValueError(f"budget must be above window {self.window}, got {self.budget}")
+        if self.kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
+
+    @property
+    def layout(self) -> Layout:
+        """Tokens after the prompt stay as they are."""
+        rule = UniformRule(chunk=1, window=None, max_chunks=0)
+        return Layout(rule, pooling=EACH_TOKEN, lookahead=Lookahead(False, "streaming_llm or recall"))
+
+    @property
+    def prompt_reader(self) -> VotedPrompt:
+        """The whole prompt, then its eviction."""
+        return VotedPrompt(self)
+
+
+class VotedPrompt(NamedTuple):
+    """How `SnapKV` reads a prompt: a `condense.methods.base.PromptReader`."""
+
+    method: SnapKV
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
+        """Dense attention; kept are the tokens with the most votes."""
+        B = k.shape[0]
+        tokens = plan.tokens(B)
+        context, everything = exact_prompt(k, v, tokens)
+        if int(tokens.max()) <= self.method.budget:
+            return Prompt(context, everything)
+        sample = plan.sample(B, self.method.window, 0, 0, q.device)
+        with torch.no_grad():
+            votes = self.votes(importance(q, k, sample, scale=scale, backend=backend))
+            counts = self.num_entries(tokens)
+            assert isinstance(counts, Tensor)
+            kept = highest(votes, counts, tokens)
+        return Prompt(context, lambda: kept_tokens(k, v, kept, int(counts.max())))
+
+    def votes(self, scores: Tensor) -> Tensor:
+        """What tokens are ranked by, ``[B, K, L]``, from the sampled queries' weights: infinite in the window."""
+        before = scores[..., : -self.method.window]
+        size = self.method.kernel_size
+        pooled = F.max_pool1d(before, size, stride=1, padding=size // 2)
+        return F.pad(pooled, (0, self.method.window), value=float("inf"))
+
+    def num_entries(self, tokens: PerRow) -> PerRow:
+        """Tokens of the prompt that stay."""
+        return map_rows(lambda n: min(n, self.method.budget), tokens)
+
+    def num_focal(self, tokens: PerRow) -> PerRow:
+        """All entries are single tokens."""
+        return self.num_entries(tokens)

@@ -1,0 +1,192 @@
+"""Which layer gets which method: one method, a mapping of layers, or text; resolved for a model whose layers are known.
+
+Layers are named by an index, by several (a range, a tuple), by text (``"0-3,7"``) or by ``"rest"``, all that can be
+condensed and have no other name. Negative indices count from the last layer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from condense.methods import Method, methods_in
+from condense.models.families import sliding_window
+
+Layers = int | str | Iterable[int]
+# one method for all layers, or layers -> method; layers that are left out stay as they are
+MethodChoice = Method | Mapping[Any, Method]
+
+REST = "rest"
+_RANGE = re.compile(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", re.ASCII)
+
+
+def parse_choice(choice: object) -> MethodChoice:
+    """A choice from itself, from text (`choice_from_text`) or from a method's `to_dict` form.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(choice, str):
+        return choice_from_text(choice)
+    if not isinstance(choice, Mapping) or "method" in choice:
+        return Method.parse(choice)  # type: ignore[arg-type]
+    if not choice:
+        raise ValueError("method must name at least one layer, got an empty mapping")
+    return {layers: Method.parse(method) for layers, method in choice.items()}
+
+
+def choice_from_text(*texts: str) -> MethodChoice:
+    """A choice as on the command line: ``cca:window=512``, ``recall@2,3+cca@rest``, or ``@FILE`` of an allocation.
+
+    texts: one, or several of which each names its layers. Raises ValueError for anything else.
+    """
+    if any(text.startswith("@") for text in texts):
+        if len(texts) > 1:
+            raise ValueError(f"method: a file says what all layers get and stands alone, got {' '.join(texts)}")
+        return _read_choice(Path(texts[0][1:]).expanduser())
+    parts = [part for text in texts for part in text.split("+")]
+    choice: dict[str, Method] = {}
+    for part in parts:
+        method, at, layers = part.partition("@")
+        if not at and len(parts) == 1:
+            return Method.parse(method)
+        if not at:
+            raise ValueError(
+                f"method: of several each names its layers, got {part!r}; write {part}@rest, or {part}@0-3"
+            )
+        layers = layers.strip()
+        if layers != REST:
+            parse_layers(layers)
+        if layers in choice:
+            raise ValueError(f"method: layers {layers} are named twice, for {choice[layers]} and {part}")
+        choice[layers] = Method.parse(method)
+    return choice
+
+
+def _read_choice(path: Path) -> dict[int, Method]:
+    """The choice in a file that holds what `condense.methods.settings_of` makes, such as an allocation."""
+    if not path.is_file():
+        raise ValueError(f"method: no such file: {path}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"method: wanted JSON, got {path}: {error}") from error
+    return methods_in(content, str(path))
+
+
+def parse_layers(text: str) -> list[tuple[int, int]]:
+    """The first and last layer of each part of text such as ``0,4-7`` or ``-2``.
+
+    Raises ValueError for anything else, a range that runs backwards too.
+    """
+    ranges = []
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part)
+        if found is None:
+            raise ValueError(f"layers must look like 2-31 or 0,4-7, got {text!r}")
+        first = int(found[1])
+        last = first if found[2] is None else int(found[2])
+        if first > last and (first < 0) == (last < 0):
+            raise _backwards(part)
+        ranges.append((first, last))
+    return ranges
+
+
+def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int) -> dict[int, Method]:
+    """Layer index to method, for the layers that a choice names.
+
+    attentions: the attention modules by layer. count: layers of the model. Raises ValueError for layers that are named
+    twice, that there are not, or that cannot be condensed.
+    """
+    if not isinstance(choice, Mapping):
+        return dict.fromkeys(chosen_layers(None, attentions, count), choice)
+    chosen: dict[int, Method] = {}
+    for layers, method in choice.items():
+        if layers == REST:
+            continue
+        if layers is None:
+            raise ValueError("layers must be named by an index, by several or as text, got None")
+        for index in chosen_layers([layers] if type(layers) is int else layers, attentions, count):
+            if index in chosen:
+                raise ValueError(f"method: layer {index} is named twice, for {chosen[index]} and {method}")
+            chosen[index] = method
+    if REST in choice:
+        rest = (i for i in chosen_layers(None, attentions, count) if i not in chosen)
+        chosen |= dict.fromkeys(rest, choice[REST])
+    return chosen
+
+
+def chosen_layers(layers: Iterable[int] | str | None, attentions: Mapping[int, nn.Module], count: int) -> list[int]:
+    """The layers as a list of indices from 0; None: all that can be condensed. Arguments otherwise as of `assign`.
+
+    Raises ValueError for other indices, for none, and for layers that cannot be condensed.
+    """
+    full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
+    if layers is None:
+        if not full:
+            raise ValueError("model has sliding windows in all layers: nothing is left to condense")
+        return full
+    if not isinstance(layers, Iterable):
+        raise ValueError(f"layers must be a list of layer indices, got {layers!r}")
+    chosen = [
+        _from_zero(i, attentions, count) for i in (_indices(layers, count) if isinstance(layers, str) else layers)
+    ]
+    for index in chosen:
+        if index not in full:
+            raise ValueError(f"layers: layer {index} has a sliding window and cannot be condensed; full are {full}")
+    if not chosen:
+        raise ValueError("layers must name at least one layer, got none; leave it out to condense all")
+    return chosen
+
+
+def _indices(text: str, count: int) -> list[int]:
+    """Indices in text, the ends of ranges counted from 0. Raises ValueError as `parse_layers`."""
+    indices: list[int] = []
+    for first, last in parse_layers(text):
+        low, high = (i + count if i < 0 else i for i in (first, last))
+        outside = [i for i, index in ((first, low), (last, high)) if not 0 <= index < count]
+        if outside:
+            return outside[:1]  # which is refused; its range could fill the memory
+        if low > high:
+            raise _backwards(f"{first}-{last}")
+        indices += range(low, high + 1)
+    return indices
+
+
+def _from_zero(index: Any, attentions: Mapping[int, nn.Module], count: int) -> int:
+    is_index = isinstance(index, int) and not isinstance(index, bool)
+    if not is_index or (index + count if index < 0 else index) not in attentions:
+        raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {index!r}")
+    return index + count if index < 0 else index
+
+
+def _backwards(part: str) -> ValueError:
+    return ValueError(f"layers: a range must go from its lower to its higher end, got {part.strip()!r}")
+
+
+def methods_of(choice: MethodChoice) -> list[Method]:
+    """The methods of a choice, each once."""
+    return list(dict.fromkeys(choice.values())) if isinstance(choice, Mapping) else [choice]
+
+
+def described(choice: MethodChoice) -> str:
+    """A method, or the methods of a choice with their layers, in words."""
+    if not isinstance(choice, Mapping):
+        return str(choice)
+    keys = {method: [key for key in choice if choice[key] == method] for method in methods_of(choice)}
+    return "; ".join(f"{method} in layers {_named(of)}" for method, of in keys.items())
+
+
+def _named(keys: list[Any]) -> str:
+    """Layers as text, indices that follow one another as ranges."""
+    runs: list[list[Any]] = []
+    for key in keys:
+        if runs and isinstance(key, int) and isinstance(runs[-1][-1], int) and key == runs[-1][-1] + 1:
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,126 @@
+"""Causal attention over chosen blocks of keys and, besides, single chosen keys: for sparse prefill baselines.
+
+Shapes: H query heads, K KV heads, L tokens in N blocks of `BLOCK`, C columns, D and Dv widths. One row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+
+
+class SparseKeys(NamedTuple):
+    """What each block of queries sees, up to causality.
+
+    blocks: bool ``[H, N, N]``, blocks of keys; the diagonal is True. columns: int64 ``[H, C]`` ascending, single tokens
+    that all later queries see, L where a head has fewer.
+    """
+
+    blocks: Tensor
+    columns: Tensor
+
+
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q ``[1, H, L, D]`` over the chosen ones of k ``[1, K, L, D]`` and v ``[1, K, L, Dv]``.
+
+    Compiled FlexAttention on CUDA; elsewhere block by block, which is the definition. Returns out ``[1, H, L, Dv]`` in
+    the dtype of q and the log-sum-exp ``[1, H, L]`` in float32 or wider.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if q.device.type == "cuda":
+        return _by_flex(q, k, v, keys, scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    L = q.shape[2]
+    is_column = _is_column(keys.columns, L)
+    outs, lses = [], []
+    for start in range(0, L, BLOCK):
+        stop = min(start + BLOCK, L)
+        position = torch.arange(stop, device=q.device)
+        seen = keys.blocks[:, start // BLOCK, position // BLOCK] | is_column[:, :stop]
+        causal = position <= torch.arange(start, stop, device=q.device)[:, None]
+        scores = scale * (q[0, :, start:stop].to(wide) @ k[0, :, :stop].to(wide).mT)
+        scores = scores.masked_fill(~(seen[:, None] & causal), float("-inf"))
+        outs.append(scores.softmax(-1) @ v[0, :, :stop].to(wide))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outs, dim=1).to(q.dtype)[None], torch.cat(lses, dim=1)[None]
+
+
+def seen_pairs(keys: SparseKeys, L: int) -> Tensor:
+    """Pairs of query and key that are computed, per head, those on the diagonal in whole blocks: int64 ``[H]``."""
+    N = keys.blocks.shape[1]
+    sizes = torch.full((N,), BLOCK, device=keys.blocks.device)
+    sizes[-1] = L - (N - 1) * BLOCK
+    lower = keys.blocks.tril().long()
+    pairs = torch.einsum("hij,i,j->h", lower.double(), sizes.double(), sizes.double()).long()
+    position = keys.columns.clamp(max=L - 1)
+    outside = ~lower.bool().gather(2, (position // BLOCK)[:, None].expand(-1, N, -1))  # [H, N, C]
+    later = torch.arange(N, device=position.device)[:, None] >= position[:, None] // BLOCK
+    valid = (keys.columns < L)[:, None]
+    return pairs + ((outside & later & valid).sum(2) * sizes).sum(1)
+
+
+def _is_column(columns: Tensor, L: int) -> Tensor:
+    found = torch.zeros(columns.shape[0], L + 1, dtype=torch.bool, device=columns.device)
+    return found.scatter_(1, columns, True)[:, :L]
+
+
+def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) -> tuple[Tensor, Tensor]:
+    """Blocks and columns apart, joined by their log-sum-exps; a column inside a chosen block counts there alone."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    L, N, C = q.shape[2], keys.blocks.shape[1], keys.columns.shape[1]
+    diagonal = torch.arange(N, device=q.device, dtype=torch.int32)
+    whole = keys.blocks.tril(-1)
+
+    def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query
+
+    mask = BlockMask.from_kv_blocks(
+        torch.ones(1, 1, N, device=q.device, dtype=torch.int32).expand(1, q.shape[1], N).contiguous(),
+        diagonal[None, None, :, None].expand(1, q.shape[1], N, N).contiguous(),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=causal,
+        seq_lengths=(L, L),
+    )
+    out, lse = _flex()(q, k, v, block_mask=mask, scale=scale, return_lse=True)
+    if C == 0:
+        return out, lse
+    padded = torch.nn.functional.pad(keys.columns, (0, -C % BLOCK), value=L)
+    inside = padded.clamp(max=L - 1)
+    k_columns, v_columns = (x[0].gather(1, inside[..., None].expand(-1, -1, x.shape[-1]))[None] for x in (k, v))
+    first = padded[:, ::BLOCK]
+    reached = first[:, None] < (torch.arange(N, device=q.device)[:, None] + 1) * BLOCK  # [H, N, column blocks]
+    position, lower = padded.to(torch.int32), keys.blocks.tril()
+
+    def outside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        at = position[h, key]
+        return (at <= query) & ~lower[h, query // BLOCK, torch.clamp(at, max=L - 1) // BLOCK]
+
+    mask = BlockMask.from_kv_blocks(
+        *_listed(reached), BLOCK_SIZE=BLOCK, mask_mod=outside, seq_lengths=(L, padded.shape[1])
+    )
+    more, more_lse = _flex()(q, k_columns, v_columns, block_mask=mask, scale=scale, return_lse=True)
+    total = torch.logaddexp(lse, more_lse)
+    parts = ((out, lse), (more, more_lse))
+    joined = sum(part.float() * (each - total).exp()[..., None].float() for part, each in parts)
+    assert isinstance(joined, Tensor)
+    return joined.to(q.dtype), total
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool ``[H, N, M]`` as FlexAttention wants it: counts ``[1, H, N]`` and indices, the chosen ones first."""
+    order = chosen.to(torch.int8).argsort(dim=2, descending=True, stable=True)
+    return chosen.sum(2, dtype=torch.int32)[None], order.to(torch.int32)[None].contiguous()
+
+
+@functools.cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)

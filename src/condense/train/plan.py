@@ -1,0 +1,82 @@
+"""What a phase will take, said before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from condense.train.config import PhaseConfig
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a phase, per process (GPU) where they are bytes; activations are not among them.
+
+    name: of the phase. parameters, trained: numbers of weights. steps, tokens: of the whole phase. processes: that
+    share it. weights, gradients, optimizer, teacher: bytes. logits: bytes of one part's logits and their gradient or
+    the teacher's logits.
+    """
+
+    name: str
+    parameters: int
+    trained: int
+    steps: int
+    tokens: int
+    processes: int
+    weights: int
+    gradients: int
+    optimizer: int
+    teacher: int
+    logits: int
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimizer", "teacher", "logits")
+        sizes = ", ".join(f"{name} {getattr(self, name) / _GIB:.2f}" for name in parts)
+        total = sum(getattr(self, name) for name in parts) / _GIB
+        return (
+            f"{self.name}: trains {_count(self.trained)} of {_count(self.parameters)} parameters, "
+            f"{self.steps} steps, {_count(self.tokens)} tokens, processes: {self.processes}\n"
+            f"{self.name}: {total:.2f} GiB each ({sizes}), before activations"
+        )
+
+
+def plan_of(model: nn.Module, phase: PhaseConfig, *, processes: int = 1, sharded: bool = False) -> Plan:
+    """The plan of a phase for a model whose trained weights are marked by ``requires_grad``.
+
+    processes: that share each step. sharded: whether they share weights, gradients and optimizer too (FSDP2), whose
+    trained weights are float32.
+    """
+    parameters = list(model.parameters())
+    width = parameters[0].element_size()
+    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    shares = processes if sharded else 1
+    stored = 4 if sharded else width  # bytes of a trained weight
+    copies = 0 if sharded or width == 4 else 4
+    own_teacher = phase.distill > 0 and not hasattr(model, "disable_adapter")
+    sequences = phase.batch_size // phase.gradient_accumulation_steps // processes
+    causal_lm: Any = model
+    vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
+    return Plan(
+        name=phase.name,
+        parameters=total,
+        trained=trained,
+        steps=phase.steps,
+        tokens=phase.steps * phase.batch_size * phase.sequence_length,
+        processes=processes,
+        weights=((total - trained) * width + trained * stored) // shares,
+        gradients=trained * stored // shares,
+        optimizer=trained * (8 + copies) // shares,
+        teacher=total * width // shares if own_teacher else 0,
+        logits=2 * sequences * phase.sequence_length * vocabulary * width,
+    )
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -1,0 +1,81 @@
+"""What `test_processes.py` starts, in one process or two: adaptations by name, each in its own way."""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+import condense
+from condense.train import RECIPES, run_training
+from condense.train.trainer import MixedTrainer
+
+
+class KilledError(Exception):
+    pass
+
+
+def take_gloo_for_fsdp() -> None:
+    """Accelerate spreads weights over accelerators only; PyTorch does over processes on a CPU too."""
+    stock = AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = init
+    gathered = Accelerator.get_state_dict
+    # on a GPU copying to the host waits for the gathered weights; here adding does
+    Accelerator.get_state_dict = lambda *args, **kwargs: {k: v + 0 for k, v in gathered(*args, **kwargs).items()}
+
+
+def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
+    config = RECIPES["adapt"](
+        [folder / "text.txt"],
+        folder / name,
+        pretrained=folder / "base",
+        method=condense.CCA(group_size=8, window=16, summary="streaming"),
+        steps=4,
+        sequence_length=128,
+        batch_size=4,
+        keys=(1, 2),
+        learning_rate=1e-3,
+        checkpoint_steps=2,
+        logging_steps=1,
+        gradient_checkpointing=True,
+        distill=0.5,
+        dtype="float32",
+        train=train,
+        workers=0,
+    )
+    if killed_at:
+        stock = MixedTrainer.training_step
+
+        def step(self, *args, **kwargs):
+            if self.state.global_step == killed_at:
+                raise KilledError
+            return stock(self, *args, **kwargs)
+
+        MixedTrainer.training_step = step
+        try:
+            run_training(config)
+        except KilledError:
+            MixedTrainer.training_step = stock
+    run_training(config, resume=killed_at > 0)
+
+
+def main() -> None:
+    """Arguments: the folder of base and text, then ``NAME:TRAIN:KILLED_AT`` for each adaptation."""
+    take_gloo_for_fsdp()
+    for run in sys.argv[2:]:
+        name, train, killed_at = run.split(":")
+        adapt(Path(sys.argv[1]), name, train, int(killed_at))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
