@@ -33,7 +33,7 @@ LLAMA = {
 }  # fmt: skip
 # as `condense serve` and vLLM's server set it
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
-SIZES = (1, 2, 4, 6, 8, 16, 32, 48, 64, 80, 88, 96, 128, 192, 256)
+SIZES = (1, 2, 4, 6, 8, 16, 24, 32, 64, 76, 80, 90, 128, 192, 256)
 
 
 def mode_settings(mode):

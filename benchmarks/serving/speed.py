@@ -28,9 +28,9 @@ from condense.results import write_results
 # 512 tokens are left for the answer
 LONG = 131072 - 512
 ROWS = {
-    4096: (1, 8, 32, 96, 192, 256),
-    32640: (1, 4, 8, 16, 24, 32, 64, 128, 192),
-    LONG: (1, 2, 4, 6, 16, 32, 64, 80, 90),
+    4096: (1, 32, 128, 192, 256),
+    32640: (1, 8, 24, 64, 128, 192),
+    LONG: (1, 2, 4, 6, 16, 32, 64, 76, 80, 90),
 }
 STEPS, SKIPPED = 40, 6
 
@@ -106,15 +106,17 @@ def documents(engine):
     return {"cached": [a.cached for a in answers], "first_token_s": spread([a.first_token for a in answers])}
 
 
-def traffic(engine, count, length):
+def traffic(engine, count, length, times):
     """Requests that all arrive at once, each with a prompt of its own and an answer of 512 tokens."""
-    before = engine.preempted
-    steps, answers = engine.run(prompts_of(count, length, seed=6), 512)
-    seconds = steps[-1].time
+    before, rates, first_tokens, most = engine.preempted, [], [], 0
+    for i in range(times):
+        steps, answers = engine.run(prompts_of(count, length, seed=100 + i), 512)
+        rates.append(count / steps[-1].time)
+        first_tokens += [answer.first_token for answer in answers]
+        most = max(most, *(step.running for step in steps))
     return {
-        "requests": count, "prompt": length, "answer": 512, "seconds": seconds, "requests_per_second": count / seconds,
-        "most_running": max(s.running for s in steps), "preempted": engine.preempted - before,
-        "first_token_s": spread([a.first_token for a in answers]),
+        "requests": count, "prompt": length, "answer": 512, "requests_per_second": spread(rates),
+        "most_running": most, "preempted": engine.preempted - before, "first_token_s": spread(first_tokens),
     }  # fmt: skip
 
 
@@ -130,8 +132,8 @@ def main():
     parser.add_argument("--measure", default="capacity,decode,first,documents,short,long")
     parser.add_argument("--lengths", default=",".join(map(str, ROWS)), help="of decode's prompts")
     parser.add_argument("--rows", help="of decode, for all lengths")
-    parser.add_argument("--times", type=int, default=3, help="prompts of first")
-    parser.add_argument("--short", type=int, default=256, help="requests of short")
+    parser.add_argument("--times", type=int, default=3, help="prompts of first, rounds of short")
+    parser.add_argument("--short", type=int, default=96, help="requests of short")
     parser.add_argument("--long", type=int, default=4, help="requests of long")
     args = parser.parse_args()
     start = time.perf_counter()
@@ -151,8 +153,8 @@ def main():
         "decode": lambda: decode(engine, numbers(args.lengths), numbers(args.rows)),
         "first": lambda: first(engine, args.times),
         "documents": lambda: documents(engine),
-        "short": lambda: traffic(engine, args.short, 4096),
-        "long": lambda: traffic(engine, args.long, LONG),
+        "short": lambda: traffic(engine, args.short, 4096, args.times),
+        "long": lambda: traffic(engine, args.long, LONG, 1),
     }
     for name in args.measure.split(","):
         begun = time.perf_counter()

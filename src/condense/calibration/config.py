@@ -47,6 +47,8 @@ class CalibrationConfig:
             check_int("cache_length", self.cache_length, 1)
         if len(set(self.candidates)) < len(self.candidates):
             raise ValueError(f"candidates must differ, got {', '.join(map(str, self.candidates))}")
+        if self.candidates and all(isinstance(method, Dense) for method in self.candidates):
+            raise ValueError("candidates must hold one besides dense attention")
         for method in self.candidates:
             _check_candidate(method)
 
@@ -73,4 +75,4 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
         return Dense(), LCA(window=window, rep_bias="log_size"), base
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
     num_recall = min(64, math.ceil(length / 16 / 16))
-    return Dense(), Recall(window=window, num_recall=num_recall, store="host"), pooled, base
+    return Dense(), Recall(window=window, num_recall=num_recall, store="host", slots=num_recall), pooled, base

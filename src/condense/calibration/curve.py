@@ -45,6 +45,12 @@ class Curve:
         """The share of the dense cache that the device keeps."""
         return self._shares(self.path[at])[0]
 
+    def measure_grid(self) -> None:
+        """Measure the points of the grid, with one dense forward per text for all of them."""
+        for i in self._meter.measured:
+            self._meter.read(i, [{}, *(self.path[at] for at in self.grid)])
+        self._asked |= set(self.grid)
+
     def measured(self, at: int) -> CurvePoint:
         """The point of an allocation of the path, on the measured texts."""
         self._asked.add(at)
@@ -97,8 +103,7 @@ def choose(curve: Curve, config: CalibrationConfig) -> int:
             f"cache must be at least {least:.4f}, what the smallest of these candidates keep at "
             f"{config.cache_length or config.length} tokens, got {config.cache}: add smaller candidates"
         )
-    for at in curve.grid:
-        curve.measured(at)
+    curve.measure_grid()
     if config.budget_nats is None:
         return small
     if config.cache is not None and curve.measured(small).within(config):

@@ -133,13 +133,13 @@ class Meter:
 
     def _logits(self, sample: int, allocation: Allocation) -> Tensor:
         """Logits ``[n, V]`` by which the compared tokens are predicted."""
-        ids, compared = (x.to(self._model.device) for x in self._samples[sample][:2])
+        ids, compared = self._samples[sample].ids.to(self._model.device), self._samples[sample].compared
         methods = {layer: self._candidates[number] for layer, number in allocation.items()}
         first = int(compared[0])
         kept = len(ids) - first + 1  # logits at position i predict token i + 1
         with use(self._model, methods) if methods else nullcontext():
             logits = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=kept).logits
-        return logits[0][compared - first]
+        return logits[0][(compared - first).to(logits.device)]
 
 
 def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Reading:

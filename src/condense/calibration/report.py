@@ -32,7 +32,7 @@ class Mean(NamedTuple):
         return cls(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)))
 
     def __str__(self) -> str:
-        return f"{self.mean:.4f} ± {self.error:.4f}"
+        return f"{self.mean:.4f}±{self.error:.4f}"
 
 
 @dataclass(frozen=True)

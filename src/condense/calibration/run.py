@@ -69,9 +69,9 @@ def calibrate(
 
     meter = Meter(model, config.candidates, draw_samples(tokenizer, texts, config), measured, on_forward)
     forwards = sum(meter.missing(i, [{}, *uniform, *alone]) for i in meter.measured)
-    # the points of the curve, those of a search between two of them, and two that are verified; each beside a dense one
-    later = NUM_POINTS + len(alone).bit_length() + 2
-    on_estimate(Estimate(forwards + 2 * later * len(meter.measured), meter.seconds_each(uniform)))
+    # then the points of the curve, a search between two of them and two that are verified, which read the dense one too
+    later = 1 + NUM_POINTS + 2 * len(alone).bit_length() + 4
+    on_estimate(Estimate(forwards + later * len(meter.measured), meter.seconds_each(uniform)))
     readings = [meter.read(i, [{}, *uniform, *alone])[1 + len(uniform) :] for i in meter.measured]
     losses = [
         _loss(layer, config, number, [of_text[k] for of_text in readings])

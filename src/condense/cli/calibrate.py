@@ -96,10 +96,10 @@ def calibrate_command(
         task = bar.add_task("measuring", total=None)
 
         def on_estimate(estimate: Estimate) -> None:
-            minutes = estimate.forwards * estimate.seconds_each / 60
+            count, each = estimate
             console.print(
-                f"up to {estimate.forwards:,} forwards of {config.length:,} tokens, {estimate.seconds_each:.2g} s each, "
-                f"{minutes:.1f} minutes in all; {kept} keeps what is measured",
+                f"up to {count:,} forwards of {config.length:,} tokens, {each:.2g} s each: {count * each / 60:.1f} "
+                f"minutes. {kept} keeps what is measured",
                 highlight=False,
             )
             bar.update(task, total=estimate.forwards)

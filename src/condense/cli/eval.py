@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from condense.cli.options import (
+    CHOICES_HELP,
     DEMO_METHOD,
     DEVICE_HELP,
     DEVICE_MAP_HELP,
     LAYERS_HELP,
-    METHOD_HELP,
     MODEL_HELP,
     REMOTE_HELP,
     choose,
@@ -28,7 +28,7 @@ from condense.cli.options import (
 from condense.evaluate.harness import OWN, Score, Settings, evaluate, write_report
 from condense.evaluate.harness.tasks import require_harness
 from condense.methods import Dense, Method
-from condense.models import MethodChoice, restore
+from condense.models import MethodChoice, choice_from_text, restore
 from condense.results import provenance, refuse_existing
 
 
@@ -39,7 +39,7 @@ def eval_command(
     output: Annotated[Path, typer.Option(help="Folder for the results; it must not exist yet.")],
     model: Annotated[str | None, typer.Option(help=MODEL_HELP + " An adapter's folder too.")] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable. Default: what the model was saved with.")
+        list[str] | None, typer.Option(help=CHOICES_HELP + " Default: what the model was saved with.")
     ] = None,
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
     data: Annotated[
@@ -76,7 +76,7 @@ def eval_command(
         refuse_existing(output / "env.json", "output")
     if data is not None and not data.is_dir():
         raise ValueError(f"data: wanted a folder, got {data}")
-    methods: dict[str, MethodChoice] = {text: choose(Method.parse(text), layers) for text in method or ()}
+    methods: dict[str, MethodChoice] = {text: choose(choice_from_text(text), layers) for text in method or ()}
     if run_generated_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)

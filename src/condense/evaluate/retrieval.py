@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from condense.config import check_choice, check_int
 from condense.evaluate.intervals import Proportion
 from condense.evaluate.modes import in_eval_mode
-from condense.methods import Method
-from condense.models import use
+from condense.models import MethodChoice, use
 from condense.tasks import PasskeySequence, SequenceBuilder
 
 Decoding = Literal["forced", "generate"]
@@ -24,12 +23,12 @@ Decoding = Literal["forced", "generate"]
 class RetrievalResult:
     """One method's answers. An answer counts if all its digits are right.
 
-    name: what the caller called the method. method: its settings. exact: share of the questions answered. by_depth: the
-    same for equal slices of the text, top first.
+    name: what the caller called the method. method: its settings, or methods by layer. exact: share of the questions
+    answered. by_depth: the same for equal slices of the text, top first.
     """
 
     name: str
-    method: Method
+    method: MethodChoice
     exact: Proportion
     by_depth: tuple[Proportion, ...]
 
@@ -44,7 +43,7 @@ def passkey_sequences(
 
 def retrieval(
     model: PreTrainedModel,
-    methods: Mapping[str, Method],
+    methods: Mapping[str, MethodChoice],
     sequences: Sequence[PasskeySequence],
     *,
     decoding: Decoding = "forced",

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from condense.config import check_int
 from condense.evaluate.modes import in_eval_mode
-from condense.methods import Method
-from condense.models import use
+from condense.models import MethodChoice, use
 from condense.tasks import SequenceBuilder
 
 _SLICE = 1024  # positions whose logits are held in float32 at a time
@@ -34,13 +33,13 @@ class PositionLoss:
 class TextLossResult:
     """One method's loss.
 
-    name: what the caller called the method. method: its settings. loss: mean over all tokens, nats per token.
-    standard_error: of that mean, from the spread between sequences. accuracy: share of the tokens that were the most
-    likely one. tokens: number of predicted tokens. by_position: means over stretches of positions.
+    name: what the caller called the method. method: its settings, or methods by layer. loss: mean over all tokens, nats
+    per token. standard_error: of that mean, from the spread between sequences. accuracy: share of the tokens that were
+    the most likely one. tokens: number of predicted tokens. by_position: means over stretches of positions.
     """
 
     name: str
-    method: Method
+    method: MethodChoice
     loss: float
     standard_error: float
     accuracy: float
@@ -56,7 +55,7 @@ def text_sequences(builder: SequenceBuilder, count: int, *, seed: int = 0) -> li
 
 def text_loss(
     model: PreTrainedModel,
-    methods: Mapping[str, Method],
+    methods: Mapping[str, MethodChoice],
     sequences: Sequence[np.ndarray],
     *,
     edges: Sequence[int] = (0, 256, 512, 1024, 2048),

@@ -115,8 +115,9 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
         (condense.CCA(group_size=4, window=19), None),
         (condense.CCA(group_size=16, window=32, summary="streaming", key_pooling="select"), [0, 2]),
         (condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"), None),
+        ({0: condense.CCA(group_size=4, window=24), "rest": condense.LCA(group_size=8, window=16)}, None),
     ],
-    ids=["last", "two-of-three-layers", "larger-groups-than-pages"],
+    ids=["last", "two-of-three-layers", "larger-groups-than-pages", "two-methods"],
 )
 def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
     model = condense.apply(random_llama(layers=3), method, layers)

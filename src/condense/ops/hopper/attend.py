@@ -34,5 +34,5 @@ def attend(
     """See `condense.ops.attend`."""
     assert dropout_p == softcap == 0, "the backend's limits"
     call = call_of(q, sources, spans, scale)
-    out, lse = (_attend if needs_operation(call) else _forward)(*call)
+    out, lse = (_attend if needs_operation(call.q, *call.k, *call.v, *call.biases) else _forward)(*call)
     return out, lse if return_lse else None

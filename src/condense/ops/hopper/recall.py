@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from condense.ops.hopper.attend import attend as attend_sources
 from condense.ops.hopper.attend_forward import ROWS, shared_layout
 from condense.ops.hopper.recall_attend import PART, recall_fwd_hopper_kernel
-from condense.ops.hopper.recall_score import recall_score_hopper_kernel
+from condense.ops.hopper.recall_score import GROUPS, recall_score_hopper_kernel
 from condense.ops.triton.attend import not_empty, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
@@ -28,8 +28,9 @@ _SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hop
 _TILE = 2 * ROWS.value
 # rows of the index and keys per block, and blocks that are loaded ahead
 _INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 4
-# 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
-_OPTIONS = {"num_warps": 4, "maxnreg": 168}
+# 16 warps of scores start with 128 registers each, 12 of attention with 168; the loading warps then give most of theirs
+# to the others
+_SCORE_OPTIONS, _OPTIONS = ({"num_warps": 4, "maxnreg": registers} for registers in (128, 168))
 
 
 def _score(call: Scoring) -> None:
@@ -39,14 +40,14 @@ def _score(call: Scoring) -> None:
     if call.settings.kind != "bounds" or blocks > 8 or D not in (64, 128):
         score(call)
         return
-    tiles = cdiv(call.stop - call.first, _TILE // R)
+    tiles = cdiv(call.stop - call.first, GROUPS.value * ROWS.value // R)
     rows = descriptor(TensorDescriptor, call.rows, [1, 1, _INDEX_ROWS, D], layout=shared_layout(D))
     _SCORE(
         (min(tiles * heads, gpu_of(q.device).multiprocessors), 1, 1),
         (q, rows, call.grid_ptr, q if call.positions.starts is None else call.positions.starts, *call.scratch[:3]),
         (q.stride()[:3], *call.sizes, call.scale, tiles, tiles * heads),
         (R, D, blocks, call.grid is not None, call.positions.kind, _INDEX_ROWS, CELL, _INDEX_STAGES),
-        _OPTIONS,
+        _SCORE_OPTIONS,
     )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             tiles = cdiv(stop - first, Q)
             _FORWARD(
                 (min(tiles * B * K, gpu_of(q.device).multiprocessors), 1, 1),
-                (q, *sources, *opened, q if call.starts is None else call.starts, out, lse),
+                (q, *sources, *opened.tensors, q if call.starts is None else call.starts, out, lse),
                 (
                     q.stride()[:3], call.level * LOG2E, K, L, first, stop, *opened.numbers, *call.rule,
                     call.scale * LOG2E, tiles, tiles * B * K,

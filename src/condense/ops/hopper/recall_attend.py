@@ -26,6 +26,7 @@ from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import Rule, Spans, Start
 from condense.ops.triton.device.rule import start_of_row, visible
 from condense.ops.triton.recall_attend_kernels import BLOCK
+from condense.ops.triton.recall_choice_kernels import row_of_words
 
 PART = gl.constexpr(64)
 
@@ -244,6 +245,20 @@ def _first(view, stream, scale, memory, at, rows, BN: gl.constexpr, STAGES: gl.c
 
 
 @gluon.jit
+def _words(view, start, g: gl.constexpr, BN: gl.constexpr, SOURCE: gl.constexpr):
+    """The words of block ``start`` of entries or opened tokens, by key; of the window there are none."""
+    columns: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
+    if SOURCE == "window":
+        return 0
+    elif SOURCE == "opened":
+        n = start + gl.arange(0, BN, layout=columns)
+        return gl.load(view.of_groups + n // g, mask=n < view.count * g, other=0)
+    else:
+        # past the end of the row the last block is read, of which nothing is seen
+        return gl.load(view.words + (gl.minimum(start, view.size - BN) + gl.arange(0, BN, layout=columns)))
+
+
+@gluon.jit
 def _step(
     online, count, now, view, level, scale, memory, piece,
     start, g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr,
@@ -254,6 +269,7 @@ def _step(
     acc, p, m, total = online.acc, online.p, online.m, online.total
     rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    word = _words(view, start, g, BN, SOURCE)
     for t in range(count):
         at = now + t
         mbarrier.wait(memory.turns.index(GROUP), ((at - 1 - piece) & 1) ^ (1 - GROUP))
@@ -261,16 +277,17 @@ def _step(
         added = _add_values(p, acc, memory, at - 1, BN, STAGES)
         mbarrier.arrive(memory.turns.index(1 - GROUP))
         n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+        # words come from far: those of the next block are asked for a block ahead
+        next_word = _words(view, start + (t + 1) * BN, g, BN, SOURCE)
         if SOURCE == "opened":
-            word = gl.load(view.of_groups + n // g, mask=n < view.count * g, other=0)
             seen = (word[None, :] & view.bit[:, None]) != 0
         elif SOURCE == "window":
             seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
         else:
-            word = gl.load(view.words + n, mask=n < view.size, other=0)
             seen = (word[None, :] & view.bit[:, None]) == 0
             if SOURCE == "edge":
                 seen = seen & (n[None, :] < view.closed[:, None])
+        word = next_word
         s = hopper.warpgroup_mma_wait(len(acc), deps=[s])
         mbarrier.arrive(memory.k_empty.index(at % STAGES))
         p, m, total, alpha = _softmax(s, m, total, seen, level, scale)
@@ -323,8 +340,10 @@ def _consume(
         lo, hi = visible(1, i, row, spans, KIND)
         _, closed = visible(0, i, row, spans, KIND)
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
-        words_ptr = lists.words + tile * problem.words
-        view = View(q, lo, hi, closed, bit, words_ptr, problem.words, lists.of_groups + tile * problem.room, count)
+        size = row_of_words(problem.words)
+        view = View(
+            q, lo, hi, closed, bit, lists.words + tile * size, size, lists.of_groups + tile * problem.room, count
+        )
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
         p, m, total = _first(view, stream, scale, memory, at, nothing, BN, STAGES)
         acc = (gl.zeros([ROWS, PART], gl.float32, wide),)

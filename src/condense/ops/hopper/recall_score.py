@@ -1,36 +1,43 @@
-"""Recall's index scores for Hopper: one warp loads the index, two warp groups multiply in turn.
+"""Recall's index scores for Hopper: one warp loads the index, three warp groups multiply.
 
 Computes the same as `condense.ops.triton.recall_choice_kernels.recall_score_kernel`, for an index of bounds of 16-bit
-queries. Arranged as `condense.ops.hopper.attend_forward`: a persistent program loops over tiles of ``2 * 64`` rows, and
-one group multiplies while the other computes shares and writes.
+queries. A persistent program loops over tiles of ``GROUPS * 64`` rows, all of which read the same blocks of the index
+from a ring in shared memory. A group starts the product with its next block as soon as it has taken the best blocks of
+groups from the last one, and only then scales, sums and writes these: no tensor core waits for that.
 
-Shapes as there; BN rows of the index per block, of ``BN // MP`` groups.
+Shapes as there; BN rows of the index per block, of ``BN // MP`` groups in BC cells of C.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from condense.ops.hopper.attend_forward import ROWS, _packed, _rows, _tile
+from condense.ops.hopper.attend_forward import ROWS, _packed
 from condense.ops.triton.attend_forward import VARYING
-from condense.ops.triton.device.records import Rule, Spans, Start
+from condense.ops.triton.device.records import Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import start_of_row, visible
-from condense.ops.triton.recall_choice_kernels import BLOCK
+from condense.ops.triton.recall_choice_kernels import BLOCK, CHUNK, _place
+
+# multiplying warp groups
+GROUPS = gl.constexpr(3)
 
 
 class Problem(NamedTuple):
-    """The numbers that are the same for all tiles: heads, ratio, the end of the block of queries, tiles of queries,
-    tiles in all rows and heads; the block's first query and its groups; spans without the start of a row.
+    """The numbers that are the same for all tiles: heads, ratio, the end of the block of queries, queries of a tile,
+    tiles, tiles in all rows and heads; the block's first query and the groups of the index; spans without the start of
+    a row.
     """
 
     K: Any
     R: Any
     L: Any
+    Q: Any
     tiles: Any
     works: Any
     first: Any
@@ -39,43 +46,55 @@ class Problem(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory: rings of the lowest and the highest keys, barriers that mark their slots as full or empty, and
-    barriers by which the two groups take turns.
-    """
+    """Shared memory: rings of the lowest and the highest keys, and barriers that mark their slots as full or empty."""
 
     low: Any
     high: Any
     full: Any
     empty: Any
-    turns: Any
 
 
 class Results(NamedTuple):
-    """Where scores, cells' best scores and log-sum-exps go, and how many numbers a row of the first two has."""
+    """Where scores, cells' best scores and log-sum-exps go, and how many cells there are."""
 
     score: Any
     cell: Any
     lse: Any
-    scores: Any
     cells: Any
 
 
 class Lines(NamedTuple):
-    """Of each row the sum of its query, its closed groups, where its scores and cells go, and whether it counts."""
+    """Of each row the sum of its query, its closed groups, its place among the rows of the block, and whether it
+    counts. Where the scores and the cells of these rows' KV head go, and the steps and zeros of its groups stand; rows
+    of the block, and the scale of scores.
+    """
 
     sum_q: Any
     closed: Any
+    line: Any
+    real: Any
     score: Any
     cell: Any
-    real: Any
-
-
-class Index(NamedTuple):
-    """Steps and zeros of the groups of one KV head; how many groups there are; the scale of scores."""
-
     grid: Any
-    size: Any
+    lines: Any
     scale: Any
+
+
+@gluon.jit
+def _tile(work, problem):
+    """First query, batch row and KV head of tile number ``work``; the last queries see the most groups and come
+    first.
+    """
+    first = problem.first + (problem.tiles - 1 - work % problem.tiles) * problem.Q
+    return first, Row(work // problem.tiles // problem.K, work // problem.tiles % problem.K)
+
+
+@gluon.jit
+def _rows(first, j, problem):
+    """`condense.ops.triton.device.rule.tile_rows` for rows j of a tile."""
+    kept = gl.minimum(j, problem.Q * problem.R - 1)
+    i = first + kept // problem.R
+    return gl.minimum(i, problem.L - 1), kept % problem.R, (j < problem.Q * problem.R) & (i < problem.L)
 
 
 @gluon.jit
@@ -90,7 +109,7 @@ def _groups(i, row, problem, KIND: gl.constexpr):
 @gluon.jit
 def _blocks(first, row, problem, BG: gl.constexpr, KIND: gl.constexpr):
     """Blocks that every query of a tile sees whole, and all; at least one."""
-    last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
+    last = gl.minimum(first + problem.Q, problem.L) - 1
     whole = _groups(first, row, problem, KIND) // BG
     return whole, gl.maximum(gl.cdiv(_groups(last, row, problem, KIND), BG), 1)
 
@@ -101,7 +120,7 @@ def _produce(rows, problem, memory, BN: gl.constexpr, BG: gl.constexpr, STAGES: 
     count = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = _tile(work, problem)
-        _, blocks = _blocks(problem.first + first, row, problem, BG, KIND)
+        _, blocks = _blocks(first, row, problem, BG, KIND)
         for t in range(blocks):
             stage, phase = count % STAGES, count // STAGES & 1
             mbarrier.wait(memory.empty.index(stage), phase ^ 1)
@@ -125,49 +144,103 @@ def _products(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
     return hopper.warpgroup_mma(q[1], high.permute([1, 0]), s, is_async=True)
 
 
+@triton.constexpr_function
+def _of_cells(BC, C):
+    """Layout of ``[ROWS, BC, C]`` scores: that of the product's columns, four groups in a row per thread."""
+    cells, bit = [], 1
+    while bit < BC:
+        cells.append([0, bit, 0])
+        bit *= 2
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [8, 0, 0], *cells],
+        lane_bases=[[0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[ROWS.value, BC, C],
+    )
+
+
+@triton.constexpr_function
+def _of_best(BC):
+    """Layout of the best scores ``[ROWS, BC]`` of cells: all of a row in one thread."""
+    cells, bit = [], 1
+    while bit < BC:
+        cells.append([0, bit])
+        bit *= 2
+    return gl.DistributedLinearLayout(
+        reg_bases=[*cells, [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS.value, BC],
+    )
+
+
 @gluon.jit
-def _best_blocks(s, BG: gl.constexpr, MP: gl.constexpr):
-    """The largest of each group's blocks."""
-    return gl.reshape(gl.max(gl.reshape(s, [ROWS, BG // 8, MP, 8]), 2), [ROWS, BG])
+def _best_blocks(s, BC: gl.constexpr, MP: gl.constexpr, C: gl.constexpr):
+    """The largest of each group's blocks: a thread has four groups in a row of each cell."""
+    s = gl.max(gl.reshape(s, [ROWS, BC, 2, MP, C // 4, 2]), 3)
+    return gl.convert_layout(gl.reshape(gl.permute(s, [0, 1, 3, 2, 4]), [ROWS, BC, C]), _of_cells(BC, C))
+
+
+@gluon.jit
+def _by_thread(x, BC: gl.constexpr, C: gl.constexpr):
+    """Sums over what a thread has of a row: ``[ROWS, C // 4]``."""
+    return gl.sum(gl.sum(gl.reshape(x, [ROWS, BC, C // 4, 4]), 3), 1)
+
+
+@gluon.jit
+def _add(lse, s, t, lines, C: gl.constexpr, GRID: gl.constexpr, MASKED: gl.constexpr):
+    """Scales and writes the scores of block t, ``[ROWS, BC, C]``, and adds them to the log-sum-exp: the largest so far,
+    and sums of ``2 ** (score - largest)`` by row and thread.
+    """
+    top, total = lse
+    BC: gl.constexpr = s.shape[1]
+    of_groups: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+    cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(1, of_groups))[:, None]
+    c = gl.arange(0, C, layout=gl.SliceLayout(0, of_groups))[None, :]
+    if GRID:
+        at = lines.grid + cell * (2 * C) + c
+        s = s * gl.load(at)[None] + lines.sum_q[:, None, None] * gl.load(at + C)[None]
+    else:
+        s = s * lines.scale
+    if MASKED:
+        s = gl.where((cell * C + c)[None] < lines.closed[:, None, None], s, float("-inf"))
+    place = (cell * lines.lines * C + c)[None] + (lines.line * C)[:, None, None]
+    gl.store(lines.score + place, s, mask=lines.real[:, None, None])
+    best = gl.max(s, 2)
+    larger = gl.maximum(top, gl.max(best, 1))
+    # adjacent cells in adjacent registers, written at once
+    best = gl.convert_layout(best, _of_best(BC))
+    of_rows: gl.constexpr = gl.SliceLayout(1, best.type.layout)
+    cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))
+    place = gl.convert_layout(lines.line, of_rows)[:, None] * CHUNK + _place(cell, lines.lines)[None, :]
+    gl.store(lines.cell + place, best, mask=gl.convert_layout(lines.real, of_rows)[:, None])
+    safe = gl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
+    added = _by_thread(gl.exp2(s - safe[:, None, None]), BC, C)
+    kept = gl.convert_layout(gl.exp2(top - safe), gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+    return larger, total * kept[:, None] + added
 
 
 @gluon.jit
 def _score(
-    lse, lo, hi, now, lines, q, index, memory,
-    BN: gl.constexpr, MP: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
-    MASKED: gl.constexpr, GROUP: gl.constexpr,
+    s, lse, lo, hi, now, lines, q, memory,
+    BN: gl.constexpr, BC: gl.constexpr, MP: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores blocks ``[lo, hi)`` of a tile; now: number of block lo among all that the program has loaded."""
-    BG: gl.constexpr = BN // MP
-    top, total = lse
+    """Scores blocks ``[lo, hi)`` of a tile, of which the first one's products s have been started, and starts those of
+    block hi. now: number of block 0 among all that the program has loaded.
+    """
     for t in range(lo, hi):
-        count = now + t - lo
-        mbarrier.wait(memory.turns.index(GROUP), (count & 1) ^ (1 - GROUP))
-        s = _products(q, memory, count, BN, STAGES)
-        mbarrier.arrive(memory.turns.index(1 - GROUP))
         s = hopper.warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(memory.empty.index(count % STAGES))
-        s = _best_blocks(s, BG, MP)
-        n = t * BG + gl.arange(0, BG, layout=gl.SliceLayout(0, s.type.layout))
-        if GRID:
-            step = gl.load(index.grid + n * 2, mask=n < index.size, other=0.0) * index.scale
-            zero = gl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0) * index.scale
-            s = s * step[None, :] + lines.sum_q[:, None] * zero[None, :]
-        else:
-            s = s * index.scale
-        if MASKED:
-            s = gl.where(n[None, :] < lines.closed[:, None], s, float("-inf"))
-        gl.store(lines.score[:, None] + n[None, :], s, mask=lines.real[:, None])
-        cells = gl.max(gl.reshape(s, [ROWS, BG // C, C]), 2)
-        cell = t * (BG // C) + gl.arange(0, BG // C, layout=gl.SliceLayout(0, cells.type.layout))
-        of_rows: gl.constexpr = gl.SliceLayout(1, cells.type.layout)
-        place = gl.convert_layout(lines.cell, of_rows)[:, None] + cell[None, :]
-        gl.store(place, cells, mask=gl.convert_layout(lines.real, of_rows)[:, None])
-        larger = gl.maximum(top, gl.max(s, 1))
-        safe = gl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
-        total = total * gl.exp2(top - safe) + gl.sum(gl.exp2(s - safe[:, None]), 1)
-        top = larger
-    return top, total
+        mbarrier.arrive(memory.empty.index((now + t) % STAGES))
+        best = _best_blocks(s, BC, MP, C)
+        s = _products(q, memory, now + t + 1, BN, STAGES)
+        # this has been waited for: a wait's loop ends a basic block, so that the assembler cannot move what follows
+        # before the products
+        mbarrier.wait(memory.full.index((now + t + 1) % STAGES), (now + t + 1) // STAGES & 1)
+        lse = _add(lse, best, t, lines, C, GRID, MASKED)
+    return s, lse
 
 
 @gluon.jit
@@ -176,52 +249,56 @@ def _consume(
     D: gl.constexpr, BN: gl.constexpr, MP: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
     KIND: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warp group: 64 of the 128 rows of each tile."""
+    """A multiplying warp group: 64 of the rows of each tile."""
     q_ptr, s_q, grid_ptr = tensors
     K, R, L = problem.K, problem.R, problem.L
     BG: gl.constexpr = BN // MP
+    BC: gl.constexpr = BG // C
     packed: gl.constexpr = _packed(D)
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    of_scores: gl.constexpr = _best_blocks(gl.zeros([ROWS, BN], gl.float32, narrow), BG, MP).type.layout
-    of_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
+    nothing = gl.zeros([ROWS, BC, C], gl.float32, _of_cells(BC, C))
+    of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, nothing.type.layout))
     q = [place.index(GROUP) for place in queries]
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=of_rows)
     packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, packed))[None, :]
+    lines = (L - problem.first) * R
     count = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = _tile(work, problem)
-        first += problem.first
         head = row.b.to(gl.int64) * K + row.head.to(gl.int64)
-        i, r, real = _rows(first, packed_j, L, R)
+        i, r, real = _rows(first, packed_j, problem)
         at = row.b.to(gl.int64) * s_q[0] + (row.head.to(gl.int64) * R + r) * s_q[1] + i.to(gl.int64) * s_q[2]
         x = gl.load(q_ptr + at[:, None] + d, mask=real[:, None], other=0.0)
         q[0].store(gl.where(x < 0, x, gl.zeros_like(x)))
         q[1].store(gl.where(x > 0, x, gl.zeros_like(x)))
         hopper.fence_async_shared()
         sum_q = gl.convert_layout(gl.sum(x.to(gl.float32), 1), of_rows)
-        i, r, real = _rows(first, j, L, R)
-        line = (head * (L - problem.first) + (i - problem.first)) * R + r
-        lines = Lines(
-            sum_q, _groups(i, row, problem, KIND), results.score + line * results.scores,
-            results.cell + line * results.cells, real,
+        i, r, real = _rows(first, j, problem)
+        of_head = head * results.cells * lines
+        of_lines = Lines(
+            sum_q, _groups(i, row, problem, KIND), (i - problem.first) * R + r, real, results.score + of_head * C,
+            results.cell + of_head, grid_ptr + head * results.cells * (2 * C), lines, scale,
         )  # fmt: skip
-        index = Index(grid_ptr + head * problem.G * 2, problem.G, scale)
         whole, blocks = _blocks(first, row, problem, BG, KIND)
-        lse = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
-        lse = _score(lse, 0, whole, count, lines, q, index, memory, BN, MP, C, STAGES, GRID, False, GROUP)
-        lse = _score(lse, whole, blocks, count + whole, lines, q, index, memory, BN, MP, C, STAGES, GRID, True, GROUP)
+        whole = gl.minimum(whole, blocks - 1)
+        lse = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), _by_thread(nothing, BC, C))
+        s = _products(q, memory, count, BN, STAGES)
+        s, lse = _score(s, lse, 0, whole, count, of_lines, q, memory, BN, BC, MP, C, STAGES, GRID, False)
+        s, lse = _score(s, lse, whole, blocks - 1, count, of_lines, q, memory, BN, BC, MP, C, STAGES, GRID, True)
         count += blocks
-        top, total = lse
+        s = hopper.warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(memory.empty.index((count - 1) % STAGES))
+        top, total = _add(lse, _best_blocks(s, BC, MP, C), blocks - 1, of_lines, C, GRID, True)
+        total = gl.convert_layout(gl.sum(total, 1), of_rows)
         # 0 where no group is closed
         lse = gl.where(total > 0, top, 0.0) + gl.log2(gl.where(total > 0, total, 1.0))
-        gl.store(results.lse + line, lse, mask=real)
+        gl.store(results.lse + head * lines + of_lines.line, lse, mask=real)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, *BLOCK, "tiles", "works"))
 def recall_score_hopper_kernel(
     q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
-    s_q, K, L, G, first, stop, scores, cells,
+    s_q, K, L, G, first, stop, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
     R: gl.constexpr, D: gl.constexpr, MP: gl.constexpr, GRID: gl.constexpr, KIND: gl.constexpr, BN: gl.constexpr,
     C: gl.constexpr, STAGES: gl.constexpr,
@@ -230,28 +307,26 @@ def recall_score_hopper_kernel(
     times K.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
-    problem = Problem(K, R, stop, tiles, works, first, G, Spans(rule, start, starts_ptr, 0))
+    problem = Problem(K, R, stop, GROUPS * ROWS // R, tiles, works, first, G, Spans(rule, start, starts_ptr, 0))
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     queries = (
-        gl.allocate_shared_memory(dtype, [2, ROWS, D], of_queries),
-        gl.allocate_shared_memory(dtype, [2, ROWS, D], of_queries),
+        gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], of_queries),
+        gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], of_queries),
     )
     low = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], rows.layout)
     high = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], rows.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
     hopper.fence_async_shared()
-    tensors, results = (q_ptr, s_q, grid_ptr), Results(score_ptr, cell_ptr, lse_ptr, scores, cells)
-    memory = Memory(low, high, full, empty, turns)
+    tensors, results = (q_ptr, s_q, grid_ptr), Results(score_ptr, cell_ptr, lse_ptr, cells)
+    memory = Memory(low, high, full, empty)
     gl.warp_specialize([
         (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 0)),
         (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 1)),
+        (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 2)),
         (_produce, (rows, problem, memory, BN, BN // MP, STAGES, KIND)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -35,6 +35,16 @@ class Tiles(NamedTuple):
     options: dict[str, int]
 
 
+def small_tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, R: int) -> Tiles | None:
+    """Tiles of the interpreter, and of float32, whose products are computed as three (tf32x3); None for others."""
+    rows = power_of_2(R)
+    if not is_cuda:
+        return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
+    if dtype == torch.float32:
+        return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
+    return None
+
+
 @functools.cache
 def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
     """Tiles by kernel, dtype, width and heads per KV head; the length does not matter.
@@ -43,11 +53,9 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
     5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other computes its softmax. The
     kernel of dk and dv holds two accumulators in registers, which leaves room for 32 queries at a time.
     """
+    if (small := small_tiles(kernel, dtype, is_cuda, R)) is not None:
+        return small
     rows = power_of_2(R)
-    if not is_cuda:  # the interpreter
-        return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
-    if dtype == torch.float32:  # small, because each product is computed as three (tf32x3), in registers
-        return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
     if kernel == "dkv":
         return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
     stages = 3 if kernel == "fwd" and widest <= 128 else 2
@@ -306,14 +314,14 @@ def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, so
     return Call(q, k, v, biases, bias_of, levels, *describe(spans, len(sources), q.shape[2], q.device), scale, softcap)
 
 
-def needs_operation(call: Call) -> bool:
+def needs_operation(q: Tensor, *others: Tensor) -> bool:
     """True if autograd, torch.compile or a subclass of Tensor is involved, which need a torch operation.
 
     Otherwise the kernel is called directly: dispatching the operation takes longer than all other host work.
     """
-    if torch.compiler.is_compiling() or type(call.q) is not Tensor:
+    if torch.compiler.is_compiling() or type(q) is not Tensor:
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, *call.k, *call.v, *call.biases))
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others))
 
 
 def attend(
@@ -329,5 +337,5 @@ def attend(
     """See `condense.ops.attend`."""
     assert dropout_p == 0, "the backend's limits"
     call = call_of(q, sources, spans, scale, softcap)
-    out, lse = (_attend if needs_operation(call) else _forward)(*call)
+    out, lse = (_attend if needs_operation(call.q, *call.k, *call.v, *call.biases) else _forward)(*call)
     return out, lse if return_lse else None

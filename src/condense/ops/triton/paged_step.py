@@ -76,7 +76,7 @@ def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *
             (part, lse, seen, out),
             (*out.stride()[:2], H, launch.num_splits),
             (Dv, columns, 64, launch.kind.early),
-            launch.starts_early,
+            launch.join_options,
         )
 
 
@@ -124,7 +124,7 @@ class _Launch(NamedTuple):
     attend_numbers: tuple[int | float, ...]
     kind: Kind
     options: Mapping[str, Any]
-    starts_early: Mapping[str, bool]
+    join_options: Mapping[str, bool]
 
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step of as many requests
@@ -145,17 +145,17 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
         D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
         focal=0, tile=1, period=0, has_prompt=False, has_real=False, rows=rows, keys=keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
-        early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, paged=True,
+        early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, page=N,
     )  # fmt: skip
     weight_scale = scale if settings.weight_scale is None else settings.weight_scale
     assert rule.window is not None
     return _Launch(
         splits,
         (splits, row_tiles, R * K),
-        (K, heads, N, settings.num_summary, rule.chunk, settings.summary_delay, weight_scale),
-        (K, heads, N, rule.chunk, rule.window, settings.summary_delay, scale * LOG2E, settings.bias * LOG2E),
+        (K, heads, settings.num_summary, rule.chunk, settings.summary_delay, weight_scale),
+        (K, heads, rule.chunk, rule.window, settings.summary_delay, scale * LOG2E, settings.bias * LOG2E),
         kind,
-        {"num_warps": warps, "num_stages": stages} | starts_early,
+        {"num_warps": warps, "num_stages": stages},
         starts_early,
     )
 

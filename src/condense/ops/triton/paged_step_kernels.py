@@ -1,7 +1,6 @@
 """Kernels of one decode step over pages: store the new tokens and entries, attend by splits of the keys, join.
 
 The first kernel writes what the second reads, so that a request may see pages that another one fills in the same step.
-Where the GPU can, each starts up while the one before still runs, and waits for its results.
 All decisions are made on the device, from ``seen``: a request that has seen nothing is a place left empty, whose output
 is 0 and whose pages are not touched.
 
@@ -40,48 +39,46 @@ class _Stretch(NamedTuple):
 
 
 @triton.jit
-def _pages(ptr, table_ptr, request, head, strides, N, KIND: tl.constexpr):
+def _pages(ptr, table_ptr, request, head, strides, KIND: tl.constexpr):
     """The `Pages` of one request and KV head; values stand behind keys."""
     s_page, s_head, s_slot, s_table = strides
     k = ptr + head * s_head
-    return Pages(k, k + (KIND.D0 + KIND.D1), s_slot, s_slot, N, table_ptr + request * s_table, s_page)
+    return Pages(k, k + (KIND.D0 + KIND.D1), s_slot, s_slot, table_ptr + request * s_table, s_page)
 
 
 @triton.jit
-def _slot(pages, position):
+def _slot(pages, position, KIND: tl.constexpr):
     """Where the row of one position begins."""
-    page = tl.load(pages.table + position // pages.size).to(tl.int64)
-    return page * pages.s_page + (position % pages.size) * pages.s_k
+    page = tl.load(pages.table + position // KIND.page).to(tl.int64)
+    return page * pages.s_page + (position % KIND.page) * pages.s_k
 
 
 @triton.jit
 def paged_store_kernel(
     q_ptr, k_ptr, v_ptr, seen_ptr, window_ptr, window_table_ptr, entries_ptr, entries_table_ptr, ring_ptr,
     ring_table_ptr, s_qt, s_qh, s_kt, s_kh, s_vt, s_vh, s_wp, s_wh, s_wn, s_wt, s_ep, s_eh, s_en, s_et, s_rp, s_rh,
-    s_rn, s_rt, K, R, N, num_summary, chunk_size, summary_delay, scale,
+    s_rn, s_rt, K, R, num_summary, chunk_size, summary_delay, scale,
     KIND: tl.constexpr, HAS_RING: tl.constexpr,
 ):  # fmt: skip
     """Keys, values and mean queries into the pages, and the entry of a group that is due; grid (K, R requests, 1)."""
-    if KIND.early:
-        gdc_launch_dependents()
     request, kvh = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     t = tl.load(seen_ptr + request).to(tl.int32) - 1
     if t >= 0:
-        window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), N, KIND)
-        entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), N, KIND)
+        window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), KIND)
+        entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), KIND)
         k = load_row(k_ptr + request * s_kt + kvh * s_kh, KIND.D0, KIND.D1)
         v = load_row(v_ptr + request * s_vt + kvh * s_vh, KIND.V0, KIND.V1)
-        at = _slot(window, t)
+        at = _slot(window, t, KIND)
         store_row(window.k + at, k, KIND.D0, KIND.D1)
         store_row(window.v + at, v, KIND.V0, KIND.V1)
         # without a ring the newest query is all that a summary needs, and `past` is not read
-        past, mean = Queries(q_ptr, s_qh, N), k
+        past, mean = Queries(q_ptr, s_qh, KIND.page), k
         if KIND.scored:
             mean = mean_query(Queries(q_ptr + request * s_qt + kvh * R * s_qh, s_qh, R), KIND.D0, KIND.D1)
         if HAS_RING:
             page = tl.load(ring_table_ptr + request * s_rt).to(tl.int64)
-            past = Queries(ring_ptr + page * s_rp + kvh * s_rh, s_rn, N)
-            store_row(past.q + (t % N) * s_rn, mean, KIND.D0, KIND.D1)
+            past = Queries(ring_ptr + page * s_rp + kvh * s_rh, s_rn, KIND.page)
+            store_row(past.q + (t % KIND.page) * s_rn, mean, KIND.D0, KIND.D1)
         complete = t + 1 - summary_delay
         if (complete > 0) & (complete % chunk_size == 0):
             summary = [x.to(tl.float32) for x in mean]
@@ -90,7 +87,7 @@ def paged_store_kernel(
             chunk = Chunk(complete - chunk_size, chunk_size, t, k, v)
             entry_k, entry_v = make_entries(entries, window, chunk, summary, summary, 0, True, scale, KIND)
             # the slot of a group's entry is that of the token by which it is made
-            at = _slot(entries, t // chunk_size)
+            at = _slot(entries, t // chunk_size, KIND)
             store_row(entries.k + at, entry_k, KIND.D0, KIND.D1)
             store_row(entries.v + at, entry_v, KIND.V0, KIND.V1)
 
@@ -102,7 +99,7 @@ def _attend_pages(softmax, q, pages, stretch, lo, hi, scale, bias, KIND: tl.cons
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
         inside = i < stretch.count
-        at = page_slots(pages, stretch.first + i, inside)
+        at = page_slots(pages, stretch.first + i, inside, KIND)
         k = load_rows(pages.k, at, inside, KIND.D0, KIND.D1)
         s = tl.where(inside[None, :], key_products(q, k, PRECISION) * scale + bias, float("-inf"))
         v = load_rows(pages.v, at, inside, KIND.V0, KIND.V1)
@@ -113,7 +110,7 @@ def _attend_pages(softmax, q, pages, stretch, lo, hi, scale, bias, KIND: tl.cons
 @triton.jit
 def paged_attend_kernel(
     q_ptr, seen_ptr, window_ptr, window_table_ptr, entries_ptr, entries_table_ptr, part_ptr, lse_ptr,
-    s_qt, s_qh, s_wp, s_wh, s_wn, s_wt, s_ep, s_eh, s_en, s_et, K, R, N, chunk_size, window_size, summary_delay,
+    s_qt, s_qh, s_wp, s_wh, s_wn, s_wt, s_ep, s_eh, s_en, s_et, K, R, chunk_size, window_size, summary_delay,
     score_scale, bias, KIND: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[R, H, S, V]`` and log-sum-exp ``[R, H, S]``; grid (S, row tiles, R requests * K)."""
@@ -123,8 +120,8 @@ def paged_attend_kernel(
     request, kvh = (program // K).to(tl.int64), (program % K).to(tl.int64)
     seen = tl.load(seen_ptr + request).to(tl.int32)
     if seen > 0:
-        window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), N, KIND)
-        entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), N, KIND)
+        window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), KIND)
+        entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), KIND)
         closed = tl.maximum(seen - window_size, 0) // chunk_size
         far = _Stretch(summary_delay // chunk_size, closed)
         near = _Stretch(closed * chunk_size, seen - closed * chunk_size)
@@ -135,8 +132,6 @@ def paged_attend_kernel(
         at = request * s_qt + (kvh * R + r) * s_qh
         q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
         softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
-        if KIND.early:
-            gdc_wait()
         softmax = _attend_pages(softmax, q, entries, far, lo, tl.minimum(hi, far_tiles), score_scale, bias, KIND)
         softmax = _attend_pages(
             softmax, q, window, near, tl.maximum(lo - far_tiles, 0), hi - far_tiles, score_scale, 0.0, KIND

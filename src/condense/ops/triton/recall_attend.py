@@ -16,7 +16,7 @@ from torch import Tensor
 
 from condense.ops.recall.choice import Choice, IndexChoice, chosen_groups
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
-from condense.ops.triton.attend import Tiles, attend, describe, not_empty, results
+from condense.ops.triton.attend import Tiles, attend, describe, needs_operation, not_empty, results, small_tiles
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2, whole_rows
@@ -37,11 +37,8 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
 
     Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts.
     """
-    rows = power_of_2(R)
-    if not is_cuda:  # the interpreter
-        return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
-    if dtype == torch.float32:  # small, because each product is computed as three (tf32x3), in registers
-        return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
+    if (small := small_tiles(kernel, dtype, is_cuda, R)) is not None:
+        return small
     if kernel == "dkv":
         return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
     if kernel == "store":
@@ -133,7 +130,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         for first, stop, of_tiles in call.blocks(Q):
             _FORWARD(
                 (cdiv(stop - first, Q), B * K, 1),
-                (q, *shared.sources, *of_tiles, call.starts, out, lse),
+                (q, *shared.sources, *of_tiles.tensors, call.starts, out, lse),
                 (
                     q.stride()[:3], shared.s_store, call.level * LOG2E, K, L, first, stop, *of_tiles.numbers,
                     *call.rule, call.scale * LOG2E,
@@ -159,7 +156,8 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
         _DQ(
             (cdiv(L, Q), B * K, 1),
             (
-                q, *shared.sources, *of_tiles, call.starts, out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq,
+                q, *shared.sources, *of_tiles.tensors, call.starts, out, d_out, lse, d_lse.contiguous(), row_lse, delta,
+                dq,
             ),
             (
                 s_q, s_out, shared.s_store, call.level * LOG2E, K, L, 0, L, *of_tiles.numbers, *call.rule, *scales,
@@ -179,7 +177,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
                 (*queries, *keys, of_tiles.words, call.starts, grads[n], grads[3 + n]),
                 (
                     s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), level * LOG2E, K, L, keys[0].shape[2],
-                    of_tiles.numbers[0], of_tiles.words.shape[1], *call.rule, *scales,
+                    of_tiles.words.shape[2], of_tiles.words.shape[1], *call.rule, *scales,
                 ),
                 (R, *call.constants(n == 0, call.kind, *call.numerics), rows, tiles.rows, tiles.keys),
                 tiles.options,
@@ -320,8 +318,5 @@ def attend_recall(
         q, [entries.k, store.k, window.k], [entries.v, store.v, window.v], groups, starts, tuple(numbers), closed,
         float(entries.bias or 0.0), pool, scale, softcap,
     )  # fmt: skip
-    tensors = (q, *call.k, *call.v)
-    by_torch = torch.compiler.is_compiling() or type(q) is not Tensor
-    by_torch = by_torch or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    out, lse = (kernels.operation if by_torch else kernels.forward)(*call)
+    out, lse = (kernels.operation if needs_operation(q, *call.k, *call.v) else kernels.forward)(*call)
     return out, lse if return_lse else None

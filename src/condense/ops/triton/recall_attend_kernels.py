@@ -22,6 +22,7 @@ from condense.ops.triton.device.parts import add_weighted, load_block, load_rows
 from condense.ops.triton.device.records import Queries, Row, Rule, Softmax, Source, Spans, Start
 from condense.ops.triton.device.rule import cut, start_of_row, tile_rows, visible
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.recall_choice_kernels import row_of_words
 
 # numbers that differ from block to block of queries, and would compile a new kernel each
 BLOCK = ("first", "stop", "words", "room")
@@ -70,6 +71,21 @@ def _add_keys(softmax, q, k, v, seen, level, scale, CAP: tl.constexpr, PRECISION
 
 
 @triton.jit
+def _load_entries(source, opened, start, closed, BN: tl.constexpr, MASKED: tl.constexpr):
+    """Entries ``[start, start + BN)``, and which rows see each: those that do not open its group. MASKED: a row's
+    closed groups may end among them.
+    """
+    n = start + tl.arange(0, BN)
+    k = load_block(source.k, [source.b, source.head, start, 0], BN)
+    v = load_block(source.v, [source.b, source.head, start, 0], BN)
+    # a row of words has room for a whole block
+    seen = (tl.load(opened.words + n)[None, :] & opened.bit[:, None]) == 0
+    if MASKED:
+        seen = seen & (n[None, :] < closed[:, None])
+    return k, v, seen
+
+
+@triton.jit
 def _forward_entries(
     softmax,
     q,
@@ -86,13 +102,7 @@ def _forward_entries(
 ):
     """Entries ``[lo, hi)`` of groups that the row does not open. MASKED: a row's closed groups may end among them."""
     for start in range(lo, hi, BN):
-        n = start + tl.arange(0, BN)
-        k = load_block(source.k, [source.b, source.head, start, 0], BN)
-        v = load_block(source.v, [source.b, source.head, start, 0], BN)
-        word = tl.load(opened.words + n, mask=n < hi, other=0) if MASKED else tl.load(opened.words + n)
-        seen = (word[None, :] & opened.bit[:, None]) == 0
-        if MASKED:
-            seen = seen & (n[None, :] < closed[:, None])
+        k, v, seen = _load_entries(source, opened, start, closed, BN, MASKED)
         softmax = _add_keys(softmax, q, k, v, seen, source.level, scale, CAP, PRECISION)
     return softmax
 
@@ -156,13 +166,7 @@ def _dq_entries(
     PRECISION: tl.constexpr,
 ):
     for start in range(lo, hi, BN):
-        n = start + tl.arange(0, BN)
-        k = load_block(source.k, [source.b, source.head, start, 0], BN)
-        v = load_block(source.v, [source.b, source.head, start, 0], BN)
-        word = tl.load(opened.words + n, mask=n < hi, other=0) if MASKED else tl.load(opened.words + n)
-        seen = (word[None, :] & opened.bit[:, None]) == 0
-        if MASKED:
-            seen = seen & (n[None, :] < closed[:, None])
+        k, v, seen = _load_entries(source, opened, start, closed, BN, MASKED)
         dq = _dq_add(dq, queries, k, v, seen, source.level, scale, CAP, PRECISION)
     return dq
 
@@ -191,7 +195,7 @@ def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q: tl.
     """What the queries of this program's tile open."""
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
     return Opened(
-        words_ptr + tile * words,
+        words_ptr + tile * row_of_words(words),
         group_ptr + tile * room,
         word_ptr + tile * room,
         tl.load(count_ptr + tile),

@@ -24,6 +24,8 @@ from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice_kernels import (
+    CHUNK,
+    WORDS,
     recall_cells_kernel,
     recall_groups_kernel,
     recall_list_kernel,
@@ -81,9 +83,9 @@ class Positions(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Of n queries: score ``[B * K, n, R, scores]``, best score of every cell ``[B * K, n, R, cells]``, log-sum-exp
-    ``[B * K, n, R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``, and what their groups must
-    reach, int32 ``[B * K, n]``.
+    """Of n queries: score ``[B * K, cells, n * R, CELL]``, best score of every cell ``[B * K, cells / 4, n * R, 4]``,
+    log-sum-exp ``[B * K, n * R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``, and what their
+    groups must reach, int32 ``[B * K, n]``. Room for so many; a block with fewer queries begins at the same places.
     """
 
     score: Tensor
@@ -93,35 +95,41 @@ class _Scratch(NamedTuple):
     floor: Tensor
 
 
-def _scratch(device: torch.device, heads: int, n: int, R: int, scores: int, picked: int) -> _Scratch:
+def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, picked: int) -> _Scratch:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     return _Scratch(
-        empty(heads, n, R, scores), empty(heads, n, R, scores // CELL), empty(heads, n, R),
+        empty(heads, cells, n * R, CELL), empty(heads, cells // CHUNK.value, n * R, CHUNK.value), empty(heads, n * R),
         empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 
 
-def _index_rows(index: GroupIndex, settings: IndexSettings, dtype: torch.dtype) -> Tensor:
-    """The index as numbers of the dtype of the queries, as `recall_score_kernel` reads it: codes of 8 bits are exact in
-    all. The last block is repeated up to a power of two.
+def _index_rows(index: GroupIndex, settings: IndexSettings, cells: int, dtype: torch.dtype) -> Tensor:
+    """The index of ``cells`` cells as numbers of the dtype of the queries, as `recall_score_kernel` reads it: codes of
+    8 bits are exact in all. The last block is repeated up to a power of two.
     """
     m = settings.num_blocks
     codes = index.codes.unflatten(3, (-1, m, index.codes.shape[3] // settings.num_rows))
     if settings.bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-    codes = F.pad(codes, (0, 0, 0, 0, 0, 0, 0, -codes.shape[2] % 8))
+    codes = F.pad(codes, (0, 0, 0, 0, 0, 0, 0, cells * CELL - codes.shape[2]))
     blocks = torch.arange(power_of_2(m), device=codes.device).clamp(max=m - 1)
-    # [B, K, eights, 8, F / m, m, D] to [B, K * F / m, eights * m * 8, D]
-    codes = codes[:, :, :, :, blocks].unflatten(2, (-1, 8)).permute(0, 1, 4, 2, 5, 3, 6)
-    return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 5).flatten(1, 2))
+    # [B, K, cells, CELL / 4, 2, 2, F / m, m, D] to [B, K * F / m, cells * 2 * m * CELL / 4 * 2, D]
+    codes = codes[:, :, :, :, blocks].unflatten(2, (-1, CELL // 4, 2, 2)).permute(0, 1, 6, 2, 4, 7, 3, 5, 8)
+    return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 7).flatten(1, 2))
+
+
+def _grid(index: GroupIndex, cells: int, scale: float) -> Tensor:
+    """Steps and zeros times the scale, float32 ``[B, K, cells, 2, CELL]``."""
+    grid = F.pad(index.grid * scale, (0, 0, 0, cells * CELL - index.num_groups))
+    return grid.unflatten(2, (-1, CELL)).mT.contiguous()
 
 
 class Scoring(NamedTuple):
     """A block of queries to score: what all blocks of a call share, and where the results go.
 
-    rows: the index, as `_index_rows` makes it; grid: the index's, None of 16 bits; sizes: what the kernels take as
+    rows, grid: the index, as `_index_rows` and `_grid` make it, no grid of 16 bits; sizes: what the kernels take as
     numbers, from K to the rule; scale: of base-2 scores.
     """
 
@@ -139,7 +147,7 @@ class Scoring(NamedTuple):
     @property
     def heads(self) -> tuple[int, int]:
         """Rows times KV heads, and query heads per KV head."""
-        return self.scratch.score.shape[0], self.scratch.score.shape[2]
+        return self.rows.shape[0] * self.sizes[0], self.q.shape[1] // self.sizes[0]
 
     @property
     def grid_ptr(self) -> Tensor:
@@ -183,24 +191,25 @@ def choose(
     R, r, heads = H // K, quota.at(closed), B * K
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
-    rows, grid = _index_rows(index, settings, q.dtype), index.grid.contiguous() if settings.bits < 16 else None
-    scores = cdiv(max(closed, 1), _MOST_GROUPS) * _MOST_GROUPS
-    cells = power_of_2(scores // CELL)
-    picked = power_of_2(min(r, cells))
+    cells = cdiv(max(closed, 1), _MOST_GROUPS) * _MOST_GROUPS // CELL
+    index, ranked = index.narrow(0, closed), power_of_2(cells)
+    rows = _index_rows(index, settings, cells, q.dtype)
+    grid = _grid(index, cells, scale * LOG2E) if settings.bits < 16 else None
+    picked = power_of_2(min(r, ranked))
     looked = picked * CELL
     of_quota = (r, quota.part, quota.of)
-    n = min(L, max(1, _SCRATCH // (heads * R * scores * 4) // _BLOCK) * _BLOCK)
-    scratch = _scratch(q.device, heads, n, R, scores, picked)
+    n = min(L, max(1, _SCRATCH // (heads * R * cells * CELL * 4) // _BLOCK) * _BLOCK)
+    scratch = _scratch(q.device, heads, n, R, cells, picked)
     with on_device_of(q):
         for first in range(0, L, n):
             stop = min(first + n, L)
-            sizes = (K, L, G, first, stop, scores, scores // CELL, *positions.rule)
+            sizes = (K, L, G, first, stop, cells, *positions.rule)
             score(Scoring(q, rows, grid, settings, positions, scratch, first, stop, sizes, scale * LOG2E))
             _CELLS(
-                (cdiv(stop - first, _queries(cells, q.is_cuda)), heads, 1),
+                (cdiv(stop - first, _queries(ranked, q.is_cuda)), heads, 1),
                 (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
-                (R, positions.kind, CELL, cells, picked, _queries(cells, q.is_cuda)),
-                {"num_warps": _warps(cells)},
+                (R, positions.kind, CELL, ranked, picked, _queries(ranked, q.is_cuda)),
+                {"num_warps": _warps(ranked)},
             )  # fmt: skip
             _GROUPS(
                 (cdiv(stop - first, _queries(looked, q.is_cuda)), heads, 1),
@@ -215,19 +224,27 @@ def choose(
 class Opened(NamedTuple):
     """What T tiles of queries open, for every row and KV head.
 
-    words ``[B * K, T, G]``: bit i of a word says that query i of the tile opens the group. groups int32 and of_groups
+    words ``[B * K, T, n]``: bit i of a word says that query i of the tile opens the group; n is the number of closed
+    groups, rounded up to a multiple of 64, and the words at the end are 0. groups int32 and of_groups
     ``[B * K, T, room]``: those that any query opens, in rising order, with their words; counts int32 ``[B * K, T]``.
+    closed: no query sees more groups as closed.
     """
 
     words: Tensor
     groups: Tensor
     of_groups: Tensor
     counts: Tensor
+    closed: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, as kernels take them."""
+        return self[:4]
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Rows of words and of groups, as kernels take them."""
-        return self.words.shape[2], self.groups.shape[2]
+        """Words that count and room for groups, as kernels take them."""
+        return self.closed, self.groups.shape[2]
 
 
 def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Opened:
@@ -239,7 +256,7 @@ def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, 
     T, closed = cdiv(stop - first, tile), max(closed, 1)
     room = min(closed, tile * r)
     dtype = torch.int32 if tile <= 32 else torch.int64
-    words = torch.zeros(B * K, T, closed, dtype=dtype, device=groups.device)
+    words = torch.zeros(B * K, T, cdiv(closed, WORDS.value) * WORDS.value, dtype=dtype, device=groups.device)
     lists = words.new_empty(B * K, T, room, dtype=torch.int32), words.new_empty(B * K, T, room)
     counts = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
     with on_device_of(groups):
@@ -250,4 +267,4 @@ def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, 
             (tile, places, queries), {"num_warps": _warps(places)},
         )  # fmt: skip
         _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
-    return Opened(words, *lists, counts)
+    return Opened(words, *lists, counts, closed)

@@ -25,7 +25,25 @@ from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
 
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 # numbers that differ from block to block of queries, and would compile a new kernel each
-BLOCK = ("G", "first", "stop", "scores", "cells")
+BLOCK = ("G", "first", "stop", "cells")
+
+# rows of words have room for a multiple of so many: a block of keys whose words are read at once
+WORDS = tl.constexpr(64)
+
+# cells whose best scores a row has side by side: 16 bytes
+CHUNK = tl.constexpr(4)
+
+
+@triton.jit
+def _place(cell, lines):
+    """Where row 0 of ``lines`` rows has the best scores of cells."""
+    return cell // CHUNK * lines * CHUNK + cell % CHUNK
+
+
+@triton.jit
+def row_of_words(words):
+    """Room of a row of ``words`` words: those at its end are 0."""
+    return (words + WORDS - 1) // WORDS * WORDS
 
 
 @triton.jit
@@ -41,20 +59,19 @@ def _load_queries(q_ptr, at, real, D: tl.constexpr, P: tl.constexpr):
 
 
 class _Index(NamedTuple):
-    """The index of one KV head: its rows, as `recall_score_kernel` has them, batch row and first head of these; steps
-    and zeros of the groups' grids, how many groups it has.
+    """The index of one KV head: its rows, as `recall_score_kernel` has them, batch row and first head of these; its
+    groups' steps and zeros.
     """
 
     rows: Any
     b: Any
     head: Any
     grid: Any
-    size: Any
 
 
 class _Scored(NamedTuple):
     """Queries of a tile: those that meet the rows of the index (of bounds: the negative and the positive part), the
-    sum of each, their scale, and where they write their scores and cells' best scores.
+    sum of each, their scale, where they write their scores and cells' best scores, and rows of a cell in memory.
     """
 
     q: Any
@@ -63,6 +80,7 @@ class _Scored(NamedTuple):
     score: Any
     cell: Any
     real: Any
+    lines: Any
 
 
 @triton.jit
@@ -75,8 +93,9 @@ def _score_groups(
     """
     top, total = lse
     BM: tl.constexpr = closed.shape[0]
+    BC: tl.constexpr = BG // C
     for group in range(lo, hi, BG):
-        n = group + tl.arange(0, BG)
+        cell, c = group // C + tl.arange(0, BC), tl.arange(0, C)
         x = index.rows.load([index.b, index.head, group * MP, 0])
         x = x.reshape(x.shape[2], x.shape[3])
         s = tl.dot(queries.q[0], tl.trans(x), input_precision=PRECISION)
@@ -84,35 +103,36 @@ def _score_groups(
             x = index.rows.load([index.b, index.head + 1, group * MP, 0])
             x = x.reshape(x.shape[2], x.shape[3])
             s = tl.dot(queries.q[1], tl.trans(x), s, input_precision=PRECISION)
-        # eight groups by their blocks: adjacent columns, which a thread has, are adjacent groups
-        s = tl.reshape(s, [BM, BG // 8, MP, 8])
+        s = tl.permute(tl.reshape(s, [BM, BC, 2, MP, C // 4, 2]), [0, 1, 4, 2, 5, 3])
+        s = tl.reshape(s, [BM, BC, C, MP])
         if len(queries.q) == 2:
             # step > 0 and zero are the group's, so that the best block is known before them
-            s = tl.reshape(tl.max(s, 2), [BM, BG])
+            s = tl.max(s, 3)
             if GRID:
-                step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0) * queries.scale
-                zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0) * queries.scale
-                s = s * step[None, :] + queries.sum_q[:, None] * zero[None, :]
+                at = index.grid + cell[:, None] * (2 * C) + c[None, :]
+                s = s * tl.load(at)[None] + queries.sum_q[:, None, None] * tl.load(at + C)[None]
             else:
                 s = s * queries.scale
         else:
             if GRID:
-                step = tl.load(index.grid + n * 2, mask=n < index.size, other=0.0)
-                zero = tl.load(index.grid + n * 2 + 1, mask=n < index.size, other=0.0)
-                base = tl.reshape(queries.sum_q[:, None] * zero[None, :], [BM, BG // 8, 1, 8])
-                s = s * tl.reshape(step, [1, BG // 8, 1, 8]) + base
-            s = tl.where(tl.arange(0, MP)[None, None, :, None] < m, s * queries.scale, float("-inf"))
-            largest = tl.max(s, 2)
-            s = tl.reshape(largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, None, :]), 2)), [BM, BG])
+                at = index.grid + cell[:, None] * (2 * C) + c[None, :]
+                s = s * tl.load(at)[None, :, :, None]
+                s += (queries.sum_q[:, None, None] * tl.load(at + C)[None])[:, :, :, None]
+            else:
+                s = s * queries.scale
+            s = tl.where(tl.arange(0, MP)[None, None, None, :] < m, s, float("-inf"))
+            largest = tl.max(s, 3)
+            s = largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, :, None]), 3))
         if MASKED:
-            s = tl.where(n[None, :] < closed[:, None], s, float("-inf"))
-        tl.store(queries.score[:, None] + n[None, :], s, mask=queries.real[:, None])
-        of_cells = tl.max(tl.reshape(s, [BM, BG // C, C]), 2)
-        cell = group // C + tl.arange(0, BG // C)
-        tl.store(queries.cell[:, None] + cell[None, :], of_cells, mask=queries.real[:, None])
+            n = cell[:, None] * C + c[None, :]
+            s = tl.where(n[None] < closed[:, None, None], s, float("-inf"))
+        of_cells = tl.max(s, 2)
+        tl.store(queries.cell[:, None] + _place(cell, queries.lines)[None, :], of_cells, mask=queries.real[:, None])
+        at = (cell * queries.lines)[:, None] * C + c[None, :]
+        tl.store(queries.score[:, None, None] + at[None], s, mask=queries.real[:, None, None])
         larger = tl.maximum(top, tl.max(of_cells, 1))
         safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
-        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None]), 1)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.sum(tl.exp2(s - safe[:, None, None]), 2), 1)
         top = larger
     return top, total
 
@@ -120,19 +140,21 @@ def _score_groups(
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_score_kernel(
     q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
-    s_q, K, L, G, first, stop, scores, cells,
+    s_q, K, L, G, first, stop, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
     R: tl.constexpr, m: tl.constexpr, MP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BOUNDS: tl.constexpr,
     GRID: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Of queries ``[first, stop)``: scores float32 ``[B * K, n, R, scores]`` of closed groups, base 2; the best of
-    every cell ``[B * K, n, R, cells]``; the log-sum-exp ``[B * K, n, R]``.
+    """Of queries ``[first, stop)``: scores float32 ``[B * K, cells, n * R, C]`` of closed groups, base 2; the best of
+    every cell ``[B * K, cells / 4, n * R, 4]``; the log-sum-exp ``[B * K, n * R]``.
 
-    rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, G * MP, D]``, first the lowest and then the
-    highest keys, else ``[B, K, G * MP, D]``; MP: m as a power of two; the blocks of eight groups, as ``[MP, 8]``, then
-    of the next eight. A quantised index holds its codes, and grid float32 ``[B, K, G, 2]`` (not read unless GRID) their
-    step and zero: ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
+    rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, cells * C * MP, D]``, first the lowest and
+    then the highest keys, else ``[B, K, cells * C * MP, D]``; MP: m as a power of two; the rows of a cell as
+    ``[2, MP, C / 4, 2]``, block p of group 4 i + 2 j + k at ``[j, p, i, k]``, so that a thread, which has every other
+    pair of columns of a product, has groups side by side. A quantised index holds its codes, and grid float32
+    ``[B, K, cells, 2, C]`` (not read unless GRID) their step and zero, both times the scale: ``q . (zero + step *
+    code)`` is ``zero * sum(q) + step * (q . code)``.
     Scores of tiles of groups beyond the last closed one of a tile of queries are not written.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
@@ -145,12 +167,13 @@ def recall_score_kernel(
     closed = _closed(i, row, spans, G, KIND)
     q = _load_queries(q_ptr, b * s_q[0] + (kvh * R + r) * s_q[1] + i.to(tl.int64) * s_q[2], real, D, P)
     sum_q = tl.sum(q.to(tl.float32), 1)
-    at = (tl.program_id(1).to(tl.int64) * (stop - first) + (i - first)) * R + r
-    index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + (b * K + kvh) * G * 2, G)
+    lines, line = (stop - first) * R, (i - first) * R + r
+    of_head = tl.program_id(1).to(tl.int64) * cells * lines
+    index = _Index(rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + (b * K + kvh) * cells * 2 * C)
     negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
     queries = _Scored(
-        parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + at * scores,
-        cell_ptr + at * cells, real,
+        parts(negative if BOUNDS else q, positive if BOUNDS else None), sum_q, scale, score_ptr + (of_head + line) * C,
+        cell_ptr + of_head + line * CHUNK, real, lines,
     )  # fmt: skip
     lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     whole = tl.min(closed) // BG * BG
@@ -158,18 +181,23 @@ def recall_score_kernel(
     lse = _score_groups(queries, index, lse, whole, tl.max(closed), closed, m, MP, BG, C, GRID, True, PRECISION)
     # 0 where no group is closed
     total = lse[1]
-    tl.store(lse_ptr + at, tl.where(total > 0, lse[0], 0.0) + tl.log2(tl.where(total > 0, total, 1.0)), mask=real)
+    lse = tl.where(total > 0, lse[0], 0.0) + tl.log2(tl.where(total > 0, total, 1.0))
+    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * lines + line, lse, mask=real)
 
 
 @triton.jit
-def _best_share(score_ptr, lse_ptr, query, width, n, valid, R: tl.constexpr):
-    """The largest of the query heads' shares of groups or cells n ``[BQ, N]``, in log space; -inf where not valid."""
+def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constexpr):
+    """The largest of the query heads' shares of groups or cells ``[BQ, ...]``, in log space; -inf where not valid.
+
+    Head r's score stands at ``at + r * step``, and is read if it is there; query: of the tile's queries, their place
+    in the log-sum-exps.
+    """
     share = tl.full(valid.shape, float("-inf"), tl.float32)
     for r in tl.static_range(R):
-        at = query * R + r
-        score = tl.load(score_ptr + at[:, None] * width + n, mask=valid, other=float("-inf"))
+        score = tl.load(score_ptr + at + r * step, mask=there, other=float("-inf"))
         if R > 1:
-            score -= tl.load(lse_ptr + at)[:, None]
+            lse = tl.load(lse_ptr + query * R + r)
+            score -= tl.reshape(lse, [valid.shape[0]] + [1] * (len(valid.shape) - 1))
         share = tl.maximum(share, score)
     return tl.where(valid, share, float("-inf"))
 
@@ -199,20 +227,20 @@ def _best(share, valid, wanted, floor):
         lo = tl.where(reach >= wanted, middle, lo)
         # exactly ``wanted`` keys reach it: the search ends
         hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
-    threshold = lo.to(tl.int32)[:, None]
-    better, equal = valid & (key > threshold), valid & (key == threshold)
-    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
-    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
-    before = tl.cumsum(flags, 1) - flags
-    room = (wanted - tl.sum(better.to(tl.int32), 1))[:, None]
-    is_best = better | (equal & ((before & 0xFFFF) < room))
-    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room), lo.to(tl.int32)
+    worst = lo.to(tl.int32)
+    best = (valid & (key >= worst[:, None])).to(tl.int32)
+    excess = tl.maximum(tl.sum(best, 1) - wanted, 0)
+    if tl.max(excess, 0) > 0:  # of those that tie with the worst, the first
+        tied = (valid & (key == worst[:, None])).to(tl.int32)
+        kept = tl.sum(tied, 1) - excess
+        best = tl.where(tl.cumsum(tied, 1) * tied > kept[:, None], 0, best)
+    return best != 0, tl.cumsum(best, 1) - best, worst
 
 
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_cells_kernel(
     cell_ptr, lse_ptr, starts_ptr, picked_ptr, floor_ptr,
-    K, L, G, first, stop, scores, cells,
+    K, L, G, first, stop, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, r, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
@@ -226,10 +254,15 @@ def recall_cells_kernel(
     spans = Spans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
     i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
     closed = tl.where(i < stop, _closed(i, row, spans, G, KIND), 0)
-    query = tl.program_id(1).to(tl.int64) * (stop - first) + tl.minimum(i, stop - 1) - first
+    lines, head = (stop - first) * R, tl.program_id(1).to(tl.int64)
+    query = tl.minimum(i, stop - 1) - first
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
-    share = _best_share(cell_ptr, lse_ptr, query, cells, n, valid, R)
+    # whole chunks are read at once
+    there = n // CHUNK * (CHUNK * C) < closed[:, None]
+    at = query[:, None] * (R * CHUNK) + _place(n, lines)
+    share = _best_share(cell_ptr + head * cells * lines, at, CHUNK, lse_ptr + head * lines, query, there, valid, R)
+    query += head * (stop - first)
     wanted = wanted_groups(closed, r, part, of)
     picked, place, worst = _best(share, valid, wanted, _INT_MIN)
     # as many cells have a group that is as good as the best of the worst of them
@@ -243,7 +276,7 @@ def recall_cells_kernel(
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_groups_kernel(
     score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
-    K, L, G, first, stop, scores, cells,
+    K, L, G, first, stop, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, r, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
@@ -256,13 +289,20 @@ def recall_groups_kernel(
     spans = Spans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
     i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
     closed = tl.where(i < stop, _closed(i, row, spans, G, KIND), 0)
-    query = tl.program_id(1).to(tl.int64) * (stop - first) + tl.minimum(i, stop - 1) - first
-    slot, place = tl.arange(0, PICKED * C)[None, :], tl.arange(0, PLACES)[None, :]
-    group = tl.load(picked_ptr + query[:, None] * PICKED + slot // C) * C + slot % C
-    valid = group < closed[:, None]
-    share = _best_share(score_ptr, lse_ptr, query, scores, group, valid, R)
+    lines, head = (stop - first) * R, tl.program_id(1).to(tl.int64)
+    query = tl.minimum(i, stop - 1) - first
+    line = head * (stop - first) + query
+    c, place = tl.arange(0, C)[None, None, :], tl.arange(0, PLACES)[None, :]
+    cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])
+    group = cell[:, :, None] * C + c
+    valid = group < closed[:, None, None]
+    # whole cells are there, so that several scores are loaded at once
+    there = (cell * C < closed[:, None])[:, :, None]
+    at = (cell * lines + query[:, None] * R)[:, :, None] * C + c
+    share = _best_share(score_ptr + head * cells * lines * C, at, C, lse_ptr + head * lines, query, there, valid, R)
+    group, valid = tl.reshape(group, [BQ, PICKED * C]), tl.reshape(valid, [BQ, PICKED * C])
     wanted = wanted_groups(closed, r, part, of)
-    is_open, at, _ = _best(share, valid, wanted, tl.load(floor_ptr + query))
+    is_open, at, _ = _best(tl.reshape(share, [BQ, PICKED * C]), valid, wanted, tl.load(floor_ptr + line))
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     tl.store(groups_at + at, group, mask=is_open)
     unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
@@ -283,7 +323,7 @@ def recall_mark_kernel(
     group = tl.load(groups_ptr + ((head * L + first + i) * r)[:, None] + place, mask=there, other=G)
     bit = tl.full([BQ, PLACES], 1, mark_ptr.dtype.element_ty) << (i % Q)[:, None]
     tile = head * tl.cdiv(stop - first, Q) + i // Q
-    tl.atomic_or(mark_ptr + tile[:, None] * words + group, bit, mask=group < G, sem="relaxed")
+    tl.atomic_or(mark_ptr + tile[:, None] * row_of_words(words) + group, bit, mask=group < G, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("words", "room"))
@@ -295,7 +335,7 @@ def recall_list_kernel(mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, B
     count = tl.full([], 0, tl.int32)
     for start in range(0, words, BW):
         n = start + tl.arange(0, BW)
-        word = tl.load(mark_ptr + tile * words + n, mask=n < words, other=0)
+        word = tl.load(mark_ptr + tile * row_of_words(words) + n, mask=n < words, other=0)
         some = (word != 0).to(tl.int32)
         place = count + tl.cumsum(some, 0) - some
         tl.store(group_ptr + tile * room + place, n, mask=some != 0)

@@ -27,8 +27,8 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
     heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
-    paged: a chunk's tokens lie in `Pages`, not in a ring. matched: each entry has a bias of its own. softcap: of
-    attention's scores, base 2, 0.0 for none.
+    page: slots of a page, where a chunk's tokens lie in `Pages`; 0: they lie in a ring.
+    matched: each entry has a bias of its own. softcap: of attention's scores, base 2, 0.0 for none.
     """
 
     D0: int
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     joined_rows: int
     joined_parts: int
     joined_columns: int
-    paged: bool = False
+    page: int = 0
     matched: bool = False
     softcap: float = 0.0
 
@@ -69,14 +69,13 @@ class Buffer(NamedTuple):
 
 class Pages(NamedTuple):
     """Keys and values of one request and KV head: pointers to the first slot of page 0, strides from slot to slot,
-    which are equal, slots of a page, the request's pages, stride from page to page.
+    which are equal, the request's pages, stride from page to page.
     """
 
     k: Any
     v: Any
     s_k: Any
     s_v: Any
-    size: Any
     table: Any
     s_page: Any
 
@@ -156,18 +155,18 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def page_slots(pages, position, inside):
+def page_slots(pages, position, inside, KIND: tl.constexpr):
     """Where the rows of these positions begin, int64; anywhere where not inside."""
-    page = tl.load(pages.table + position // pages.size, mask=inside, other=0).to(tl.int64)
-    return page * pages.s_page + (position % pages.size).to(tl.int64) * pages.s_k
+    page = tl.load(pages.table + position // KIND.page, mask=inside, other=0).to(tl.int64)
+    return page * pages.s_page + (position % KIND.page).to(tl.int64) * pages.s_k
 
 
 @triton.jit
 def _places(ring, stride, chunk, i, KIND: tl.constexpr):
     """Where the rows of tokens i of the chunk begin."""
     position = chunk.first + i
-    if KIND.paged:
-        return page_slots(ring, position, i < chunk.size)
+    if KIND.page > 0:
+        return page_slots(ring, position, i < chunk.size, KIND)
     else:
         return (position % ring.size).to(tl.int64) * stride
 

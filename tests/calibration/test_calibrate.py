@@ -1,0 +1,246 @@
+"""A calibration on a small model: what is measured, what is chosen and verified, what is kept, and what is refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from models import tiny
+from torch.nn import functional
+
+import condense
+from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
+from condense.calibration.measure import Meter
+from condense.calibration.samples import draw_samples
+from condense.models import condensed_layers
+
+CANDIDATES = (Dense(), Recall(group_size=4, window=16, num_recall=4, store="host", slots=4), StreamingLLM(window=16))
+CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    """Three layers whose attention matters, in float64; the last matters most."""
+    model = tiny.model("llama", vocab_size=len(tokenizer))
+    with torch.no_grad():
+        for layer, share in zip(model.model.layers, (0.001, 0.03, 0.5), strict=True):
+            layer.self_attn.o_proj.weight.mul_(share)
+    return model
+
+
+@pytest.fixture(scope="module")
+def result(model, tokenizer, text):
+    return condense.calibrate(model, tokenizer, [text], CONFIG)
+
+
+def test_stretches_do_not_overlap_and_depend_on_the_seed(tokenizer, text, corpus):
+    samples = draw_samples(tokenizer, [text], CONFIG)
+    bos = int(tokenizer.bos_token_id is not None)
+    size = 128 - bos
+    places = [corpus.tokens[i : i + size].tolist() for i in range(0, len(corpus.tokens) - size, size)]
+    drawn = [places.index(sample.ids[bos:].tolist()) for sample in (*samples.measured, *samples.held_out)]
+    assert len(samples.measured) == len(samples.held_out) == 3
+    assert len(set(drawn)) == 6
+    assert all(sample.compared.tolist() == list(range(64, 128)) for sample in samples.measured)
+    again, other = (draw_samples(tokenizer, [text], dataclasses.replace(CONFIG, seed=s)) for s in (0, 1))
+    assert all(torch.equal(a.ids, b.ids) for a, b in zip(samples.measured, again.measured, strict=True))
+    assert any(not torch.equal(a.ids, b.ids) for a, b in zip(samples.measured, other.measured, strict=True))
+
+
+def test_hidden_numbers_are_in_texts_of_their_half(tokenizer, text):
+    samples = draw_samples(tokenizer, [text], dataclasses.replace(CONFIG, hidden_numbers=2, length=192))
+    assert len(samples.measured) == len(samples.held_out) == 6
+    for sample in (*samples.measured[3:], *samples.held_out[3:]):
+        assert len(sample.ids) == 192
+        for start, stop in sample.answers:
+            answer = tokenizer.decode(sample.ids[sample.compared[start:stop]])
+            assert answer.strip().isdecimal()
+            assert tokenizer.decode(sample.ids).count(answer) == 2  # where it is hidden, and after the question
+
+
+def test_a_reading_is_the_divergence_of_the_predictions(model, tokenizer, text):
+    samples = draw_samples(tokenizer, [text], dataclasses.replace(CONFIG, hidden_numbers=2, length=192))
+    meter = Meter(model, CANDIDATES, samples)
+    for number in (0, 3):
+        sample = samples.measured[number]
+        dense = tiny.logits(model, sample.ids[None])[0, sample.compared - 1].log_softmax(-1)
+        with condense.use(model, {1: CANDIDATES[2], 2: CANDIDATES[1]}):
+            log_q = tiny.logits(model, sample.ids[None])[0, sample.compared - 1].log_softmax(-1)
+        targets = sample.ids[sample.compared]
+        stock, (kl, nats, right) = meter.read(number, [{}, {1: 2, 2: 1}])
+        assert stock[:2] == (0, 0)
+        assert kl == pytest.approx(float(functional.kl_div(log_q, dense, log_target=True, reduction="batchmean")))
+        assert nats == pytest.approx(float(functional.nll_loss(log_q, targets) - functional.nll_loss(dense, targets)))
+        hits = (log_q.argmax(-1) == targets).tolist()
+        assert right == tuple(all(hits[start:stop]) for start, stop in sample.answers)
+    assert condensed_layers(model) == {}
+
+
+def test_layers_that_matter_more_lose_more(result):
+    window = [loss.kl.mean for loss in result.layers if loss.method == CANDIDATES[2]]
+    recall = [loss.kl.mean for loss in result.layers if loss.method == CANDIDATES[1]]
+    assert window == sorted(window)
+    assert min(recall) > 0
+    assert sum(recall) < sum(window)
+
+
+def test_what_is_chosen_is_within_the_budget_on_text_that_nothing_was_measured_on(result, model, tokenizer, text):
+    assert set(result.allocation) == {0, 1, 2}
+    assert result.chosen.kl.mean <= CONFIG.budget_nats
+    assert result.verified.kl.mean <= CONFIG.budget_nats
+    assert result.chosen.methods == result.verified.methods
+    assert 0 < result.chosen.cache < 1
+    held_out = draw_samples(tokenizer, [text], CONFIG).held_out
+    losses = []
+    for sample in held_out:
+        dense = tiny.logits(model, sample.ids[None])[0, 63:-1]
+        with condense.use(model, result.allocation):
+            log_q = tiny.logits(model, sample.ids[None])[0, 63:-1].log_softmax(-1)
+        losses.append(float(functional.kl_div(log_q, dense.log_softmax(-1), log_target=True, reduction="batchmean")))
+    assert result.verified.kl.mean == pytest.approx(np.mean(losses))
+    assert result.verified.kl.error == pytest.approx(np.std(losses, ddof=1) / 3**0.5)
+
+
+def test_the_curve_goes_down_and_nothing_smaller_on_it_is_within_the_budget(result):
+    caches = [point.cache for point in result.curve]
+    assert caches == sorted(caches, reverse=True)
+    assert result.curve[0].methods == dict.fromkeys(range(3), Dense())
+    assert result.curve[0].kl == (0, 0)
+    assert result.chosen in result.curve
+    following = result.curve[result.curve.index(result.chosen) + 1]
+    assert result.steps_back > 0 or not following.within(CONFIG)
+    assert [point.methods for point in result.uniform] == [dict.fromkeys(range(3), method) for method in CANDIDATES]
+
+
+def test_it_is_repeatable_and_touches_nothing(result, model, tokenizer, text):
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    again = condense.calibrate(model, tokenizer, [text], CONFIG)
+    assert again == result
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert condensed_layers(model) == {}
+    assert not hasattr(model.config, "condense")
+
+
+def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path):
+    path, count = tmp_path / "measured.json", [0]
+
+    def interrupt():
+        count[0] += 1
+        if count[0] == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=interrupt)
+    kept = len(json.loads(path.read_text())["readings"])
+    assert kept > 5
+    whole, rest = [], []
+    condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=lambda: whole.append(1))
+    again = condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=lambda: rest.append(1))
+    assert again == result
+    assert kept - 2 <= len(whole) - len(rest) <= kept + 1
+    # another budget needs no forward that was made already; another model is another matter
+    rest.clear()
+    condense.calibrate(
+        model, tokenizer, [text], dataclasses.replace(CONFIG, budget_nats=0.1), measured=path,
+        on_forward=lambda: rest.append(1),
+    )  # fmt: skip
+    assert len(rest) < len(whole) / 4
+    other = tiny.model("llama", vocab_size=len(tokenizer))
+    with pytest.raises(ValueError, match="holds measurements of another model, text, length, seed or other candidates"):
+        condense.calibrate(other, tokenizer, [text], CONFIG, measured=path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="wanted a file of earlier measurements"):
+        condense.calibrate(model, tokenizer, [text], CONFIG, measured=path)
+
+
+def test_the_file_is_what_apply_reads(result, model, tmp_path):
+    path = result.save(tmp_path / "allocation.json")
+    with condense.use(model, f"@{path}"):
+        assert condensed_layers(model) == result.allocation
+    written = json.loads(path.read_text())["calibration"]
+    assert written["verified"]["kl"] == list(result.verified.kl)
+    assert written["config"]["candidates"] == [method.to_dict() for method in CANDIDATES]
+    assert written["provenance"]["seed"] == 0
+    with pytest.raises(FileExistsError):
+        result.save(path)
+
+
+def test_a_size_of_the_cache(result, model, tokenizer, text):
+    smaller = dataclasses.replace(CONFIG, budget_nats=None, cache=0.6)
+    small = condense.calibrate(model, tokenizer, [text], smaller)
+    assert small.chosen.cache <= 0.6
+    larger = small.curve[small.curve.index(small.chosen) - 1]
+    assert larger.cache > 0.6
+    both = dataclasses.replace(CONFIG, budget_nats=10.0, cache=0.6)
+    assert condense.calibrate(model, tokenizer, [text], both).allocation == small.allocation
+    # counted at another length, the same methods keep another share
+    far = dataclasses.replace(smaller, cache_length=1280)
+    assert condense.calibrate(model, tokenizer, [text], far).uniform[2].cache < small.uniform[2].cache / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cache": 0.01, "budget_nats": None}, r"cache must be at least 0\.\d+, what the smallest of these candidates"),
+        (
+            {"cache": 0.35, "budget_nats": 1e-6},
+            r"cannot both be met: at .*% of the cache the model loses .* nats; at 100",
+        ),
+        ({"candidates": CANDIDATES[1:], "budget_nats": 1e-9}, "none of these candidates stays within 1e-09: the most"),
+        ({"texts": 500}, r"text must have \d+ tokens, 500 texts of 128 to measure and as many to verify, got \d+"),
+    ],
+    ids=["cache", "both", "budget", "text"],
+)
+def test_goals_that_cannot_be_met(model, tokenizer, text, changes, said):
+    with pytest.raises(ValueError, match=said) as error:
+        condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, **changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"budget_nats": None}, "budget_nats and cache must not both be None"),
+        ({"budget_nats": 0.0}, "budget_nats must be a finite number > 0"),
+        ({"min_found": 1.5}, "min_found must be a finite number from 0 to 1"),
+        ({"texts": 1}, "texts must be an integer >= 2"),
+        ({"length": 64}, "length must be an integer >= 128"),
+        ({"candidates": (Dense(), Dense())}, "candidates must differ"),
+        ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
+        ({"candidates": (Recall(prompt="exact"),)}, "reads whole texts with dense attention: use prompt='recall'"),
+        ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
+    ],
+    ids=["no-goal", "zero", "found", "texts", "length", "twice", "dense", "exact", "ahead"],
+)
+def test_bad_settings(changes, said):
+    with pytest.raises(ValueError, match=said):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_models_that_are_not_ready(tokenizer, text):
+    model = tiny.model("llama", vocab_size=len(tokenizer))
+    with pytest.raises(ValueError, match=r"call condense\.restore"), condense.use(model, CCA()):
+        condense.calibrate(model, tokenizer, [text], CONFIG)
+    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
+        condense.calibrate(model.train(), tokenizer, [text], CONFIG)
+    learned = tiny.model("gpt2", vocab_size=len(tokenizer))
+    with pytest.raises(ValueError, match="length must fit the model's 128 learned positions, got 129"):
+        condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, length=129))
+
+
+def test_the_bundled_model_with_hidden_numbers():
+    """Found by a Recall that opens everything, lost by a window: numbers decide what the layers get."""
+    model, tokenizer = condense.demo_model()
+    config = CalibrationConfig(
+        budget_nats=0.5, candidates=(Dense(), StreamingLLM(window=32)), length=192, texts=2, hidden_numbers=2
+    )
+    texts = [condense.demo.demo_text().text]
+    result = condense.calibrate(model, tokenizer, texts, config)
+    found, of_dense, total = result.verified.found
+    assert total == 4
+    assert found >= 0.99 * of_dense > 0
+    assert result.uniform[1].found[0] < result.uniform[0].found[0]
+    answers = {loss.layer: loss.answers_kl.mean for loss in result.layers}
+    needed = max(answers, key=answers.get)
+    assert result.allocation[needed] == Dense()

@@ -1,0 +1,96 @@
+"""`condense calibrate` as a user meets it, and methods by layer on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli.test_commands import run_here
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import condense
+from condense.models import condensed_layers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of three layers, saved condensed, with the bundled tokenizer."""
+    _, tokenizer = condense.demo_model()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    condense.apply(model, condense.CCA(group_size=4, window=8)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def allocation(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command writes of the model for the bundled text; its picture and its measurements beside it."""
+    path = tmp_path_factory.mktemp("calibration") / "a.json"
+    done = run_here(
+        "calibrate", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2", "--hidden-numbers", "1",
+        "--candidate", "dense", "--candidate", "recall:window=16,num_recall=2,store=host,slots=2", "--min-found", "0",
+        "--candidate", "cca:window=16", "--output", str(path), "--plot", str(path.with_suffix(".png")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "forwards of 160 tokens" in done.stderr
+    assert f"written: {path}" in done.stdout
+    for heading in ("each layer alone", "answers", "quality against cache", "found", "on held-out text: loses"):
+        assert heading in done.stdout
+    return path
+
+
+def test_the_files_of_a_calibration(saved: Path, allocation: Path) -> None:
+    content = json.loads(allocation.read_text())
+    assert sorted(i for part in content["methods"] for i in part["layers"]) == [0, 1, 2]
+    assert content["calibration"]["provenance"]["torch"] == torch.__version__
+    assert allocation.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(allocation.with_suffix(".measured.json").read_text())["readings"]
+    model = condense.apply(condense.restore(LlamaForCausalLM.from_pretrained(saved)), f"@{allocation}")
+    assert set(condensed_layers(model)) == {0, 1, 2}
+
+
+def test_commands_read_the_allocation(saved: Path, allocation: Path, tmp_path: Path) -> None:
+    options = ("--model", str(saved), "--method", f"@{allocation}")
+    methods = {i: part["method"] for part in json.loads(allocation.read_text())["methods"] for i in part["layers"]}
+    results = tmp_path / "layers.json"
+    done = run_here("inspect", *options, "--length", "1000", "--json", str(results))
+    assert done.returncode == 0, done.stderr
+    layers = json.loads(results.read_text())["results"]["layers"]
+    assert [layer["method"] for layer in layers] == [methods[i] for i in range(3)]
+    done = run_here("generate", "A walk", *options, "--max-new-tokens", "2")
+    assert done.returncode == 0, done.stderr
+
+
+def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:
+    results = tmp_path / "layers.json"
+    common = ("--model", str(saved), "--length", "1000", "--json", str(results), "--overwrite")
+    for given in (("recall@-1", "cca@rest"), ("recall@2+cca@0-1",)):
+        done = run_here("inspect", *common, *(f"--method={text}" for text in given))
+        assert done.returncode == 0, done.stderr
+        layers = json.loads(results.read_text())["results"]["layers"]
+        assert [layer["method"]["method"] for layer in layers] == ["cca", "cca", "recall"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--length", "2000"), "text must have"),
+        (("--cache", "0"), "cache must be a finite number > 0"),
+        (("--candidate", "recall:prompt=exact"), "reads whole texts with dense attention"),
+        (("--candidate", "dense", "--candidate", "dense"), "candidates must differ"),
+        (("--output", "."), "output: wanted a path that does not exist yet"),
+        (("--plot", "a.txt"), "plot must end in one of"),
+        (("--text", "missing.txt"), "text: no such file"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[0],
+)
+def test_bad_input_is_one_line(saved: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+    output = () if "--output" in arguments else ("--output", str(tmp_path / "a.json"))
+    done = run_here("calibrate", str(saved), *output, *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
