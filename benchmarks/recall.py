@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
 import condense
 from condense.evaluate import TextLossResult, passkey_sequences, retrieval, text_loss, text_sequences
+from condense.methods.grouped import REP_BIASES
 from condense.results import refuse_existing, write_results
 from condense.tasks import SequenceBuilder, encode_corpus, load_words, read_documents
 
@@ -50,6 +52,33 @@ def methods(length: int, window: int) -> Mapping[str, condense.Method]:
     return rows
 
 
+def entry_methods(length: int, window: int) -> Mapping[str, condense.Method]:
+    """As `methods`: how entries are pooled and biased, and indexes of equal bytes."""
+    pooled = condense.CCA(group_size=GROUP, window=window, summary="streaming")
+    ways = {
+        "mean": {"key_pooling": "mean", "value_pooling": "mean"},
+        "weighted last": {"summary": "last"},
+        "weighted streaming": {},
+        "weighted keys, mean values": {"value_pooling": "mean"},
+        "select streaming": {"key_pooling": "select"},
+    }
+    rows: dict[str, condense.Method] = {"dense": condense.Dense()}
+    for way, fields in ways.items():
+        rows |= {f"cca {way} {bias}": pooled.replace(rep_bias=bias, **fields) for bias in REP_BIASES}
+    for r in (8, 16):
+        recall = condense.Recall(group_size=GROUP, window=window, num_recall=r)
+        weighted = recall.replace(key_pooling="weighted", value_pooling="weighted")
+        rows |= {
+            f"recall r={r} (8/8)": recall,
+            f"recall r={r} size 4 bits 4": recall.replace(index_size=4, index_bits=4),
+            f"recall r={r} size 16 bits 16": recall.replace(index_size=16, index_bits=16),
+            f"recall r={r} matched": recall.replace(rep_bias="matched"),
+            f"recall r={r} weighted log_size": weighted,
+            f"recall r={r} weighted matched": weighted.replace(rep_bias="matched"),
+        }
+    return rows
+
+
 def losses(
     model: PreTrainedModel, method: condense.Method, texts: Sequence[np.ndarray], edge: int
 ) -> list[TextLossResult]:
@@ -66,13 +95,15 @@ def paired(differences: Sequence[float]) -> dict[str, float]:
 def run(options: argparse.Namespace) -> None:
     refuse_existing(options.output, "output")
     model, tokenizer = condense.demo_model()
+    model.to(options.device, getattr(torch, options.dtype))
     corpus = encode_corpus(read_documents(options.data), tokenizer)
     builder = SequenceBuilder(tokenizer, corpus, load_words().held_out, options.length)
     texts = text_sequences(builder, options.texts, seed=2)
     questions = passkey_sequences(builder, options.sequences, keys=options.keys, form="question", seed=1)
     rows: list[dict[str, Any]] = []
     dense: list[TextLossResult] = []
-    for name, method in methods(options.length, options.window).items():
+    rows_of = {"recall": methods, "entries": entry_methods}[options.rows]
+    for name, method in rows_of(options.length, options.window).items():
         by_text = losses(model, method, texts, options.length // 2)
         dense = dense or by_text
         rows.append({
@@ -87,7 +118,7 @@ def run(options: argparse.Namespace) -> None:
         })  # fmt: skip
         content = {
             "model": "bundled",
-            "dtype": "float32",
+            "dtype": options.dtype,
             "text": [path.name for path in options.data],
             "length": options.length,
             "window": options.window,
@@ -112,6 +143,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="text that was not trained on")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
+    parser.add_argument("--rows", choices=("recall", "entries"), default="recall")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--length", type=int, default=2048, help="tokens of every text")
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--texts", type=int, default=5, help="plain texts, for the loss")

@@ -1,7 +1,8 @@
-"""Writing a file so that it appears complete or not at all."""
+"""Writing a file or a folder so that it appears complete or not at all."""
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,4 +27,20 @@ def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill that appears as ``target`` when the block ends, and not at all if it fails.
+
+    Missing parents are made. Raises OSError at the end of the block if there is a ``target`` with contents by then.
+    """
+    part = target.with_name(f".{secrets.token_hex(8)}.part")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
         raise

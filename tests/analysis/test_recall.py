@@ -74,7 +74,7 @@ def test_hits_of_a_replayed_cache(monkeypatch):
     ("name", "method", "length", "said"),
     [
         ("llama", condense.CCA(), 90, "condense.Recall"),
-        ("llama", METHOD.replace(num_recall=0), 90, "num_recall >= 1"),
+        ("llama", METHOD.replace(num_recall=0), 90, "num_recall above 0"),
         ("llama", METHOD, 20, "closes a group before"),
         ("llama", METHOD, 91, "at most that of the longest text"),
         ("deepseek_v3", METHOD, 90, "latents"),

@@ -97,7 +97,7 @@ def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
     inputs = SETTING.inputs(37)
     sources = pooled(method, inputs)
     q, k, v = inputs.q[0, :2], inputs.k[0, 0], inputs.v[0, 0]
-    seen = [len(oracle_recall.seen(method, q, k, v, t, 1.0)) for t in range(37)]
+    seen = [len(oracle_recall.seen(method, q, k, v, t, 1.0, lambda j: (k[j], v[j], 0.0))) for t in range(37)]
     assert visible_pairs(method, sources, 37) == sum(seen)
     kept = sum(x[0, 0].nbytes for x in sources.extra[:2])
     assert kept == index_bytes(method, SETTING) * sources.entries.k.shape[2] > 0

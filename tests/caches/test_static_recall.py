@@ -21,6 +21,8 @@ METHODS = {
     "no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
     "g-1": condense.Recall(group_size=1, window=4, num_recall=5),
     "none-open": condense.Recall(group_size=4, window=6, num_recall=0),
+    "matched": condense.Recall(group_size=4, window=6, num_recall=3, value_pooling="weighted", rep_bias="matched"),
+    "store-8": condense.Recall(group_size=4, window=6, num_recall=3, store_bits=8),
     "a-fifth": condense.Recall(group_size=4, window=6, num_recall=0.2),
     "all-open": condense.Recall(group_size=4, window=6, num_recall=999),
 }
@@ -104,9 +106,9 @@ def test_what_is_kept_of_groups_is_what_the_growing_layer_keeps(method):
         _read(static, qkv, n)
         _read(growing, qkv, n)
     for row, groups in enumerate(as_rows(num_entries(method, growing.state.seen), B).tolist()):
-        for mine, theirs, size in zip(
-            static.buffers.entries, growing.state.entries, (1, 1, 1, 1, method.group_size), strict=True
-        ):
+        kept = static.buffers.entries
+        sizes = [1] * (len(kept) - 1) + [method.group_size]
+        for mine, theirs, size in zip(kept, growing.state.entries, sizes, strict=True):
             assert mine.dtype == theirs.dtype
             n = groups * size
             assert_close(mine[row, :, :n], theirs[row, :, :n], rtol=0, atol=0 if mine.dtype == torch.uint8 else 1e-12)

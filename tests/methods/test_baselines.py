@@ -3,18 +3,23 @@
 Shapes: B rows, H query heads, K KV heads, L tokens, D width.
 """
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from models import tiny
+from torch.nn.attention.flex_attention import create_mask
 from transformers import StaticCache
 
 import condense
 from condense.functional import extend
 from condense.methods import FlexPrefill, SnapKV, VerticalSlash
 from condense.methods.sparse_prefill import _sum_of_diagonals
-from condense.ops import BLOCK, seen_pairs
+from condense.models.inspect import inspect
+from condense.ops import BLOCK, seen_pairs, sparse_attention
+from condense.ops.torch import blocks
 from condense.plan import ForwardPlan
 
 H, K, D = 4, 2, 8
@@ -160,6 +165,37 @@ def test_sparse_prompts_see_what_plain_loops_choose(method, L):
     torch.testing.assert_close(lse[0], scores.logsumexp(-1))
 
 
+def compiled_flex(q, k, v, block_mask, scale, return_aux):
+    """What FlexAttention's kernel computes: partial blocks under the mask, full ones without, all others left out."""
+    H, N, M = q.shape[1], -(-q.shape[2] // BLOCK), -(-k.shape[2] // BLOCK)
+
+    def listed(counts, order):
+        chosen = torch.zeros(H, N, M, dtype=torch.bool)
+        for h, i in itertools.product(range(H), range(N)) if counts is not None else ():
+            chosen[h, i, order[0, h, i, : counts[0, h, i]].long()] = True
+        return chosen.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, : q.shape[2], : k.shape[2]]
+
+    partial = listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    masked = create_mask(block_mask.mask_mod, 1, H, q.shape[2], k.shape[2], device="cpu")[0]
+    scores = (scale * q[0] @ k[0].mT).masked_fill(~(partial & masked | full), -math.inf)
+    assert return_aux.lse
+    return (scores.softmax(-1).nan_to_num() @ v[0])[None], SimpleNamespace(lse=scores.logsumexp(-1)[None])
+
+
+@pytest.mark.parametrize("method", [*SPARSE, VerticalSlash(vertical=200, slash=3)], ids=[*NAMES, "many-columns"])
+@pytest.mark.parametrize("L", [3 * BLOCK, 9 * BLOCK + 37])
+def test_the_lists_for_flex_attention_give_the_definition(method, L, monkeypatch):
+    monkeypatch.setattr(blocks, "_flex", lambda: compiled_flex)
+    q, k, v = (x.float() for x in qkv(L, seed=3))
+    keys = method.choose(q, k, scale=SCALE)
+    k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
+    for got, want in zip(
+        blocks._by_flex(q, k, v, keys, SCALE), sparse_attention(q, k, v, keys, scale=SCALE), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("method", SPARSE, ids=NAMES)
 def test_pairs_are_counted_in_whole_blocks(method):
     L = 3 * BLOCK + 37
@@ -214,6 +250,17 @@ def test_a_model_decodes_over_what_was_kept_in_growing_and_static_caches(method)
     if method is not SNAP:
         dense = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert torch.equal(growing, dense), "a prompt of one block is read densely"
+
+
+@pytest.mark.parametrize("method", [SPARSE[0], SNAP], ids=["vertical-slash", "snapkv"])
+@torch.no_grad()
+def test_inspect_counts_what_a_cache_allocates(method):
+    model, ids = tiny.model("llama"), tiny.tokens(1, 40)
+    reports = inspect(model, method, 40, itemsize=8)
+    with condense.use(model, method):
+        cache = model(ids, use_cache=True).past_key_values
+    assert sum(report.bytes for report in reports) == condense.cache_nbytes(cache)
+    assert {report.entries for report in reports} == {SNAP.budget if method is SNAP else 40}
 
 
 @pytest.mark.parametrize("method", [*SPARSE, SNAP], ids=[*NAMES, "snapkv"])

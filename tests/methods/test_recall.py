@@ -16,10 +16,14 @@ METHODS = {
     "means": Recall(group_size=6, window=3, num_recall=1, index="sub_means", index_size=2, rep_bias="none"),
     "window0": Recall(group_size=3, window=0, num_recall=2, index_size=1),
     "g1": Recall(group_size=1, window=4, num_recall=5),
+    "weighted": Recall(group_size=4, window=6, num_recall=2, key_pooling="weighted", value_pooling="weighted"),
+    "matched": Recall(group_size=4, window=5, num_recall=2, rep_bias="matched"),
+    "matched-select": Recall(group_size=3, window=0, num_recall=1, key_pooling="select", rep_bias="matched"),
+    "store-8": Recall(group_size=4, window=6, num_recall=2, store_bits=8),
     "a-quarter": Recall(group_size=4, window=6, num_recall=0.25),
 }
 # two numbers share a byte, so keys have an even width
-EVEN = METHODS | {"bounds-4": Recall(group_size=4, window=5, num_recall=3, index_bits=4)}
+EVEN = METHODS | {"bounds-4": Recall(group_size=4, window=5, num_recall=3, index_bits=4, store_bits=4)}
 
 
 @pytest.mark.parametrize("ratio", [1, 3])

@@ -5,7 +5,7 @@ import torch
 from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
 from ops.test_recall_step import empty_state
 
-from condense.ops.recall import IndexChoice, IndexSettings, Quota, RecallSettings, build_index, limits
+from condense.ops.recall import EntrySettings, IndexChoice, IndexSettings, Quota, RecallSettings, build_index, limits
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import host
 from condense.ops.triton import recall_step as triton_step
@@ -18,7 +18,7 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     monkeypatch.setattr(triton_step, "_table", lambda device, *args: table(torch.device("cuda"), *args))
     monkeypatch.setattr(triton_step, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     monkeypatch.setattr(limits, "absence", lambda device: None)
-    settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), Quota(8), 0.0)
+    settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), Quota(8), EntrySettings())
     state = empty_state(settings, 1024, 2, rows=1, widths=(128, 128), dtype=torch.bfloat16, slots=slots)
     q, k, v = (torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2))
     triton_step._plan.cache_clear()

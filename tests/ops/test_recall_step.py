@@ -9,7 +9,15 @@ import pytest
 import torch
 from ops.test_recall import DV, EXACT, SCALE, B, D, quota_of, recall, tensors
 
-from condense.ops.recall import IndexSettings, Quota, RecallSettings, RecallState, choose_groups, index_scores
+from condense.ops.recall import (
+    EntrySettings,
+    IndexSettings,
+    Quota,
+    RecallSettings,
+    RecallState,
+    choose_groups,
+    index_scores,
+)
 from condense.ops.recall import recall_step as dispatched_step
 from condense.ops.spans import UniformRule
 from condense.ops.torch.recall_step import recall_step
@@ -30,9 +38,8 @@ CASES = {
 
 def settings_of(case, unchosen="pool"):
     g, w, kind, size, bits, r = case
-    return RecallSettings(
-        UniformRule(g, w), IndexSettings(kind, g, size, bits), quota_of(r), math.log(g), unchosen == "pool"
-    )
+    index, entries = IndexSettings(kind, g, size, bits), EntrySettings(bias=math.log(g))
+    return RecallSettings(UniformRule(g, w), index, quota_of(r), entries, unchosen == "pool")
 
 
 def empty_state(
@@ -55,6 +62,8 @@ def empty_state(
         torch.zeros(rows, K, slots * g, sum(widths), dtype=dtype, device=device),
         torch.full((rows, K, slots), -1, dtype=torch.int32, device=device),
         torch.arange(slots, dtype=torch.int32, device=device).repeat(rows, K, 1),
+        torch.zeros(rows, K, 0, width, dtype=dtype, device=device),
+        torch.zeros(rows, K, 0, 1, dtype=wide, device=device),
     )
 
 

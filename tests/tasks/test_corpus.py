@@ -1,16 +1,17 @@
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
+from pyarrow import Table, parquet
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from condense.tasks import corpus as corpus_module
 from condense.tasks import encode_corpus, load_corpus, read_documents
+from condense.tasks.documents import Skipped
 
 DOCUMENTS = ["One line.\nA second,\u2028not a third.\n", "Code:\n\tx = 1\n"]
 
@@ -22,9 +23,13 @@ def _records(documents: list[str]) -> bytes:
     return "\n".join(line.replace("\\u2028", "\u2028") for line in lines).encode() + b"\n"
 
 
-@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.zst"])
-def test_json_lines_are_read_plain_and_compressed(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.zst", "corpus.parquet"])
+def test_records_are_read_plain_and_compressed(tmp_path: Path, name: str) -> None:
     data = _records(DOCUMENTS)
+    if name.endswith(".parquet"):
+        stream = io.BytesIO()
+        parquet.write_table(Table.from_pylist([json.loads(line) for line in data.splitlines()]), stream)
+        data = stream.getvalue()
     if name.endswith(".zst"):
         data = zstandard.ZstdCompressor().compress(data)
     path = tmp_path / name
@@ -52,6 +57,35 @@ def test_bad_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
         encode_corpus([""], tokenizer)
 
 
+def test_bad_records_are_counted_and_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, other = tmp_path / "some.jsonl", tmp_path / "other.parquet"
+    path.write_bytes(b'{"text": "fine"}\nnone\n{"text": 3}\n\n{"text": "caf\xe9"}\n[1]\n{"text": "well"}\n')
+    parquet.write_table(Table.from_pylist([{"text": None}, {"text": "good"}]), other)
+    skipped = Skipped()
+    assert list(read_documents([path, other], skipped=skipped)) == ["fine", "well", "good"]
+    assert (skipped.count, skipped.first) == (5, [f"{path} line {number}" for number in (2, 3, 5)])
+    corpus = load_corpus([path, other], tokenizer, tmp_path / "cache")
+    assert len(corpus.document_starts) == 3
+    said = " ".join(capsys.readouterr().err.replace("\n", "").split())
+    assert "left out: 5:" in said
+    assert "and 2 more" in said
+    for name, content in (("no.parquet", b"text"), ("column.parquet", None)):
+        if content is None:
+            parquet.write_table(Table.from_pylist([{"body": "x"}]), tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"paths: wanted a Parquet file with a column text, got .*{name}"):
+            list(read_documents([tmp_path / name]))
+
+
+def test_compressed_text_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress("A café.\n".encode()))
+    assert list(read_documents([path])) == ["A café.\n"]
+
+
 def test_pieces_equal_the_whole(text: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "_PIECE_CHARACTERS", 100)
     corpus = encode_corpus([text, "", DOCUMENTS[0]], tokenizer)
@@ -69,9 +103,9 @@ def test_encoding_is_kept_on_disk(
     text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load_corpus([text_file], tokenizer, tmp_path)
-    (file,) = tmp_path.iterdir()
-    assert file.suffix == ".npz"
-    assert file.stat().st_mode == text_file.stat().st_mode  # that of an ordinary file
+    (folder,) = tmp_path.iterdir()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {text_file.stat().st_mode}  # that of ordinary files
+    assert isinstance(first.tokens, np.memmap)
     monkeypatch.setattr(corpus_module, "encode_corpus", lambda *_: pytest.fail("encoded twice"))
     again = load_corpus([text_file], tokenizer, tmp_path)
     for name in ("tokens", "line_starts", "document_starts"):
@@ -116,11 +150,11 @@ def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(
 def test_a_failure_leaves_nothing_on_disk(
     text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(stream: Any, **arrays: np.ndarray) -> None:
-        stream.write(b"half")
+    def fail(path: Path, array: np.ndarray) -> None:
+        path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(np, "savez", fail)
+    monkeypatch.setattr(np, "save", fail)
     with pytest.raises(KeyboardInterrupt):
         load_corpus([text_file], tokenizer, tmp_path)
     assert not list(tmp_path.iterdir())

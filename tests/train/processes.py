@@ -1,5 +1,6 @@
 """What `test_processes.py` starts, in one process or two: adaptations by name, each in its own way."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -68,10 +69,11 @@ def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
 
 
 def main() -> None:
-    """Arguments: the folder of base and text, then ``NAME:TRAIN:KILLED_AT`` for each adaptation."""
+    """Arguments: the folder of base and text, then ``NAME:TRAIN:KILLED_AT`` of each run; names in fsdp... by FSDP2."""
     take_gloo_for_fsdp()
     for run in sys.argv[2:]:
         name, train, killed_at = run.split(":")
+        os.environ["ACCELERATE_USE_FSDP"] = str(name.startswith("fsdp")).lower()
         adapt(Path(sys.argv[1]), name, train, int(killed_at))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

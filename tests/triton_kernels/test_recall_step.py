@@ -8,7 +8,7 @@ import pytest
 import torch
 from ops.test_recall_step import CASES, check_slots, empty_state, settings_of
 
-from condense.ops.recall import Quota, RecallSettings, choose_groups, index_scores
+from condense.ops.recall import EntrySettings, Quota, RecallSettings, choose_groups, index_scores
 from condense.ops.spans import UniformRule
 from condense.ops.torch import recall_step as torch_step
 from condense.ops.triton import recall_step as triton_step
@@ -185,7 +185,7 @@ def test_ties_go_to_the_lower_group(scratch):
 def test_many_groups(scratch):
     """Groups of one token: scores fill several tiles and splits, and ties are rare and looked up."""
     kind = settings_of(CASES["g-1"])
-    settings = RecallSettings(UniformRule(1, 2), kind.index, Quota(17), 0.0)
+    settings = RecallSettings(UniformRule(1, 2), kind.index, Quota(17), EntrySettings())
     q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
     state = empty_state(settings, 90, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     for t in range(90):

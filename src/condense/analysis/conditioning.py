@@ -11,6 +11,7 @@ Shapes: L tokens in groups of m, d width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,13 @@ def group_means(v: Tensor, m: int) -> Tensor:
 
 
 def condition_number(a: Tensor) -> float:
-    """``kappa(a a^T)`` of a ``[n, d]``, n <= d, from its singular values: largest over smallest, squared."""
+    """``kappa(a a^T)`` of a ``[n, d]``, n <= d, from its singular values: largest over smallest, squared.
+
+    Infinite for rows that depend on each other, as those of repeated tokens do in a model's first layer.
+    """
     singular = torch.linalg.svdvals(a.double())
+    if singular[-1] <= torch.finfo(torch.float64).eps * max(a.shape) * singular[0]:
+        return math.inf
     return float((singular[0] / singular[-1]).square())
 
 

@@ -89,7 +89,7 @@ def check_gradients(
     size = (*q.shape[:2], L - start, sources.window.v.shape[3])
     upstream = torch.randn(size, generator=generator, dtype=q.dtype, device=q.device) * part.clear
     of_q, of_k, of_v, *store, window_k, window_v = gradients(F.pad(upstream, (0, 0, start, 0)))
-    of_store = oracle_recall.store(store, q.shape[3]) if store else ()
+    of_store = [part for x in store for part in (x[..., : q.shape[3]], x[..., q.shape[3] :])]
     of_sources = (of_k, of_v, *of_store, window_k, window_v)
     columns = [pair for pair in part.columns for _ in ("k", "v")]
     results = [of_q[:, :, start:], *(x[:, :, lo:hi] for x, (lo, hi) in zip(of_sources, columns, strict=True))]

@@ -34,15 +34,17 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, *, matched: bool
     return StepState._make([*buffers, *numbers, arrived, biases])
 
 
-def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, stored: int) -> RecallState:
+def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *, stored: int, Q: int) -> RecallState:
     """As `empty_buffers`, with room for M groups, the tokens of ``stored`` groups, and the slots of a store.
 
-    Raises ValueError, no memory taken, for keys that the index cannot hold; RuntimeError as `new_store`.
+    Raises ValueError, no memory taken, for widths that the index or the store cannot hold; RuntimeError as `new_store`.
     """
     (B, K, _, D), Dv, g = k.shape, v.shape[3], method.group_size
     index, S = method.index_settings, method.store_slots
     num_codes, num_grid = index.widths(D)
     codes = k.dtype if index.bits == 16 else torch.uint8
+    form = method.store_format
+    width, stored_dtype = form.width(D, Dv, k.dtype.itemsize), form.dtype(k.dtype)
 
     def zeros(columns: int, width: int, dtype: torch.dtype = k.dtype) -> Tensor:
         return k.new_zeros(B, K, columns, width, dtype=dtype)
@@ -52,13 +54,15 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, s
         entries_v=zeros(M, Dv),
         codes=zeros(M, num_codes, codes),
         grid=zeros(M, num_grid, torch.promote_types(k.dtype, torch.float32)),
-        store=new_store(k, stored * g, D + Dv, on_host=method.store == "host"),
+        store=new_store(k, stored * g, width, stored_dtype, on_host=method.store == "host"),
         ring_k=zeros(W, D),
         ring_v=zeros(W, Dv),
         seen=torch.zeros(B, dtype=torch.int64, device=k.device),
-        slots=zeros(S * g, D + Dv),
+        slots=zeros(S * g, width, stored_dtype),
         held=torch.full((B, K, S), -1, dtype=torch.int32, device=k.device),
         order=torch.arange(S, dtype=torch.int32, device=k.device).repeat(B, K, 1),
+        ring_q=zeros(Q, D),
+        biases=zeros(M if method.layout.matched else 0, 1, torch.promote_types(k.dtype, torch.float32)),
     )
 
 

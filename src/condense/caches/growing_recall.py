@@ -41,13 +41,15 @@ class RecallRing(PinnedCopies, RingState):
     method: Recall
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
-        return empty_recall_buffers(self.method, k, v, M, W, self._store_slots(M))
+        queries = max(self.settings.num_summary, self._most_queries)
+        return empty_recall_buffers(self.method, k, v, M, W, stored=self._store_slots(M), Q=queries)
 
     def write(self, before: LayerState, after: LayerState) -> None:
         """Take over the state ``after``, which `condense.functional.extend` made of the state ``before`` of these."""
         self._make_room(after.seen)
         write_state(self.method, self.buffers, before, after)
-        self._before, self._taken, self.num_window = after.seen, 0, after.window_k.shape[2]
+        self._before, self._taken = after.seen, 0
+        self.num_window, self.num_queries = after.window_k.shape[2], after.summary_q.shape[2]
         self._steps_left = self._count_steps()
 
     def crop(self, count: int) -> None:
@@ -72,7 +74,7 @@ class RecallRing(PinnedCopies, RingState):
         tokens = self._store_slots(slots) * self.method.group_size
         if tokens > store.shape[2]:
             store = longer_store(store, tokens, buffers.seen.device)
-        new = zip(buffers._fields, (*(longer(x, slots) for x in entries), store), strict=False)
+        new = zip(buffers.entry_names, (*(longer(x, slots) for x in entries), store), strict=True)
         return buffers._replace(**dict(new))
 
     def _store_slots(self, groups: int) -> int:
@@ -93,6 +95,7 @@ class RecallLayer(CondensedLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note the device, once it is clear that tokens like these can be kept."""
         self.recall.index_settings.widths(key_states.shape[3])
+        self.recall.store_format.width(key_states.shape[3], value_states.shape[3], key_states.dtype.itemsize)
         # latents have no values of their own
         check_store(self.recall, key_states, value_states, latent=int(value_states.shape[3] == 0))
         super().lazy_initialization(key_states, value_states)

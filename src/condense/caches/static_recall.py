@@ -34,7 +34,7 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
         check_store(self.recall, k, v, self.latent_width)
-        return empty_recall_buffers(self.recall, k, v, M, W, stored=M)
+        return empty_recall_buffers(self.recall, k, v, M, W, stored=M, Q=self.settings.num_summary)
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None, extras: Extras

@@ -4,7 +4,7 @@ Beside tensors on a CUDA device, host memory is pinned: kernels read and write i
 it on a stream of its own, while attention of the same layer runs; `join_writes` makes later work wait for that. Beside
 tensors on the CPU, host memory is ordinary memory.
 
-Shapes: B rows, K KV heads, N tokens, D and Dv widths.
+Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stored token has a width of its own.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def refuse_reorder(method: Recall) -> None:
         )
 
 
-def new_store(k: Tensor, tokens: int, width: int, *, on_host: bool) -> Tensor:
-    """Zeros ``[B, K, tokens, width]`` for k ``[B, K, L, D]``, on its device or in host memory.
+def new_store(k: Tensor, tokens: int, width: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
+    """Zeros ``[B, K, tokens, width]`` in ``dtype`` for k ``[B, K, L, D]``, on its device or in host memory.
 
     Raises RuntimeError where the host cannot pin so much memory.
     """
     shape = (*k.shape[:2], tokens, width)
-    return _pinned_zeros(shape, k.dtype) if on_host and k.is_cuda else k.new_zeros(shape)
+    return _pinned_zeros(shape, dtype) if on_host and k.is_cuda else k.new_zeros(shape, dtype=dtype)
 
 
 def longer_store(store: Tensor, tokens: int, device: torch.device) -> Tensor:

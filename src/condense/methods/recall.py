@@ -18,18 +18,34 @@ import torch
 from torch import Tensor
 
 from condense.config import check_choice, check_int
-from condense.methods.base import Context, Method
+from condense.methods.base import Context, Method, matched_bias
+from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import Layout
-from condense.ops import NO_EXTRAS, Chunks, Extras, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
+from condense.ops import (
+    NO_EXTRAS,
+    POOLINGS,
+    Chunks,
+    Extras,
+    Pooling,
+    RuleSpans,
+    Source,
+    Spans,
+    UniformRule,
+    attend,
+    pool_groups,
+)
 from condense.ops.recall import (
     INDEX_BITS,
     INDEX_KINDS,
+    STORE_BITS,
+    EntrySettings,
     GroupIndex,
     IndexChoice,
     IndexKind,
     IndexSettings,
     Quota,
     RecallSettings,
+    StoreFormat,
     Unchosen,
     attend_recall,
     build_index,
@@ -50,13 +66,19 @@ class Recall(Method):
     block of ``index_size`` tokens: never below the best token's score) or "sub_means" (each block's mean key).
     index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: 16 (the dtype
     of the keys), 8 or 4 per number.
-    rep_bias: "log_size" adds ln(group_size) to an entry's score, as it stands for that many tokens; or "none".
+    key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, or with the scores of a summary
+    query, the mean of the ``group_size`` newest queries when the group closes: "weighted" by their softmax or "select"
+    the token with the highest. Of latents, whole entries are pooled by ``key_pooling``.
+    rep_bias: what is added to an entry's score. "log_size": ln(group_size), as it stands for that many tokens;
+    "matched": as much as makes it weigh for the group's summary query what its tokens weigh together; or "none".
     unchosen: "pool", or "drop" to leave the entries of groups that are not open out (Quest).
     prompt: "recall", or "exact" to read calls of several tokens (prompts, their chunks, later turns, what an assistant
     proposes) with dense attention and recall from the first single token on: no loss in a prompt and no gain in its
     time, and no longer the same function in prompt and decode; not for training.
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
-    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0.
+    "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
+    keeps these tokens as they are, 8 or 4 quantise a group when it closes (`condense.ops.recall.StoreFormat`); not for
+    training.
     Raises ValueError for a field out of range.
     """
 
@@ -67,11 +89,14 @@ class Recall(Method):
     index: IndexKind = "bounds"
     index_size: int | None = None
     index_bits: int = 8
-    rep_bias: Literal["none", "log_size"] = "log_size"
+    key_pooling: Pooling = "mean"
+    value_pooling: Pooling = "mean"
+    rep_bias: RepBias = "log_size"
     unchosen: Unchosen = "pool"
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
     slots: int = 64
+    store_bits: int = 16
 
     def __post_init__(self) -> None:
         check_int("group_size", self.group_size, 1)
@@ -88,21 +113,30 @@ class Recall(Method):
         check_int("index_bits", self.index_bits, 1)
         if self.index_bits not in INDEX_BITS:
             raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
-        check_choice("rep_bias", self.rep_bias, ("none", "log_size"))
+        check_choice("key_pooling", self.key_pooling, POOLINGS)
+        check_choice("value_pooling", self.value_pooling, POOLINGS)
+        check_choice("rep_bias", self.rep_bias, REP_BIASES)
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
         check_choice("prompt", self.prompt, ("recall", "exact"))
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
+        check_int("store_bits", self.store_bits, 1)
+        if self.store_bits not in STORE_BITS:
+            raise ValueError(f"store_bits must be one of {', '.join(map(str, STORE_BITS))}, got {self.store_bits!r}")
         _ = self.quota  # cached now, because torch.compile cannot trace how it is computed
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
     @property
     def layout(self) -> Layout:
         """Groups of g behind the window, one entry each, pooled when the group is closed; a mean needs no summary."""
+        matched = self.rep_bias == "matched"
+        scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
         return Layout(
             rule=UniformRule(chunk=self.group_size, window=self.window),
             summary_delay=self.window,
-            bias=() if self.rep_bias == "none" else (math.log(self.group_size),),
+            num_summary=self.group_size if scored else 0,
+            bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
+            matched=matched,
         )
 
     @property
@@ -120,6 +154,11 @@ class Recall(Method):
         return Quota(part=part, of=of)
 
     @property
+    def store_format(self) -> StoreFormat:
+        """How tokens of closed groups are stored."""
+        return StoreFormat(self.store_bits, self.group_size)
+
+    @property
     def store_slots(self) -> int:
         """Slots that a cache has per KV head and row: none where the store itself is on the device."""
         return self.slots if self.store == "host" else 0
@@ -128,26 +167,35 @@ class Recall(Method):
     def step_settings(self) -> RecallSettings:
         """The method's settings as `condense.ops.recall.recall_step` takes them."""
         layout = self.layout
-        bias = layout.bias[0] if layout.bias else 0.0
-        return RecallSettings(layout.rule, self.index_settings, self.quota, bias, self.unchosen == "pool")
+        entries = EntrySettings(
+            self.key_pooling, self.value_pooling, layout.bias[0] if layout.bias else 0.0, layout.num_summary,
+            layout.matched,
+        )  # fmt: skip
+        return RecallSettings(
+            layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool", self.store_bits
+        )
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Mean keys and values, one per group; its index ``codes`` and ``grid``; its tokens, keys beside values."""
-        k, v = pool_groups(
+        """Keys and values, one per group, and their biases if matched; its index ``codes`` and ``grid``; its tokens, as
+        `StoreFormat` packs them.
+        """
+        k, v, *lse = pool_groups(
             chunks.window_k,
             chunks.window_v,
-            None,
+            summary,
             start=chunks.start,
             num_groups=chunks.num,
             group_size=self.group_size,
             scale=scale,
-            key_pooling="mean",
-            value_pooling="mean",
+            key_pooling=self.key_pooling,
+            value_pooling=self.value_pooling,
+            return_lse=self.rep_bias == "matched",
             backend=backend,
         )
+        biases = [matched_bias(summary, k, x, scale=scale, backend=backend) for x in lse if summary is not None]
         tokens_k, tokens_v = chunks.tokens()
-        tokens = torch.cat([tokens_k, tokens_v], dim=4).flatten(2, 3)
-        return k, v, *build_index(tokens_k, self.index_settings), tokens
+        tokens = self.store_format.pack(tokens_k, tokens_v)
+        return k, v, *biases, *build_index(tokens_k, self.index_settings), tokens
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
@@ -176,9 +224,9 @@ class Recall(Method):
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, store = context.extra
-        D, Dv = context.entries.k.shape[3], context.entries.v.shape[3]
-        # of latents, the values are the first columns of their keys
-        tokens = Source(store[..., :D], store[..., D:] if store.shape[3] > D else store[..., :Dv])
+        tokens = self._unpack(store, context.entries)
+        if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
+            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
         if self.prompt == "exact" and q.shape[2] > 1:
             if torch.is_grad_enabled() and q.requires_grad:
                 raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
@@ -199,6 +247,15 @@ class Recall(Method):
             return_lse=return_lse,
             extras=extras,
         )
+
+    def _unpack(self, store: Tensor, entries: Source) -> Source:
+        """The tokens in a store, beside the entries of their groups."""
+        (D, Dv), dtype, form = (entries.k.shape[3], entries.v.shape[3]), entries.k.dtype, self.store_format
+        if store.shape[3] == form.width(D, 0, dtype.itemsize):
+            # of latents, the values are the first columns of their keys
+            k, _ = form.unpack(store, D, 0, dtype)
+            return Source(k, k[..., :Dv])
+        return Source(*form.unpack(store, D, Dv, dtype))
 
     def _all_tokens(self, spans: Spans) -> Spans:
         """Spans of the store's tokens and the window: a query sees all tokens of closed groups; or of a window alone.

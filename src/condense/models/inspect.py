@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
 from condense.config import check_int
-from condense.methods import DGA, Dense, Method, Recall, step_settings
+from condense.methods import DGA, Method, Recall, SnapKV, SparsePrefill, step_settings
 from condense.methods.prompt import FocalPrompt
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.choice import MethodChoice
+from condense.models.counts import first_that, in_store, kept, on_host, selects, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
-from condense.ops import UniformRule
 from condense.ops.tensors.per_row import PerRow, at_most
 from condense.ops.triton.limits import settings_obstacle
-from condense.state import SLACK, first_needed, num_entries, prompt_entries
+from condense.state import num_entries
 
 _MOST_SEARCHED = 2**23
 # where Recall opens a share of the groups, the length from which it pays is looked for as if these were most of them
@@ -76,9 +75,12 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     if method is None:
         stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
-    entries, tail = _kept(method, length)
+    entries, tail = kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
     extra_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    if isinstance(method, Recall):
+        saved = heads.entry_numbers * itemsize - heads.stored_bytes(method, itemsize)
+        extra_bytes -= in_store(method, length) * saved
     if method.layout.matched:
         extra_bytes += int(num_entries(method, length)) * heads.num_cached * max(4, itemsize)
     slots = method.store_slots if isinstance(method, Recall) else 0
@@ -96,7 +98,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
         remark=_remark(heads, method, length, itemsize),
-        host_bytes=_on_host(method, length) * heads.entry_numbers * itemsize,
+        host_bytes=on_host(method, length) * heads.stored_bytes(method, itemsize),
     )
 
 
@@ -106,20 +108,22 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
         if method.prompt == "exact":
             read = f"the prompt is read with dense attention; {read}"
         if method.store == "host":
-            host = _on_host(method, length) * heads.entry_numbers * itemsize
+            host = on_host(method, length) * heads.stored_bytes(method, itemsize)
             return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
-        return f"recall: all {length} tokens stay on the device, so the cache is larger than a dense one; {read} of it"
-    if _selects(method) and FocalPrompt(method).num_focal(length) == length:
+        larger = ", so the cache is larger than a dense one" if method.store_bits == 16 else ""
+        return f"recall: all {length} tokens stay on the device{larger}; {read} of it"
+    if selects(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
+    if isinstance(method, SnapKV | SparsePrefill):
+        left_out = (
+            "what it leaves out depends on the text" if isinstance(method, SparsePrefill) else "it evicts after it"
+        )
+        return f"{method.name}: FLOPs are those of dense attention over the prompt; {left_out}"
     obstacle = settings_obstacle(step_settings(method))
     if obstacle is not None:
         return f"{method.name}: over a static cache its steps run on PyTorch, as the Triton step {obstacle}"
     return None
-
-
-def _selects(method: Method) -> TypeGuard[DGA]:
-    return isinstance(method, DGA) and method.selection == "prompt"
 
 
 @dataclass(frozen=True)
@@ -165,13 +169,13 @@ class _Heads:
 
     def flops(self, method: Method, length: int) -> int:
         """FLOPs of a prompt of ``length`` tokens."""
-        if _selects(method):
+        if selects(method):
             return int(self._selected(method, length))
         if isinstance(method, Recall):
             return self._recalled(method, length)
         rule = method.layout.rule
-        visible = length * (length + 1) // 2 - _sum_closed(rule, length, None) * rule.chunk
-        visible += _sum_closed(rule, length, rule.max_chunks) * rule.entries
+        visible = length * (length + 1) // 2 - sum_closed(rule, length, None) * rule.chunk
+        visible += sum_closed(rule, length, rule.max_chunks) * rule.entries
         entries = int(num_entries(method, length))
         chunks = entries // rule.entries
         pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
@@ -188,7 +192,7 @@ class _Heads:
         if isinstance(method, Recall):
             opened = method.num_recall if isinstance(method.num_recall, int) else _MOST_OPENED
         limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
-        if _selects(method):
+        if selects(method):
             return self._selection_pays_from(method, limit + 8 * method.min_focal)
 
         def pays(length: int) -> bool:
@@ -199,10 +203,10 @@ class _Heads:
         # becomes positive, first among the chunks, then within one.
         chunk, delay = method.layout.rule.chunk, method.layout.summary_delay
         last = (limit - delay) // chunk
-        first = _first(1, last + 1, lambda number: pays(delay + number * chunk))
+        first = first_that(1, last + 1, lambda number: pays(delay + number * chunk))
         if first > last:
             return None
-        return _first(delay + (first - 1) * chunk if first > 1 else 1, delay + first * chunk, pays)
+        return first_that(delay + (first - 1) * chunk if first > 1 else 1, delay + first * chunk, pays)
 
     def _selection_pays_from(self, method: DGA, limit: int) -> int | None:
         if limit > _MOST_SEARCHED:
@@ -241,12 +245,22 @@ class _Heads:
         """
         rule, (D, Dv) = method.layout.rule, self.cached_widths
         exact = method.prompt == "exact"
-        closed, opened = (0, 0) if exact else (_sum_closed(rule, length, None), _sum_opened(method, length))
+        closed, opened = (0, 0) if exact else (sum_closed(rule, length, None), sum_opened(method, length))
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
         asked = closed * method.index_settings.num_rows
         pooled = int(num_entries(method, length)) * rule.chunk * 2 * self.entry_numbers
+        if method.layout.num_summary > 0:
+            pooled += int(num_entries(method, length)) * rule.chunk * 2 * self.scored + length * self.summary_flops
         return self.num_q * 2 * (visible * (D + Dv) + asked * D) + pooled + length * self.entry_flops
+
+    def stored_bytes(self, method: Method, itemsize: int) -> int:
+        """A token of all KV heads in Recall's store."""
+        if not isinstance(method, Recall) or method.store_bits == 16:
+            return self.entry_numbers * itemsize
+        D = self.cached_widths[0]
+        # latents have no values of their own
+        return self.num_cached * method.store_format.width(D, self.entry_numbers // self.num_cached - D, itemsize)
 
     def index_bytes(self, method: Recall, length: int, itemsize: int) -> int:
         """The index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
@@ -259,53 +273,7 @@ class _Heads:
         """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window."""
         groups = int(num_entries(method, length))
         unopened = groups - method.quota.at(groups)
-        keys = length - unopened * method.group_size + (unopened if method.unchosen == "pool" else 0)
-        return keys * self.entry_numbers * itemsize + self.index_bytes(method, length, itemsize)
-
-
-def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The first number from ``low`` on that holds, with all after it; ``high`` if none below it does."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
-
-
-def _sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
-    """Closed chunks, at most ``most`` of them, that each query of ``length`` tokens finds, summed over the queries."""
-    if rule.window is None or length <= rule.window:
-        return 0
-    behind = length - rule.window  # tokens behind the window of the last query; the query before has one less
-    counted = behind if most is None else min(behind, most * rule.chunk - 1)
-    full, rest = divmod(counted + 1, rule.chunk)
-    return rule.chunk * full * (full - 1) // 2 + rest * full + (behind - counted) * (most or 0)
-
-
-def _sum_opened(method: Recall, length: int) -> int:
-    """Groups that each query of ``length`` tokens opens, summed over the queries."""
-    rule, quota = method.layout.rule, method.quota
-    if quota.part == quota.of:
-        return _sum_closed(rule, length, quota.most)
-    full, rest = divmod(max(0, length - method.window), rule.chunk)
-    return rule.chunk * sum(map(quota.at, range(full))) + (rest + 1) * quota.at(full) if full else 0
-
-
-def _kept(method: Method, length: int) -> tuple[int, int]:
-    """Entries and exact tokens (with those in Recall's store or slots), and summary queries, that the device keeps."""
-    if isinstance(method, Dense):
-        return length, 0
-    if _selects(method):
-        return int(prompt_entries(method, length)), 0
-    exact = min(length, length - int(first_needed(method, length - SLACK)))
-    tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
-    if isinstance(method, Recall):
-        exact += method.store_slots * method.group_size
-        stored = method.group_size if method.store == "device" else 0
-        return int(num_entries(method, length)) * (1 + stored) + exact, tail
-    return int(num_entries(method, length)) + exact, tail
-
-
-def _on_host(method: Method, length: int) -> int:
-    """Tokens per KV head in host memory."""
-    is_there = isinstance(method, Recall) and method.store == "host"
-    return int(num_entries(method, length)) * method.layout.rule.chunk if is_there else 0
+        opened = (groups - unopened) * method.group_size
+        keys = length - groups * method.group_size + (unopened if method.unchosen == "pool" else 0)
+        of_groups = self.index_bytes(method, length, itemsize) + opened * self.stored_bytes(method, itemsize)
+        return keys * self.entry_numbers * itemsize + of_groups

@@ -1,6 +1,7 @@
 """Data to train and evaluate models on: text corpora, and numbers hidden in text."""
 
-from condense.tasks.corpus import Corpus, encode_corpus, load_corpus, read_documents, read_json_lines
+from condense.tasks.corpus import Corpus, encode_corpus, load_corpus
+from condense.tasks.documents import read_documents, read_json_lines
 from condense.tasks.passkeys import FORMS, Key, draw_keys, hide, key_line, question_prompt
 from condense.tasks.sequences import PasskeySequence, SequenceBuilder
 from condense.tasks.words import Words, common_words, load_words

@@ -1,25 +1,22 @@
 """Text files as one array of tokens that sequences are sliced from."""
 
-import contextlib
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
-from condense.files import whole_file
+from condense.files import whole_folder
+from condense.tasks.documents import Skipped, read_documents
 
 _PIECE_CHARACTERS = 20_000
 _PIECES_PER_BATCH = 512
-_ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
 
 
 @dataclass(frozen=True)
@@ -34,34 +31,6 @@ class Corpus:
     tokens: np.ndarray
     line_starts: np.ndarray
     document_starts: np.ndarray
-
-
-def read_documents(paths: Sequence[str | Path], kind: str | None = None) -> Iterator[str]:
-    """The documents of text files, in order.
-
-    ``.jsonl`` and ``.jsonl.zst`` files have one JSON object per line with a ``text`` field; any other file is
-    one document of UTF-8 text.
-
-    paths: files to read. kind: with JSON lines, only objects whose ``kind`` field has this value.
-    Raises ValueError if a file is missing or is not what its name says.
-    """
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise ValueError(f"paths: wanted an existing text file, got {path}")
-        if path.suffixes[-2:] == [".jsonl", ".zst"] or path.suffix == ".jsonl":
-            for number, record in enumerate(read_json_lines(path), start=1):
-                if kind is not None and record.get("kind") != kind:
-                    continue
-                if not isinstance(record.get("text"), str):
-                    raise ValueError(
-                        f"paths: wanted JSON objects with a text field, got another line {number} in {path}"
-                    )
-                yield record["text"]
-        else:
-            try:
-                yield path.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"paths: wanted UTF-8 text, got {path}: {error}") from error
 
 
 def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Corpus:
@@ -100,26 +69,30 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path) -> Corpus:
-    """``encode_corpus`` of files, kept on disk: the second call with the same files and tokenizer reads it back.
+    """``encode_corpus`` of files, kept on disk and mapped into memory: all processes on a machine share one copy.
+
+    The folder's name is a hash of the files' contents and of all that decides how the tokenizer encodes. Records that
+    hold no text are left out, counted and reported on stderr, with file and line.
 
     paths: see ``read_documents``. tokenizer: a fast tokenizer. cache: folder for the encoded arrays.
     Raises ValueError as ``read_documents`` and ``encode_corpus``.
     """
-    file = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}.npz"
-    if file.is_file():
-        with np.load(file) as arrays:
-            return Corpus(arrays["tokens"], arrays["line_starts"], arrays["document_starts"])
-    console = Console(stderr=True)
-    documents = track(list(read_documents(paths)), description="Encoding", transient=True, console=console)
-    corpus = encode_corpus(documents, tokenizer)
-    with whole_file(file, overwrite=True) as stream:
-        np.savez(
-            stream,
-            tokens=corpus.tokens,
-            line_starts=corpus.line_starts,
-            document_starts=corpus.document_starts,
-        )
-    return corpus
+    folder = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}"
+    if not folder.is_dir():
+        skipped = Skipped()
+        console = Console(stderr=True)
+        documents = track(read_documents(paths, skipped=skipped), "Encoding", transient=True, console=console)
+        corpus = encode_corpus(documents, tokenizer)
+        if skipped.count:
+            console.print(str(skipped), highlight=False)
+        try:
+            with whole_folder(folder) as part:
+                for name, array in vars(corpus).items():
+                    np.save(part / f"{name}.npy", array)
+        except OSError:
+            if not folder.is_dir():  # as it is if another run has encoded the same meanwhile
+                raise
+    return Corpus(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in Corpus.__dataclass_fields__})
 
 
 def sha256(path: Path) -> str:
@@ -134,41 +107,6 @@ def newline_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of all tokens whose text ends in a newline."""
     texts = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
     return [index for index, text in enumerate(texts) if text.endswith("\n")]
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a ``.jsonl`` or ``.jsonl.zst`` file, one per line; empty lines are left out.
-
-    Raises ValueError for a line that is no JSON object, and for a compressed file without the package zstandard.
-    """
-    with path.open("rb") as file, _decompressed(file, path) as stream:
-        # Lines of bytes end at "\n" alone: some texts hold other line breaks of Unicode, which end no record.
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"paths: wanted JSON objects, got another line {number} in {path}") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"paths: wanted JSON objects, got another line {number} in {path}")
-            yield record
-
-
-@contextlib.contextmanager
-def _decompressed(file: Any, path: Path) -> Iterator[Any]:
-    if path.suffix != ".zst":
-        yield file
-        return
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ValueError(f"paths: {path} needs zstandard: pip install 'condense-attention[train]'") from error
-    try:
-        with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(file) as stream:
-            yield io.BufferedReader(stream)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"paths: wanted a zstd file, got {path}: {error}") from error
 
 
 def _pieces(document: str) -> Iterator[tuple[str, bool]]:

@@ -85,7 +85,7 @@ def checked(q: Tensor, context: Context, start: int, *, scale: float, method: Me
             opened.repeat_interleave(method.group_size, -1),
             masks[1].expand(*opened.shape[:2], -1, -1),
         ]
-        sources.insert(1, Source(*oracle_recall.store(store, q.shape[3])))
+        sources.insert(1, Source(*oracle_recall.store(method, store, *context.entries[:2])))
         hulls.insert(1, (0, hulls[0][1] * method.group_size))
     mask = torch.cat(masks, dim=-1)
     bias = F.pad(bias, (0, mask.shape[3] - bias.shape[3]))

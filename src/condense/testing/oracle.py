@@ -48,13 +48,13 @@ def num_visible(method: Any, q: Tensor, k: Tensor, scale: float) -> list[int]:
 
 def summary_positions(method: Any, j: int, prompt: int) -> range:
     """Positions of the queries whose mean weighs group j of a row that began with ``prompt`` tokens at once."""
-    g = method.group_size
-    if method.summary == "last":
+    g, summary = method.group_size, getattr(method, "summary", "streaming")
+    if summary == "last":
         return range((j + 1) * g - 1, (j + 1) * g)
-    count = method.num_summary_queries or g
+    count = getattr(method, "num_summary_queries", None) or g
     closing = (j + 1) * g + method.window
     # groups that close after the prompt follow the streaming rule
-    end = prompt if method.summary == "prompt" and closing <= prompt else closing
+    end = prompt if summary == "prompt" and closing <= prompt else closing
     return range(max(0, end - count), end)
 
 
@@ -64,8 +64,6 @@ def representative(
     """Key ``[D]`` and value ``[Dv]`` of group j; qbar and k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
     members = range(j * g, (j + 1) * g)
-    if method.name == "recall":
-        return k[members].mean(0), v[members].mean(0)
     positions = summary_positions(method, j, len(k) if prompt is None else prompt)
     summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
     scores = torch.stack([scale * (summary * k[i]).sum() for i in members])
@@ -130,7 +128,7 @@ def attention(
     for b, start, stop in spans:
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
-            compute = {"dga": oracle_dga.row, "recall": oracle_recall.row}.get(method.name, _row)
+            compute = {"dga": oracle_dga.row, "recall": _recall_row}.get(method.name, _row)
             parts = compute(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
             outs.extend(parts[0])
             lses.extend(parts[1])
@@ -168,6 +166,19 @@ def _row(
         outs.append(weights @ values / weights.sum(-1, keepdim=True))
         lses.append(top[:, 0] + weights.sum(-1).log())
     return outs, lses
+
+
+def _recall_row(
+    method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """As `_row`; what came at once makes no difference."""
+    qbar = q.sum(0) / len(q)
+
+    def entry(j: int) -> tuple[Tensor, Tensor, Tensor]:
+        key, value = representative(method, j, qbar, k, v, scale)
+        return key, value, entry_bias(method, j, key, qbar, k, scale)
+
+    return oracle_recall.row(method, q, k, v, scale, entry)
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None = None, fused: bool = False) -> Tensor:

@@ -10,7 +10,7 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L or S queries, G groups o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Key(NamedTuple):
 
     k: Tensor
     v: Tensor
-    bias: float
+    bias: Tensor | float
     tokens: list[int]
 
 
@@ -56,33 +56,32 @@ def num_opened(method: Any, closed: int) -> int:
     return min(r, closed) if isinstance(r, int) else math.ceil(Decimal(str(r)) * closed)
 
 
-def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float) -> list[Key]:
+# key, value and bias of a group's entry
+Entry = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+
+
+def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float, entry: Entry) -> list[Key]:
     """What the query at position t sees; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
     closed = max(0, t + 1 - method.window) // g
-    chosen = opened(method, q[:, t], k, closed, scale)
-    bias = math.log(g) if method.rep_bias == "log_size" else 0.0
+    chosen = opened(method, q[:, t].detach(), k.detach(), closed, scale)
     keys = []
     for j in range(closed):
         tokens = list(range(j * g, (j + 1) * g))
         if j in chosen:
             keys += [Key(k[i], v[i], 0.0, [i]) for i in tokens]
         elif method.unchosen == "pool":
-            keys.append(Key(k[tokens].mean(0), v[tokens].mean(0), bias, tokens))
+            keys.append(Key(*entry(j), tokens))
     return keys + [Key(k[i], v[i], 0.0, [i]) for i in range(closed * g, t + 1)]
 
 
-def row(
-    method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
-
-    prompt: as in `condense.testing.oracle.attention`; it makes no difference here.
-    """
+def row(method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, entry: Entry) -> tuple[list[Tensor], list[Tensor]]:
+    """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     outs, lses = [], []
     for t in range(len(k)):
-        keys = seen(method, q, k, v, t, scale)
-        scores = scale * q[:, t] @ torch.stack([key.k for key in keys]).T + k.new_tensor([key.bias for key in keys])
+        keys = seen(method, q, k, v, t, scale, entry)
+        bias = torch.stack([torch.as_tensor(key.bias, dtype=k.dtype) for key in keys])
+        scores = scale * q[:, t] @ torch.stack([key.k for key in keys]).T + bias
         outs.append(scores.softmax(-1) @ torch.stack([key.v for key in keys]))
         lses.append(scores.logsumexp(-1))
     return outs, lses
@@ -141,23 +140,36 @@ def _products(query: Tensor, rows: Tensor) -> Tensor:
     return (query @ rows.flatten(2, 3).mT).unflatten(3, rows.shape[2:4])
 
 
-def store(kept: Sequence[Tensor], D: int) -> tuple[Tensor, Tensor]:
-    """Keys ``[B, K, G * g, D]`` and values of the store, from what a context has behind codes and grid of the index."""
+def store(method: Any, kept: Sequence[Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, G * g, D]`` and values of the store, as wide as k and v and in their dtype, from what a context has
+    behind codes and grid of the index.
+    """
     (tokens,) = kept
-    return tokens[..., :D], tokens[..., D:]
+    return method.store_format.unpack(tokens, k.shape[3], v.shape[3], k.dtype)
+
+
+def _is_stored(method: Any, got: Tensor, x: Tensor, dim: int) -> bool:
+    """True if stored numbers are x, or in fewer bits within half a step, rounded up twice, and a rounding."""
+    if method.store_bits == 16:
+        return torch.equal(got, x)
+    groups, eps = x.double().unflatten(2, (-1, method.group_size)), torch.finfo(x.dtype).eps
+    spread = groups.amax(dim, keepdim=True) - groups.amin(dim, keepdim=True)
+    step = spread / (2**method.store_bits - 1) * (1 + eps) ** 2
+    error = (got.double().unflatten(2, (-1, method.group_size)) - groups).abs()
+    return bool((error <= step * (0.5 + 2**-15) + eps * groups.abs().amax(dim, keepdim=True)).all())
 
 
 def holds(method: Any, k: Tensor, v: Tensor, kept: tuple[Tensor, ...]) -> bool:
     """True if what a method keeps of its closed groups, beside entries, is theirs; k and v: whole rows.
 
     kept: codes and grid of the index, then the store, as in `condense.methods.Context.extra`. The store holds the
-    tokens themselves. Bounds lie outside of their keys, means beside theirs, by at most one step of the index' grid; of
-    16 bits, by a unit in the last place.
+    tokens themselves, or numbers near theirs in fewer bits. Bounds lie outside of their keys, means beside theirs, by
+    at most one step of the index' grid; of 16 bits, by a unit in the last place.
     """
     codes, grid, *tokens = kept
-    store_k, store_v = store(tokens, k.shape[3])
-    settings, L = method.index_settings, store_k.shape[2]
-    if not (torch.equal(store_k, k[:, :, :L]) and torch.equal(store_v, v[:, :, :L])):
+    stored = store(method, tokens, k, v)
+    settings, L = method.index_settings, stored[0].shape[2]
+    if not all(_is_stored(method, got, x[:, :, :L], dim) for got, x, dim in zip(stored, (k, v), (3, 4), strict=True)):
         return False
     rows = index_rows(method, codes, grid, k.shape[3])
     blocks = k[:, :, :L].double().unflatten(2, (-1, settings.num_blocks, settings.size))

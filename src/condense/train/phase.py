@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import is_torch_version, parse_flag_from_env
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
@@ -43,9 +43,12 @@ def train_phase(
     when the model has stock attention.
     Returns the trainer: ``state.log_history`` has one entry per ``phase.logging_steps`` steps.
     Raises ValueError if several GPUs are visible to one process, a batch has no sequence for each process and part, or
-    FSDP is asked for where it cannot be; and if training must stop (see `MixedTrainer`).
+    FSDP is asked for where it cannot be or would fail; and if training must stop (see `MixedTrainer`).
     """
     interactive, sharded = sys.stderr.isatty(), parse_flag_from_env("ACCELERATE_USE_FSDP")
+    low_precision = next(model.parameters()).dtype == torch.bfloat16
+    if sharded:
+        _check_sharding(adapters=hasattr(model, "disable_adapter"), low_precision=low_precision)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
@@ -54,11 +57,12 @@ def train_phase(
         lr_scheduler_type="cosine" if phase.schedule == "cosine" else "constant_with_warmup",
         warmup_steps=phase.warmup_steps,
         max_grad_norm=phase.max_grad_norm,
-        bf16=sharded and next(model.parameters()).dtype == torch.bfloat16,  # else the weights are bfloat16 themselves
+        bf16=sharded and low_precision,  # else the weights are bfloat16 themselves
         seed=seed,
         use_cpu=not torch.accelerator.is_available(),  # without it several processes would not find each other there
         # The dataset is random already; in its own order, a resumed run sees the same sequences.
         train_sampling_strategy="sequential",
+        ddp_find_unused_parameters=False,  # every trained weight has a gradient in every step
         dataloader_num_workers=workers,
         dataloader_persistent_workers=workers > 0,
         dataloader_prefetch_factor=4 if workers else None,
@@ -77,13 +81,9 @@ def train_phase(
             f"model: wanted one visible GPU, got {arguments.n_gpu}; start one process per GPU with torchrun or "
             "accelerate launch, or set CUDA_VISIBLE_DEVICES to one of them"
         )
-    parts = phase.gradient_accumulation_steps * arguments.world_size
-    if phase.batch_size % parts:
-        raise ValueError(
-            f"batch_size: wanted a multiple of gradient_accumulation_steps times processes, {parts}, got "
-            f"{phase.batch_size}"
-        )
-    arguments.per_device_train_batch_size = phase.batch_size // parts
+    arguments.per_device_train_batch_size = part_size(phase, arguments.world_size)
+    config: Any = model.config
+    use_cache = config.use_cache
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset)
     if sharded and not trainer.is_fsdp_enabled:
         raise ValueError(
@@ -96,8 +96,6 @@ def train_phase(
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    config: Any = model.config
-    use_cache = config.use_cache
     for callback in (*callbacks, Watch(phase.name, folder, lines=not interactive)):
         trainer.add_callback(callback)
     if not interactive:
@@ -105,6 +103,30 @@ def train_phase(
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     config.use_cache = use_cache  # Trainer has turned it off, but the saved model should generate with a cache
     return trainer
+
+
+def part_size(phase: PhaseConfig, processes: int) -> int:
+    """Sequences in one part of a batch on one process. Raises ValueError if the parts would not be equal."""
+    parts = phase.gradient_accumulation_steps * processes
+    if phase.batch_size % parts:
+        raise ValueError(
+            f"batch_size: wanted a multiple of gradient_accumulation_steps times processes, {parts}, got "
+            f"{phase.batch_size}"
+        )
+    return phase.batch_size // parts
+
+
+def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
+    """Raise ValueError for settings of FSDP2 that fail later."""
+    if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        raise ValueError(
+            "FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false, as each process reads model and teacher itself, got true"
+        )
+    if adapters and low_precision and not is_torch_version(">=", "2.13"):
+        raise ValueError(
+            "train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2 (older ones mix up weights of two "
+            f"dtypes), got {torch.__version__}; use dtype 'float32', or DDP"
+        )
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

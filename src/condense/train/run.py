@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,20 @@ from transformers import (
     set_seed,
 )
 
+from condense.files import whole_folder
 from condense.methods.base import check_trainable
 from condense.models import condensed_layers, restore, use
 from condense.models.families import max_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
+from condense.tasks.documents import Skipped
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences
-from condense.train.phase import newest_checkpoint, train_phase
+from condense.train.phase import newest_checkpoint, part_size, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
 from condense.train.trained import set_trained
+from condense.train.watch import LOG
 
 REPORT = "training.json"
 
@@ -48,10 +51,17 @@ class Prepared:
 def prepare(config: TrainConfig) -> Prepared:
     """Train (or load) the tokenizer and encode the data; both are kept in ``config.cache_folder``.
 
-    Raises ValueError if a data file is missing or empty, or the pretrained model has no tokenizer to load.
+    Raises ValueError if a data file is missing or empty, or the pretrained model's tokenizer knows tokens that the
+    model does not.
     """
     if config.pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
+        known = AutoConfig.from_pretrained(config.pretrained).get_text_config(decoder=True).vocab_size
+        if len(tokenizer) > known:
+            raise ValueError(
+                f"pretrained: wanted a tokenizer of the model's {known} tokens at most, got {len(tokenizer)} in "
+                f"{config.pretrained}"
+            )
     else:
         tokenizer = _own_tokenizer(config)
     return Prepared(tokenizer, load_corpus(config.data, tokenizer, config.cache_folder))
@@ -109,6 +119,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
             check_same_run(config)
             prepared = prepare(config)
         for phase in config.phases:
+            part_size(phase, processes.num_processes)
             _builder(prepared, phase)
     except BaseException:
         # no step was taken yet: leave no work folder, which would have to be resumed or deleted
@@ -177,14 +188,12 @@ def _write_phase(
     """Write a phase's report and model, ``weights`` if they are not None; then drop its checkpoints."""
     write_results(folder / REPORT, report, seed=config.seed, overwrite=True)
     condensed = config.save_condensed and phase is config.phases[-1]
-
-    def write(path: Path) -> None:
+    with whole_folder(folder / "model") as path:
         with use(model, phase.method) if condensed and phase.method is not None else contextlib.nullcontext():
             saved: Any = model
             saved.save_pretrained(path, max_shard_size=config.shard_size, state_dict=weights)
         prepared.tokenizer.save_pretrained(path)
 
-    _write_folder(folder / "model", write)
     for leftover in folder.glob("checkpoint-*"):
         shutil.rmtree(leftover)
 
@@ -233,40 +242,27 @@ def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     assert config.architecture is not None
     vocab_size = config.architecture["vocab_size"]
     digest = hashlib.sha256()
-    documents = list(read_documents(config.data))
+    documents = list(read_documents(config.data, skipped=Skipped()))  # which encoding reports
     for document in documents:
         digest.update(document.encode())
     folder = config.cache_folder / f"tokenizer-{vocab_size}-{digest.hexdigest()[:16]}"
     if not folder.exists():
         positions = config.architecture["max_position_embeddings"]
         trained = train_tokenizer(documents, vocab_size, positions)
-        _write_folder(folder, trained.save_pretrained)
+        with whole_folder(folder) as part:
+            trained.save_pretrained(part)
     # loaded from the folder even if it is new, so that first and later runs use the same
     return AutoTokenizer.from_pretrained(folder)
 
 
 def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
     """Write the output folder from the last phase's model, then drop the unfinished work."""
-
-    def write(folder: Path) -> None:
+    with whole_folder(config.output) as folder:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         phases = [json.loads(report.read_text())["results"] for report in reports]
+        for phase, report in zip(config.phases, reports, strict=True):
+            if (log := report.with_name(LOG)).exists():  # not if it had fewer steps than a log entry
+                shutil.copy(log, folder / f"log-{phase.name}.jsonl")
         content = {**summary(config), "phases": phases}
         write_results(folder / REPORT, content, seed=config.seed)
-
-    _write_folder(config.output, write)
     shutil.rmtree(config.work)
-
-
-def _write_folder(target: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` fill a temporary folder and rename it to ``target``."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir()
-        write(part)
-        part.rename(target)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

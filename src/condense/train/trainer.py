@@ -142,6 +142,14 @@ class MixedTrainer(Trainer):
         if self.accelerator.is_main_process:
             (folder / COMPLETE).touch()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights in the dtype that they were trained in; PEFT loads adapters as float32."""
+        dtypes = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype != dtypes[name]:
+                parameter.data = parameter.data.to(dtypes[name])
+
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> torch.Tensor:
         """The weights of all tokens of a step, over all its parts and processes."""
         weights = torch.stack([batch["loss_weights"].sum() for batch in batch_samples]).sum()

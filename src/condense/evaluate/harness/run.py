@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ def _simple_evaluate(
 
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=settings.max_length)
     responses.parent.mkdir(exist_ok=True)
+    # from here on the harness says what a user must know, as which prompts it cuts
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
     return lm_eval.simple_evaluate(
         lm,
         tasks=[*tasks.loaded["groups"].values(), *_alone(tasks.loaded)],

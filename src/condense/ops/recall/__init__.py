@@ -11,13 +11,16 @@ from condense.ops.recall.choice import (
     index_scores,
 )
 from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
-from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
+from condense.ops.recall.store import STORE_BITS, StoreFormat
 
 __all__ = [
     "INDEX_BITS",
     "INDEX_KINDS",
+    "STORE_BITS",
     "ArrayChoice",
     "Choice",
+    "EntrySettings",
     "GroupIndex",
     "IndexChoice",
     "IndexKind",
@@ -25,6 +28,7 @@ __all__ = [
     "Quota",
     "RecallSettings",
     "RecallState",
+    "StoreFormat",
     "Unchosen",
     "attend_recall",
     "build_index",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall.choice import Choice, IndexChoice
-from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.triton.host import gpu_of
 from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, WIDTHS, absence
@@ -96,6 +96,10 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
     if (missing := absence(k.device)) is not None:
         return missing
     D, Dv, index = k.shape[3], v.shape[3], settings.index
+    if settings.entries._replace(bias=0.0) != EntrySettings():
+        return f"makes entries of mean keys and values, without biases of their own, got {settings.entries}"
+    if settings.store_bits != 16:
+        return f"reads stores of 16 bits, got {settings.store_bits}"
     if k.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
     if latent:

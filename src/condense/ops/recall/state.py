@@ -2,10 +2,10 @@
 
 A backend's ``recall_step(q, k, v, state, settings, *, scale, real) -> out`` reads one token per row:
 
-1. k and v go into the rings, at ``seen % W``;
-2. with ``n = seen + 1``, group j closes if ``rule.closed(n) = j + 1 > rule.closed(seen)``: its mean key and value
-   become entry j, its index goes to column j of ``codes`` and ``grid``, and its tokens are copied from the rings to
-   columns ``[j * g, (j + 1) * g)`` of the store;
+1. k and v go into the rings, at ``seen % W``, and the head-mean of q, if entries need it, at ``seen % Q``;
+2. with ``n = seen + 1``, group j closes if ``rule.closed(n) = j + 1 > rule.closed(seen)``: its pooled key and value
+   become entry j, as `condense.ops.pool_groups` makes them, its index goes to column j of ``codes`` and ``grid``, and
+   its tokens are copied from the rings to columns ``[j * g, (j + 1) * g)`` of the store;
 3. the query opens the best ``quota.at(closed)`` of the ``closed = rule.closed(n)`` closed groups, as
    `condense.ops.recall.choose_groups` does;
 4. it attends to entries of the other closed groups, to tokens of open groups, and to the tokens from position
@@ -31,7 +31,9 @@ from torch import Tensor
 
 from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import UniformRule
+from condense.ops.types import Pooling
 
 
 class RecallState(NamedTuple):
@@ -39,17 +41,19 @@ class RecallState(NamedTuple):
 
     entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
-    store ``[B, K, N, D + Dv]``, N >= G * g: the exact tokens of closed groups, left-aligned, a key and its value side
-    by side, so that a group is one contiguous piece. On the device of the other buffers or in pinned host memory.
+    store ``[B, K, N, W]``, N >= G * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
+    16 bits a key and its value side by side. On the device of the other buffers or in pinned host memory.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + g, or the most tokens that a row can have if that is less.
     seen int64 ``[B]`` on the device: real tokens per row.
-    slots ``[B, K, S * g, D + Dv]``: copies of groups that were open lately, for a store in host memory; S may be 0.
+    slots ``[B, K, S * g, W]``: copies of groups that were open lately, for a store in host memory; S may be 0.
     held int32 ``[B, K, S]``: the group in each slot, -1 for none. order int32 ``[B, K, S]``: all slots, the one whose
     group was open the longest ago first. While a step opens groups, a group in a slot is read there. Of the others, in
     rising order, each takes the first slot of ``order`` whose group is not open now, as long as there is one; then the
     slots of open groups move to the end of ``order``, and behind them those that were taken. A row that is not real
     leaves all as it is. All of this decides where numbers are read, never which.
+    ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
+    biases float32 or wider ``[B, K, G, 1]``: the entries' own, ``[B, K, 0, 1]`` unless they are matched.
     """
 
     entries_k: Tensor
@@ -63,16 +67,19 @@ class RecallState(NamedTuple):
     slots: Tensor
     held: Tensor
     order: Tensor
+    ring_q: Tensor
+    biases: Tensor
 
     @property
     def entries(self) -> tuple[Tensor, ...]:
         """All that is kept of groups, in the order in which `condense.Recall.represent` makes it."""
-        return self[:5]
+        return tuple(getattr(self, name) for name in self.entry_names)
 
     @property
-    def ring_q(self) -> Tensor:
-        """Summary queries, of which Recall needs none: ``[B, K, 0, D]``."""
-        return self.ring_k[:, :, :0]
+    def entry_names(self) -> tuple[str, ...]:
+        """The names of the `entries`; the store is the last."""
+        biases = ("biases",) if self.biases.shape[2] > 0 else ()
+        return "entries_k", "entries_v", *biases, "codes", "grid", "store"
 
     @property
     def group_index(self) -> GroupIndex:
@@ -80,19 +87,40 @@ class RecallState(NamedTuple):
         return GroupIndex(self.codes, self.grid)
 
 
+class EntrySettings(NamedTuple):
+    """How the entries of groups are made and weighed.
+
+    key_pooling, value_pooling: as of `condense.ops.pool_groups`; bias: natural log added to the scaled score of every
+    entry, 0.0 for none; num_summary: queries whose mean scores the tokens of a group, 0 for none; matched: each entry
+    has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
+    """
+
+    key_pooling: Pooling = "mean"
+    value_pooling: Pooling = "mean"
+    bias: float = 0.0
+    num_summary: int = 0
+    matched: bool = False
+
+
 @dataclass(frozen=True)
 class RecallSettings:
     """The settings of the method that a decode step needs.
 
-    rule: one entry per group, none left out. bias: natural log added to the scaled score of every entry, 0.0 for none.
-    pool: entries of groups that are not open are seen.
+    rule: one entry per group, none left out. pool: entries of groups that are not open are seen. store_bits: of
+    `StoreFormat`.
     """
 
     rule: UniformRule
     index: IndexSettings
     quota: Quota
-    bias: float
+    entries: EntrySettings
     pool: bool = True
+    store_bits: int = 16
+
+    @property
+    def store_format(self) -> StoreFormat:
+        """How the tokens of groups are stored."""
+        return StoreFormat(self.store_bits, self.rule.chunk)
 
 
 def check_step(

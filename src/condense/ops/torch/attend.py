@@ -188,5 +188,7 @@ def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
     subtracted from every key: what is left of biases near the largest is small and rounds finely, and the keys without
     a bias are exact.
     """
-    largest = bias.detach().amax(-1, keepdim=True).to(dtype).to(bias.dtype)
-    return (F.pad(bias, (0, S - bias.shape[-1])) - largest).to(dtype)
+    offsets = F.pad(bias, (0, S - bias.shape[-1]))
+    if dtype.itemsize < 4:
+        offsets = offsets - bias.detach().amax(-1, keepdim=True).to(dtype).to(bias.dtype)
+    return offsets.to(dtype)

@@ -9,6 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128
@@ -73,9 +74,15 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
     """Blocks and columns apart, joined by their log-sum-exps; a column inside a chosen block counts there alone."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    L, N, C = q.shape[2], keys.blocks.shape[1], keys.columns.shape[1]
+    length, C = q.shape[2], keys.columns.shape[1]
+    # FlexAttention is compiled for every shape, so lengths are rounded up; the padding sees itself and is cut off
+    L = _rounded(length)
+    N = L // BLOCK
+    q, k, v = (F.pad(x, (0, 0, 0, L - length)) for x in (q, k, v))
     diagonal = torch.arange(N, device=q.device, dtype=torch.int32)
-    whole = keys.blocks.tril(-1)
+    lower = F.pad(keys.blocks, (0, N - keys.blocks.shape[2], 0, N - keys.blocks.shape[1])).tril()
+    lower[:, diagonal, diagonal] = True
+    whole = lower.tril(-1)
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key <= query
@@ -88,15 +95,15 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
         mask_mod=causal,
         seq_lengths=(L, L),
     )
-    out, lse = _flex()(q, k, v, block_mask=mask, scale=scale, return_lse=True)
+    out, lse = _attend(q, k, v, mask, scale)
     if C == 0:
-        return out, lse
-    padded = torch.nn.functional.pad(keys.columns, (0, -C % BLOCK), value=L)
+        return out[:, :, :length], lse[:, :, :length]
+    padded = F.pad(torch.where(keys.columns < length, keys.columns, L), (0, -C % BLOCK), value=L)
     inside = padded.clamp(max=L - 1)
     k_columns, v_columns = (x[0].gather(1, inside[..., None].expand(-1, -1, x.shape[-1]))[None] for x in (k, v))
     first = padded[:, ::BLOCK]
     reached = first[:, None] < (torch.arange(N, device=q.device)[:, None] + 1) * BLOCK  # [H, N, column blocks]
-    position, lower = padded.to(torch.int32), keys.blocks.tril()
+    position = padded.to(torch.int32)
 
     def outside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         at = position[h, key]
@@ -105,12 +112,25 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
     mask = BlockMask.from_kv_blocks(
         *_listed(reached), BLOCK_SIZE=BLOCK, mask_mod=outside, seq_lengths=(L, padded.shape[1])
     )
-    more, more_lse = _flex()(q, k_columns, v_columns, block_mask=mask, scale=scale, return_lse=True)
+    more, more_lse = _attend(q, k_columns, v_columns, mask, scale)
     total = torch.logaddexp(lse, more_lse)
     parts = ((out, lse), (more, more_lse))
     joined = sum(part.float() * (each - total).exp()[..., None].float() for part, each in parts)
     assert isinstance(joined, Tensor)
-    return joined.to(q.dtype), total
+    return joined[:, :, :length].to(q.dtype), total[:, :, :length]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, aux = _flex()(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
+
+
+def _rounded(length: int) -> int:
+    """The next length of which there are eight between neighbouring powers of two, in whole blocks."""
+    step = max(BLOCK, 1 << max(0, length.bit_length() - 4))
+    return -(-length // step) * step
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,4 +143,6 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def _flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # an error beyond so many shapes, where the default would go on with scores of all queries and keys in memory
+    limit = torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024)
+    return limit(torch.compile(flex_attention, dynamic=False, fullgraph=True))

@@ -16,8 +16,10 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import choose_groups, chosen_groups, index_scores
 from condense.ops.recall.index import build_index
 from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import attend_block
-from condense.ops.torch.step import _read, _write
+from condense.ops.torch.pool import group_scores, pool
+from condense.ops.torch.step import _read, _write, newest_mean
 
 
 def recall_step(
@@ -42,22 +44,32 @@ def recall_step(
     seen = t + alive
     _write(state.ring_k, t, k, alive)
     _write(state.ring_v, t, v, alive)
+    if settings.entries.num_summary > 0:
+        _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
-        _close_group(state, settings, t, seen)
+        _close_group(state, settings, t, seen, scale)
     out, lse = _attend(q, state, settings, (seen, alive), scale, latent, extras)
     state.seen.copy_(seen)
     return extras.finish(out, lse)
 
 
-def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: Tensor) -> None:
+def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: Tensor, scale: float) -> None:
     """Entry, index and store of the group that the newest token closes, if it closes one."""
     g, group = settings.rule.chunk, settings.rule.closed(t)
     closes = (settings.rule.closed(seen) > group) & (group < state.entries_k.shape[2])
     k, v = (_read(ring, group * g, g) for ring in (state.ring_k, state.ring_v))
-    for tokens, entries in ((k, state.entries_k), (v, state.entries_v)):
-        mean = tokens.mean(2, keepdim=True, dtype=torch.promote_types(tokens.dtype, torch.float32))
-        _write(entries, group, mean.to(tokens.dtype), closes)
-    _write(state.store, group * g, torch.cat([k, v], dim=3), closes)
+    of_entries = settings.entries
+    scores = torch.zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)[:, :, None]
+    if of_entries.num_summary > 0:
+        summary = newest_mean(state.ring_q, seen, of_entries.num_summary, g)
+        scores = group_scores(summary, k[:, :, None], scale=scale)
+    entry = pool(k[:, :, None], scores, how=of_entries.key_pooling)
+    _write(state.entries_k, group, entry, closes)
+    _write(state.entries_v, group, pool(v[:, :, None], scores, how=of_entries.value_pooling), closes)
+    if of_entries.matched:
+        bias = scores.logsumexp(-1) - group_scores(summary, entry[..., None, :], scale=scale)[..., 0]
+        _write(state.biases, group, bias[..., None], closes)
+    _write(state.store, group * g, settings.store_format.pack(k[:, :, None], v[:, :, None]), closes)
     index = build_index(k[:, :, None], settings.index)
     _write(state.codes, group, index.codes, closes)
     if state.grid.shape[3] > 0:
@@ -91,12 +103,17 @@ def _attend(
         :, :, None
     ]
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
-    keys = torch.cat([state.entries_k, opened[..., :D], state.ring_k], dim=2)
-    bias = torch.full((1, 1, G), settings.bias, dtype=torch.float64, device=q.device) if settings.bias != 0.0 else None
+    opened_k, opened_v = settings.store_format.unpack(opened, D, state.ring_v.shape[3], q.dtype)
+    keys = torch.cat([state.entries_k, opened_k, state.ring_k], dim=2)
+    bias = None
+    if settings.entries.matched:
+        bias = state.biases[..., 0]
+    elif settings.entries.bias != 0.0:
+        bias = torch.full((1, 1, G), settings.entries.bias, dtype=torch.float64, device=q.device)
     return attend_block(
         q,
         keys,
-        keys[..., :latent] if latent else torch.cat([state.entries_v, opened[..., D:], state.ring_v], dim=2),
+        keys[..., :latent] if latent else torch.cat([state.entries_v, opened_v, state.ring_v], dim=2),
         sees | empty,
         empty,
         bias,
@@ -107,7 +124,7 @@ def _attend(
 
 
 def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
-    """Tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, D + Dv]``, with anything for the others.
+    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, W]``, with anything for the others.
 
     Groups that stand in a slot come from there; of the others, as many as there is room for are put into slots.
     """

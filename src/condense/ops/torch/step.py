@@ -75,14 +75,14 @@ def _append_entry(
     chunk = rule.pooled(t, summary_delay)
     first = state.prompt[:, 1] + chunk * rule.entries
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
-    summary = None if settings.num_summary == 0 else _summary(state.ring_q, seen, settings.num_summary, rule.chunk)
+    summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
     new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
     for buffer, entries in zip(state.entries, new, strict=True):
         _write(buffer, first, entries, due)
 
 
-def _summary(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
+def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     """Mean of a row's newest S queries, or of all if it has fewer, ``[B, K, 1, D]`` float32 or wider.
 
     Summed in the order of `condense.ops.torch.pool.summarize`, so that entries are bit-equal.

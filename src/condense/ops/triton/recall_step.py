@@ -15,7 +15,7 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import IndexSettings
 from condense.ops.recall.limits import step_obstacle
-from condense.ops.recall.state import RecallSettings, RecallState, check_step
+from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState, check_step
 from condense.ops.spans import UniformRule
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
 from condense.ops.triton.launch import Launcher
@@ -60,8 +60,8 @@ def recall_step(
     rule, index = settings.rule, settings.index
     assert rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
-        q, k, v, *state, real, extras.sink_logits, rule.chunk, rule.window, index.kind, index.size, index.bits,
-        *settings.quota, settings.bias, settings.pool, scale, extras.softcap,
+        q, k, v, *state[:11], real, extras.sink_logits, rule.chunk, rule.window, index.kind, index.size, index.bits,
+        *settings.quota, settings.entries.bias, settings.pool, scale, extras.softcap,
     )  # fmt: skip
     return out
 
@@ -201,7 +201,7 @@ def _plan(
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (tiles, B * K, 1), (K, R, G, S0, window, settings.bias * LOG2E),
+            (tiles, B * K, 1), (K, R, G, S0, window, settings.entries.bias * LOG2E),
             (g, GROUPS, BG, C, power_of_2(C), power_of_2(S0), min(4, power_of_2(R)), has_real, early), chained,
         ),
         (
@@ -241,8 +241,8 @@ def _step(
     index_size: int,
     index_bits: int,
     most: int,
-    part: int,
-    of: int,
+    share_part: int,
+    share_of: int,
     bias: float,
     pool: bool,
     scale: float,
@@ -254,7 +254,8 @@ def _step(
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
     of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
-    settings = RecallSettings(UniformRule(group_size, window), of_index, Quota(most, part, of), bias, pool)
+    rule, entries = UniformRule(group_size, window), EntrySettings(bias=bias)
+    settings = RecallSettings(rule, of_index, Quota(most, share_part, share_of), entries, pool)
     sizes = (G, ring_k.shape[2], store.shape[2], S)
     plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, (scale, softcap), real is not None)
     scratch = _scratch(q, K, G, settings.quota.at(G), plan.splits, Dv)
@@ -290,7 +291,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
 def _register() -> torch.library.Library:
     """Define the torch operation; not by `torch.library.custom_op`, see `condense.ops.triton.step`."""
     library = torch.library.Library("condense", "FRAGMENT")
-    schema = torch.library.infer_schema(_step, mutates_args=RecallState._fields, op_name="recall_step")
+    schema = torch.library.infer_schema(_step, mutates_args=RecallState._fields[:11], op_name="recall_step")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("recall_step", _step, "CompositeExplicitAutograd")
     torch.library.register_fake("condense::recall_step", _fake, lib=library)

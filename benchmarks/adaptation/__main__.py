@@ -1,0 +1,104 @@
+"""How a model is best adapted; how `docs/adaptation.md` was made.
+
+    python benchmarks/adaptation encode --data TRAIN... --characters 9000000 --output train.npz
+    python benchmarks/adaptation study --train train.npz --test test.npz --work WORK --seeds 0,1 --gpus 0,1 --steps 400
+    python benchmarks/adaptation shape --layers 32 --length 32768 --output SHAPE.json
+    python benchmarks/adaptation page --results RESULTS... --output docs/adaptation.md
+
+`study` trains one base per seed, then its arms side by side on the seed's GPU; ``WORK/results`` has one file per arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from arms import ARMS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    encode = commands.add_parser("encode")
+    encode.add_argument("--data", type=Path, nargs="+", required=True)
+    encode.add_argument("--characters", type=int, required=True, help="of each file, at most")
+    encode.add_argument("--output", type=Path, required=True)
+    for name in ("study", "base", "arm"):
+        command = commands.add_parser(name)
+        command.add_argument("--train", type=Path, required=True)
+        command.add_argument("--test", type=Path, required=True)
+        command.add_argument("--work", type=Path, required=True)
+        command.add_argument("--steps", type=int, default=400, help="of an arm")
+        command.add_argument("--base-steps", type=int, default=1000)
+        command.add_argument("--sequences", type=int, default=30, help="held-out texts per figure")
+        command.add_argument("--seeds", default="0", help="numbers such as 0,1")
+        command.add_argument("--gpus", default="0", help="numbers of GPUs; seeds are dealt out to them")
+        command.add_argument("--arms", default=",".join(ARMS))
+        command.add_argument("--slots", type=int, default=4, help="arms at a time on one GPU")
+        command.add_argument("--seconds", type=float, default=3600, help="no arm is begun later")
+    shape = commands.add_parser("shape")
+    shape.add_argument("--layers", type=int, default=32)
+    shape.add_argument("--length", type=int, default=32768)
+    shape.add_argument("--output", type=Path, required=True)
+    page = commands.add_parser("page")
+    page.add_argument("--results", type=Path, nargs="+", required=True)
+    page.add_argument("--shape", type=Path)
+    page.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    if options.command == "study":
+        sys.exit(study(options))
+    elif options.command == "page":
+        from page import write_page
+
+        write_page(options.results, options.shape, options.output)
+    elif options.command == "shape":
+        from shape import measure
+
+        measure(options.layers, options.length, options.output)
+    else:
+        import work
+
+        getattr(work, options.command)(options)
+
+
+def study(options: argparse.Namespace) -> int:
+    """Deal the seeds out to the GPUs and wait; returns the number of processes that failed."""
+    gpus, began, failed = options.gpus.split(","), time.monotonic(), 0
+    seeds = options.seeds.split(",")
+    # a base, then arms: (seed, name) waiting on each GPU
+    waiting = {gpu: [(s, "base") for i, s in enumerate(seeds) if gpus[i % len(gpus)] == gpu] for gpu in gpus}
+    running: dict[subprocess.Popen, tuple[str, str, str]] = {}
+    while running or any(waiting.values()):
+        for gpu, jobs in waiting.items():
+            while jobs and sum(place == gpu for place, _, _ in running.values()) < options.slots:
+                seed, name = jobs.pop(0)
+                if name != "base" and time.monotonic() - began > options.seconds:
+                    continue
+                running[_start(options, gpu, seed, name)] = gpu, seed, name
+        for process in [process for process in running if process.poll() is not None]:
+            gpu, seed, name = running.pop(process)
+            failed += process.returncode != 0
+            if name == "base" and process.returncode == 0:
+                waiting[gpu] += [(seed, arm) for arm in options.arms.split(",")]
+        time.sleep(0.2)
+    return failed
+
+
+def _start(options: argparse.Namespace, gpu: str, seed: str, name: str) -> subprocess.Popen:
+    command = [sys.executable, __file__.rpartition("/")[0], "base" if name == "base" else "arm"]
+    for option in ("train", "test", "work", "steps", "base_steps", "sequences"):
+        command += ["--" + option.replace("_", "-"), str(getattr(options, option))]
+    command += ["--seeds", seed, "--arms", name]
+    options.work.mkdir(parents=True, exist_ok=True)
+    with (options.work / f"{name}-s{seed}.log").open("w") as log:
+        return subprocess.Popen(
+            command, env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu}, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Write docs/results.md: benchmarks/paper_results.md with every ``[[figure]]`` taken from the result files.
+
+python benchmarks/paper_results.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
+
+from figures import figures_of, of_seeds, spread  # noqa: E402
+
+from condense.bench import read_result  # noqa: E402
+from condense.bench.report import milliseconds  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+TEMPLATE, PAGE = ROOT / "benchmarks" / "paper_results.md", ROOT / "docs" / "results.md"
+FIGURE = re.compile(r"\[\[(\w[^\]]*)\]\]")
+
+
+class Figures:
+    """Numbers by name, each from the newest file that holds it; ``used`` collects the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.used: dict[str, None] = {}
+
+    def figure(self, text: str) -> str:
+        """What a placeholder stands for. Raises ValueError for one that no file holds."""
+        kind, _, rest = text.partition(" ")
+        found = getattr(self, kind)(*self.split(kind, rest))
+        if not found:
+            raise ValueError(f"no result file holds [[{text}]]")
+        return str(found)
+
+    @staticmethod
+    def split(kind: str, rest: str) -> list[str]:
+        if kind in ("model", "ratio", "kernel"):
+            return rest.split(" ", 3)
+        return rest.split(" ", 2) if kind == "run" else rest.split()
+
+    def model(self, shape: str, figure: str, length: str, runner: str) -> str:
+        """A time or a size of a whole model, with its ratio to dense where the same run has one."""
+        row = self.row(f"bench-model-{shape}-bfloat16-*", runner, int(length), None)
+        if figure == "cache":
+            return f"{row['cache_bytes'] / 2**30:#.3g} GiB"
+        ratio = ((row.get("speedup") or {}).get(figure) or {}).get("dense")
+        return milliseconds(row[figure]["median_ms"]) + (f" ({ratio:.1f}x)" if ratio else "")
+
+    def ratio(self, shape: str, figure: str, length: str, runner: str) -> str:
+        """How many times as fast as dense in the same run."""
+        row = self.row(f"bench-model-{shape}-bfloat16-*", runner, int(length), figure)
+        return f"{row['speedup'][figure]['dense']:.1f}x"
+
+    def kernel(self, shape: str, op: str, length: str, runner: str) -> str:
+        """A time of one layer, with its ratio to cuDNN."""
+        row = self.row(f"bench-kernel-{shape}-b1-bfloat16-*", runner, int(length), None, op)
+        ratio = (row.get("speedup") or {}).get("cudnn")
+        return milliseconds(row["times"]["median_ms"]) + (f" ({ratio:.1f}x)" if ratio else "")
+
+    def row(self, pattern: str, runner: str, length: int, ratio: str | None, op: str | None = None) -> Any:
+        """The row of the newest file; of those with a ratio to dense, if there are any or ``ratio`` wants one."""
+        found = []
+        for path in self.folder.glob(f"{pattern}.json"):
+            if not re.fullmatch(re.escape(pattern[:-1]) + r"[a-z]+-[a-z0-9]+-\d{8}T\d{6}Z", path.stem):
+                continue
+            document = read_result(path)
+            for row in document["results"]["rows"]:
+                same = row["runner"] == runner and row["length"] == length and row.get("op") == op
+                if same and not row.get("error") and (row.get("times") or row.get("step")):
+                    speedup = row.get("speedup") or {}
+                    has = bool(speedup.get(ratio or "first" if op is None else "cudnn"))
+                    found.append((has, document["provenance"]["date"], path.name, row))
+        if not found or (ratio and not max(x[0] for x in found)):
+            raise ValueError(f"no result file holds {pattern} {runner} {length} {op or ''}")
+        _, _, name, row = max(found, key=lambda x: x[:2])
+        self.used[name] = None
+        return row
+
+    @cached_property
+    def runs(self) -> dict[str, Any]:
+        found = {}
+        for path in sorted(self.folder.glob("experiments-h200-*.json")):
+            found |= {entry["run"]["name"]: entry for entry in self.read(path.name).get("runs", [])}
+        return found
+
+    def read(self, name: str) -> Any:
+        self.used[name] = None
+        return json.loads((self.folder / name).read_text(encoding="utf-8"))["results"]
+
+    def run(self, prefix: str, what: str, method: str) -> str:
+        """A figure of small models that were trained here."""
+        return str(getattr(figures_of(self.runs, prefix, method), what))
+
+    def scratch(self, shape: str, attention: str) -> str:
+        """Validation loss after 1,000 steps from random weights."""
+        curves = [run["curve"] for run in of_seeds(self.runs, f"{shape}-scratch-{attention}")]
+        return spread([point["loss"] for curve in curves for point in curve if point["step"] == 1000], 3)
+
+    def noise(self, prefix: str) -> str:
+        """KL at three variances of noise."""
+        effects = [{x["variance"]: x["kl"] for x in run["noise"]} for run in of_seeds(self.runs, prefix)]
+        return ", ".join(f"{sum(e[v] for e in effects) / len(effects):.3f}" for v in (0.01, 0.1, 1.0))
+
+    def demo(self, method: str) -> str:
+        """Numbers that the bundled model finds, in words that it was not trained on."""
+        entries = self.read("demo-model-seed0.json")["retrieval"]["cloze, held-out words"]
+        return next(f"{x['exact']['share']:.3f}" for x in entries if x["name"] == method)
+
+    def sparse(self, rho: str, last: str = "") -> str:
+        """P_sparse by length, or table of times, if ``rho`` is "times"."""
+        if rho == "times":
+            return self.sparse_times()
+        layers = self.read("analysis-sparsity-cpu.json")["layers"]
+        lengths = list(layers[0]["sparse"][rho])
+        means = [sum(x["sparse"][rho][n] for x in layers) / len(layers) for n in lengths]
+        return f"{means[-1]:.2f}" if last else ", ".join(f"{x:.2f}" for x in means)
+
+    def top(self, count: str) -> str:
+        layers = self.read("analysis-sparsity-cpu.json")["layers"]
+        return f"{sum(x['top'][count] for x in layers) / len(layers):.2f}"
+
+    def histogram(self, below: str) -> str:
+        content = self.read("analysis-sparsity-cpu.json")
+        edges, layers = content["edges"], content["layers"]
+        places = [i for i, edge in enumerate(edges[1:]) if edge <= float(below)]
+        return f"{sum(x['histogram'][i] for x in layers for i in places) / len(layers):.2f}"
+
+    def keys(self, method: str) -> str:
+        costs = self.read("analysis-cost-cpu.json")["costs"]
+        return next(f"{x['keys']:,}" for x in costs if x["method"]["method"] == method and x["length"] == 131072)
+
+    def condition(self, form: str) -> str:
+        return f"{self.read('analysis-conditioning-cpu.json')['layers']['counter-example'][form]:.3g}"
+
+    def layer4(self, form: str) -> str:
+        return f"{self.read('analysis-conditioning-cpu.json')['layers']['4'][form]:.3g}"
+
+    def retrieval(self, what: str) -> str:
+        results = self.read("sparse-prefill-retrieval-cpu.json")["results"]
+        if what == "total":
+            return str(results[0]["exact"]["total"])
+        lines = [
+            f"| {x['name']} | {x['exact']['share']:.3f} [{x['exact']['low']:.3f}, {x['exact']['high']:.3f}] |"
+            for x in results
+        ]
+        return "\n".join(["| 4,096 tokens | found, 95 % |", "|---|---|", *lines])
+
+    def snapkv(self, _: str) -> str:
+        results = self.read("sparse-prefill-retrieval-cpu.json")["results"]
+        return next(str(x["exact"]["total"]) for x in results if x["name"] == "snapkv")
+
+    def sparse_times(self) -> str:
+        """Times and shares of sparse prefill, once they are measured."""
+        files = sorted(self.folder.glob("sparse-prefill-h200-*.json"))
+        if not files:
+            return (
+                "Their times against cuDNN at 32K and 128K tokens were not measured yet: "
+                "`python benchmarks/sparse_prefill.py times --output FILE` does it on a GPU."
+            )
+        content, tables = self.read(files[-1].name), []
+        titles = {
+            "bundled": "Bundled model, its 8 layers' attention on a long text (5 heads of 64)",
+            "llama-3.1-8b": "One layer of Llama-3.1-8B's shape, random inputs",
+        }
+        for key, title in titles.items():
+            lines = [f"| {title} | tokens | time | against cuDNN | weights kept |", "|---|---|---|---|---|"]
+            for row in content[key]:
+                share = f"{row['share']:.3f}" if row.get("share") is not None else ""
+                time = "out of memory" if "error" in row else milliseconds(row["ms"])
+                ratio = f"{row['speedup']:.2f}x" if "speedup" in row else ""
+                lines.append(f"| {row['method']} | {row['length']:,} | {time} | {ratio} | {share} |")
+            tables.append("\n".join(lines))
+        return "\n\n".join([*tables, content["note"]])
+
+    def files(self) -> str:
+        lines = []
+        for name in sorted(self.used):
+            origin = json.loads((self.folder / name).read_text(encoding="utf-8"))["provenance"]
+            commit = (origin["commit"] or "unknown")[:12]
+            lines.append(
+                f"- `{name}`: {origin['device']}, torch {origin['torch']}, commit {commit}, {origin['date'][:10]}"
+            )
+        return "\n".join(lines)
+
+
+def page(folder: Path = RESULTS) -> str:
+    """The page from the template and the result files of a folder."""
+    figures = Figures(folder)
+    text = TEMPLATE.read_text(encoding="utf-8")
+    filled = FIGURE.sub(lambda match: match[0] if match[1] == "files" else figures.figure(match[1]), text)
+    return filled.replace("[[files]]", figures.files())
+
+
+def main() -> None:
+    text = page()
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

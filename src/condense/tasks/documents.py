@@ -1,0 +1,126 @@
+"""Documents in local files: text, JSON lines, Parquet."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
+_NAMED = 3  # of the records left out, in the report
+
+
+@dataclass
+class Skipped:
+    """Records that were left out: how many, and where the first of them stand and why."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, reason: str) -> None:
+        """Count one more."""
+        self.count += 1
+        if len(self.first) < _NAMED:
+            self.first.append(reason)
+
+    def __str__(self) -> str:
+        more = f"; and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
+        return f"condense: records without usable text, left out: {self.count}: {'; '.join(self.first)}{more}"
+
+
+def read_documents(
+    paths: Sequence[str | Path], kind: str | None = None, *, skipped: Skipped | None = None
+) -> Iterator[str]:
+    """The documents of text files, in order.
+
+    ``.jsonl`` files have one JSON object per line with a ``text`` field, ``.parquet`` files a column ``text``; any
+    other file is one document of UTF-8 text. Text and JSON lines may be compressed (``.zst``).
+
+    paths: files to read. kind: with records, only those whose ``kind`` has this value. skipped: counts records that
+    hold no text, which are then left out; None: they raise.
+    Raises ValueError if a file is missing or is not what its name says, or needs a package that is not installed.
+    """
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise ValueError(f"paths: wanted an existing text file, got {path}")
+        suffixes = [suffix for suffix in path.suffixes if suffix != ".zst"]
+        if suffixes and suffixes[-1] in (".jsonl", ".parquet"):
+            records = _json_lines(path) if suffixes[-1] == ".jsonl" else _parquet(path, kind is not None)
+            for number, record in records:
+                usable = isinstance(record, dict)
+                if usable and kind is not None and record.get("kind") != kind:
+                    continue
+                if usable and isinstance(record.get("text"), str):
+                    yield record["text"]
+                elif skipped is None:
+                    raise ValueError(f"paths: wanted records with a text field, got another line {number} in {path}")
+                else:
+                    skipped.add(f"{path} line {number}")
+        else:
+            with _opened(path) as stream:
+                try:
+                    yield stream.read().decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"paths: wanted UTF-8 text, got {path}: {error}") from error
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a ``.jsonl`` or ``.jsonl.zst`` file, one per line; empty lines are left out.
+
+    Raises ValueError for a line that is no JSON object, and for a compressed file without the package zstandard.
+    """
+    for number, record in _json_lines(path):
+        if not isinstance(record, dict):
+            raise ValueError(f"paths: wanted JSON objects, got another line {number} in {path}")
+        yield record
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line numbers with what the lines hold: None if that is no JSON."""
+    with _opened(path) as stream:
+        # Lines of bytes end at "\n" alone: some texts hold other line breaks of Unicode, which end no record.
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except ValueError:
+                    yield number, None
+
+
+def _parquet(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]]:
+    """Row numbers, from 1, with the rows' text, and their kind."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ValueError(f"paths: {path} needs pyarrow: pip install 'condense-attention[train]'") from error
+    try:
+        file = parquet.ParquetFile(path)
+        columns = ["text", "kind"] if with_kind else ["text"]
+        if "text" not in file.schema_arrow.names:
+            raise OSError(f"its columns are {', '.join(file.schema_arrow.names)}")
+        rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+        yield from enumerate(rows, start=1)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"paths: wanted a Parquet file with a column text, got {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file's bytes, decompressed."""
+    with path.open("rb") as file:
+        if path.suffix != ".zst":
+            yield file
+            return
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ValueError(f"paths: {path} needs zstandard: pip install 'condense-attention[train]'") from error
+        try:
+            with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(file) as stream:
+                yield io.BufferedReader(stream)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"paths: wanted a zstd file, got {path}: {error}") from error

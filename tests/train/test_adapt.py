@@ -1,0 +1,300 @@
+"""Distillation, growing groups, partial training and adapters, the plan, and what stops a run."""
+
+import dataclasses
+import errno
+import json
+import math
+
+import pytest
+import torch
+from models import tiny
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+
+import condense
+from condense.models import condensed_layers
+from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
+from condense.train import loss as loss_module
+from condense.train import phase as phase_module
+from condense.train.loss import token_loss
+from condense.train.phase import part_size
+from condense.train.plan import plan_of
+from condense.train.trained import projections, set_trained
+from condense.train.trainer import MixedTrainer
+
+# transformers' own, of PEFT
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+METHOD = condense.CCA(group_size=16, window=16, summary="streaming")
+
+
+@pytest.fixture
+def base(tmp_path, text):
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    _, tokenizer = condense.demo_model()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    return tmp_path
+
+
+def config(folder, name="adapted", **fields):
+    settings = {
+        "steps": 6, "sequence_length": 128, "batch_size": 2, "keys": (1, 2), "checkpoint_steps": 2, "logging_steps": 1,
+        "dtype": "float32", "workers": 0,
+    }  # fmt: skip
+    data = [folder / "text.txt"]
+    return RECIPES["adapt"](data, folder / name, pretrained=folder / "base", method=METHOD, **settings | fields)
+
+
+def history(config):
+    (phase,) = json.loads((config.output / "training.json").read_text())["results"]["phases"]
+    return [entry for entry in phase["history"] if "loss" in entry]
+
+
+@pytest.mark.parametrize("block", [7, 100, 2**24])
+@pytest.mark.parametrize("distill", [None, 0.0, 0.7, 1.0])
+def test_loss_and_gradient_are_the_formulas(block, distill, monkeypatch):
+    monkeypatch.setattr(loss_module, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 11, 13, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    targets = torch.randint(13, (11,), generator=generator)
+    weights = torch.tensor([0.0, 1, 5, 1, 1, 5, 5, 1, 1, 1, 1])
+    log_p, log_t = logits.log_softmax(-1), teacher.log_softmax(-1)
+    ce = -log_p.gather(1, targets[:, None])[:, 0]
+    kl = (log_t.exp() * (log_t - log_p)).sum(-1)
+    share = distill or 0.0
+    expected = (weights * ((1 - share) * ce + share * kl)).sum()
+    found = token_loss(logits, targets, weights, None if distill is None else teacher.clone(), share)
+    torch.testing.assert_close(found.loss, expected)
+    torch.testing.assert_close(found.ce, (weights * ce).sum())
+    torch.testing.assert_close(found.kl, (weights * kl).sum() * (distill is not None))
+    answered = weights > 1
+    assert [found.weights, found.answers] == [weights.sum(), answered.sum()]
+    assert found.right == ((logits.argmax(-1) == targets) & answered).sum()
+    gradients = [torch.autograd.grad(3 * value, logits)[0] for value in (expected, found.loss)]
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_the_loss_of_low_precision_logits_is_as_exact_as_pytorchs():
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = 4 * torch.randn(2, 64, 501, generator=generator)
+    logits, teacher = logits.bfloat16().requires_grad_(), teacher.bfloat16()
+    targets = torch.randint(501, (64,), generator=generator)
+    results = {}
+    for dtype in (torch.float64, torch.float32):
+        log_p, log_t = logits.to(dtype).log_softmax(-1), teacher.to(dtype).log_softmax(-1)
+        value = (log_t.exp() * (log_t - log_p)).sum()
+        results[dtype] = value, torch.autograd.grad(value, logits)[0].double()
+    loss = token_loss(logits, targets, torch.ones(64), teacher, 1.0).loss
+    exact, plain = results[torch.float64], results[torch.float32]
+    assert abs(loss - exact[0]) <= 2 * abs(plain[0] - exact[0]) + 2**-23 * abs(exact[0])
+    error = (torch.autograd.grad(loss, logits)[0].double() - exact[1]).abs().max()
+    assert error <= 2 * max((plain[1] - exact[1]).abs().max(), 2**-9 * exact[1].abs().max())
+
+
+def test_groups_grow_over_two_thirds_of_the_steps():
+    phase = PhaseConfig("p", 18, 128, 1, mix="condensed", method=METHOD, group_sizes=(4, 8))
+    assert [phase.attention_at(step).group_size for step in range(18)] == [4] * 4 + [8] * 4 + [16] * 10
+    assert phase.attention_at(0) == METHOD.replace(group_size=4)
+    mixed = dataclasses.replace(phase, mix="alternate")
+    assert [mixed.attention_at(step) is None for step in range(4)] == [True, False, True, False]
+    assert dataclasses.replace(phase, mix="dense", method=None, group_sizes=()).attention_at(3) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"group_sizes": (8, 4)}, "group_sizes: wanted ascending sizes below the method's 16"),
+        ({"group_sizes": (4, 16)}, "group_sizes: wanted ascending"),
+        ({"group_sizes": (0,)}, "group_sizes must be an integer >= 1"),
+        ({"group_sizes": (4,), "mix": "dense"}, "group_sizes: wanted a method with groups"),
+        ({"group_sizes": (4,), "method": condense.StreamingLLM()}, "group_sizes: wanted a method with groups"),
+        ({"distill": 1.5}, "distill must be a finite number from 0 to 1"),
+        ({"schedule": "linear"}, "schedule must be one of"),
+        ({"max_grad_norm": 0}, "max_grad_norm must be a finite number > 0"),
+    ],
+)
+def test_bad_phases(fields, message):
+    with pytest.raises(ValueError, match=message):
+        PhaseConfig(**{"name": "p", "steps": 1, "sequence_length": 128, "batch_size": 1, "mix": "condensed"} | {
+            "method": METHOD, **fields})  # fmt: skip
+
+
+def test_the_papers_settings(tmp_path):
+    assert sorted(PRESETS) == ["cca-paper", "dga-paper", "lca-paper"]
+    for name, rate, length in (("cca-paper", 2e-5, 32768), ("lca-paper", 5e-6, 32768), ("dga-paper", 2e-5, 8192)):
+        run = RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", pretrained="base", **read_recipe(PRESETS[name]))
+        (phase,) = run.phases
+        assert (phase.learning_rate, phase.sequence_length, phase.steps) == (rate, length, 1000)
+        assert (phase.distill, phase.group_sizes, phase.task_share, phase.mix) == (0, (), 0, "condensed")
+        assert (phase.warmup_steps, phase.schedule, phase.method.group_size) == (20, "constant", 16)
+
+
+def test_a_recipe_file(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text('method = "cca"\nsteps = 40\nkeys = [2, 3]\ngroup_sizes = [2]\ntrain = "lora"\nlora_rank = 4\n')
+    run = RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", pretrained="base", **read_recipe(path))
+    (phase,) = run.phases
+    assert (phase.keys, phase.group_sizes, phase.warmup_steps, phase.checkpoint_steps) == ((2, 3), (2,), 4, 10)
+    assert (run.train, run.lora_rank) == ("lora", 4)
+    path.write_text("stepps = 40\n")
+    with pytest.raises(ValueError, match=r"recipe: wanted fields of .*; got stepps in .*recipe.toml"):
+        read_recipe(path)
+    path.write_text("steps = \n")
+    with pytest.raises(ValueError, match=r"recipe: wanted a TOML file, got .*recipe.toml"):
+        read_recipe(path)
+    with pytest.raises(ValueError, match="got stepps"):
+        config(tmp_path, stepps=40)
+    for fields in ({"train": "half"}, {"lora_targets": "mlp"}, {"lora_rank": 0}):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            config(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "qkv", "output"),
+    [
+        ("llama", {"q_proj", "k_proj", "v_proj"}, {"o_proj"}),
+        ("gpt2", {"c_attn"}, {"c_proj"}),
+        ("deepseek_v3", {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}, {"o_proj"}),
+    ],
+)
+def test_the_attentions_projections(name, qkv, output, tmp_path):
+    model = tiny.model(name)
+    found = {which: {path.rpartition(".")[2] for path in projections(model, which)} for which in ("qkv", "qkvo")}
+    assert found["qkv"] <= qkv
+    assert found["qkvo"] == found["qkv"] | output
+    set_trained(model, dataclasses.replace(config(tmp_path), train="qkv"))
+    trained = {path.rpartition(".")[0] for path, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == set(projections(model, "qkv"))
+
+
+def test_only_the_projections_change(base):
+    run = config(base, train="qkv", steps=2)
+    run_training(run)
+    before, after = (AutoModelForCausalLM.from_pretrained(base / name).state_dict() for name in ("base", "adapted"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qkv"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_resume_load_condensed_and_merge(base, dtype, monkeypatch):
+    whole, broken = (config(base, name, train="lora", lora_rank=2, dtype=dtype) for name in ("whole", "broken"))
+    run_training(whole)
+    stock = MixedTrainer.training_step
+
+    def killed(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return stock(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MixedTrainer, "training_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(broken)
+    run_training(broken, resume=True)
+    assert [entry["loss"] for entry in history(broken)] == [entry["loss"] for entry in history(whole)]
+    assert not (whole.output / "model.safetensors").exists()
+    one, other = (AutoModelForCausalLM.from_pretrained(run.output).state_dict() for run in (whole, broken))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base / "base"), whole.output).eval()
+    assert condensed_layers(model) == dict.fromkeys(range(2), METHOD)
+    ids = torch.arange(100, 180)[None]
+    logits = model(ids, use_cache=False).logits
+    model.merge_and_unload().save_pretrained(base / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(base / "merged").eval()
+    assert condensed_layers(merged) == dict.fromkeys(range(2), METHOD)
+    torch.testing.assert_close(merged(ids, use_cache=False).logits, logits)
+
+
+def test_the_dense_self_teaches_nothing_at_first_and_then_holds_the_model(base):
+    run = config(base)
+    run_training(run)
+    entries = history(run)
+    assert entries[0]["dense_kl"] == 0  # the first step is dense, on the teacher's own weights
+    assert entries[0]["loss"] == 0
+    assert all(entry[f"{kind}_kl"] >= 0 for entry, kind in zip(entries, ["dense", "condensed"] * 3, strict=True))
+    assert all(entry["tokens_per_second"] > 0 for entry in entries)
+    assert entries[-1]["seconds_left"] == 0
+    logged = [json.loads(line) for line in (run.output / "log-adapt.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "grad_norm", "condensed_loss", "condensed_kl"} <= logged[1].keys()
+
+
+def test_the_plan_counts_bytes():
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    ).to(torch.bfloat16)
+    count = sum(weight.numel() for weight in model.parameters())
+    phase = PhaseConfig("p", 10, 128, 8, distill=1.0, gradient_accumulation_steps=2)
+    plan = plan_of(model, phase)
+    assert (plan.parameters, plan.trained, plan.tokens) == (count, count, 10 * 8 * 128)
+    assert (plan.weights, plan.gradients, plan.optimizer, plan.teacher) == (2 * count, 2 * count, 12 * count, 2 * count)
+    assert plan.logits == 2 * 4 * 128 * 100 * 2
+    spread = plan_of(model, phase, processes=4, sharded=True)
+    assert (spread.weights, spread.gradients, spread.optimizer) == (count, count, 2 * count)
+    assert (spread.teacher, spread.logits) == (count // 2, plan.logits // 4)
+    assert "trains 5.81K of 5.81K parameters, 10 steps, 10.2K tokens" in str(plan)
+
+
+def test_what_does_not_fit_is_refused_before_the_first_step(base):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(base / "base")
+    with pytest.raises(ValueError, match=r"pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096"):
+        run_training(config(base))
+    with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
+        part_size(PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2), 3)
+    assert not (base / "adapted.work").exists()
+
+
+def test_bfloat16_adapters_under_fsdp_need_a_torch_that_keeps_two_dtypes_apart(base, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(phase_module, "is_torch_version", lambda *_: False)
+    with pytest.raises(ValueError, match=r"train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"):
+        run_training(config(base, train="lora", dtype="bfloat16"))
+
+
+def test_fsdp_without_processes_is_refused(base, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP: wanted processes on GPUs, got none"):
+        run_training(config(base))
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    with pytest.raises(ValueError, match=r"FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false"):
+        run_training(config(base), resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_next_checkpoint(base, monkeypatch):
+    stock = MixedTrainer.compute_loss
+
+    def broken(self, model, inputs, *args, **kwargs):
+        loss = stock(self, model, inputs, *args, **kwargs)
+        return loss * math.nan if self.state.global_step == 3 else loss
+
+    monkeypatch.setattr(MixedTrainer, "compute_loss", broken)
+    run = config(base, logging_steps=100)
+    with pytest.raises(ValueError, match="training: stopped at step 4: wanted finite weights, got others; the last"):
+        run_training(run)
+    assert [path.name for path in (run.work / "0-adapt").glob("checkpoint-*")] == ["checkpoint-2"]
+    monkeypatch.undo()
+    run_training(run, resume=True)
+
+
+def test_a_full_disk_stops_the_run_in_one_line_and_leaves_the_last_checkpoint(base, monkeypatch):
+    stock = Trainer._save_optimizer_and_scheduler
+
+    def full(self, folder):
+        if self.state.global_step == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        stock(self, folder)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full)
+    run = config(base)
+    with pytest.raises(ValueError, match=r"^training: stopped at step 4: could not write .*No space left on device.*$"):
+        run_training(run)
+    assert [path.name for path in (run.work / "0-adapt").glob("checkpoint-*")] == ["checkpoint-2"]
+    monkeypatch.undo()
+    run_training(run, resume=True)
+    assert len(history(run)) == 6
