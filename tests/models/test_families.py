@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import small, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
@@ -101,6 +101,20 @@ def test_queries_scaled_by_position():
     with condense.use(model, CONDENSED):
         whole = tiny.logits(model, ids)
         torch.testing.assert_close(tiny.in_chunks(model, ids, (PROMPT, *[1] * 9)), whole, **tiny.EXACT)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_a_temperature_by_position(cache):
+    """Llama 4 scales the queries of layers without rotation by the number of tokens in the cache."""
+    changes = {"floor_scale": 4, "attn_scale": 0.5}
+    model, ids = small.model("llama4_text", **changes), tiny.tokens(1, LENGTH)
+    stock = tiny.logits(model, ids)
+    assert (stock - tiny.logits(small.model("llama4_text"), ids)).abs().max() > 1e-3
+    condense.apply(model, STOCK[1])
+    torch.testing.assert_close(tiny.logits(model, ids), stock, **ROUNDED)
+    static = None if cache is None else StaticCache(model.config, max_cache_len=40)
+    steps = tiny.in_chunks(model, ids, (PROMPT, *[1] * (LENGTH - PROMPT)), static)
+    torch.testing.assert_close(steps, stock, **ROUNDED)
 
 
 def test_a_layer_that_turns_out_to_have_a_sliding_window():

@@ -12,8 +12,10 @@ from condense.methods import StreamingLLM
 from condense.models import GraphDecoder, condensed_layers
 
 CCA, LCA = condense.CCA(group_size=2, window=4), condense.LCA(group_size=4, window=8)
-# a sliding window of 6; linear attention; a convolution; latents beside linear attention
-MODELS = {"gemma3_text": CCA, "qwen3_next": CCA, "lfm2": CCA, "kimi_linear": LCA}
+# a sliding window of 6, with soft-capped scores and sink logits, too; chunks of 6; linear attention; a convolution;
+# latents beside linear attention
+MODELS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2"), CCA)
+MODELS["kimi_linear"] = LCA
 # linear attention of the stock models is float32
 ROUNDED = {"rtol": 0, "atol": 5e-6}
 PROMPT, NEW = 17, 9

@@ -225,7 +225,6 @@ UNSUPPORTED = {
         lambda: AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64)),
         "BloomForCausalLM cannot be condensed: its attention is written out in its own code",
     ),
-    "gemma2": (lambda: tiny.model("gemma2"), "Gemma2ForCausalLM cannot be condensed: its scores are soft-capped"),
     "t5": (
         lambda: T5ForConditionalGeneration(
             T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)

@@ -507,7 +507,7 @@ def test_a_window_longer_than_any_text(window):
     assert torch.equal(*outs)
     sizes = triton_step._Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
     settings = plan_of(condense.CCA(group_size=8, window=window))
-    numbers = triton_step._launch(settings.number, 1.0, 0, sizes, q.dtype, q.device, False).numbers
+    numbers = triton_step._launch(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).numbers
     assert max(numbers) < 2**31
 
 
@@ -540,7 +540,8 @@ def test_compiles_as_one_operation():
 def test_is_a_well_behaved_operation(real):
     now, state, plan = some_step(seen=24)
     state = [x.nan_to_num(0.0) for x in state]  # opcheck compares with ==
-    torch.library.opcheck(torch.ops.condense.step.default, (*now, *state, real, plan.number, 0.25, 0))
+    sink = None if real is None else now[0][0, :, 0, 0].contiguous()
+    torch.library.opcheck(torch.ops.condense.step.default, (*now, *state, real, sink, plan.number, 0.25, 0, 0.0))
 
 
 def test_refuses_what_it_has_no_kernel_for():

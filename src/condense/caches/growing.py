@@ -19,7 +19,7 @@ from condense.caches.request import ReadRequest, check_request, refuse_other_dty
 from condense.caches.ring import RingState
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
-from condense.ops import StepSettings, step_backend
+from condense.ops import NO_EXTRAS, Extras, StepSettings, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import LayerState, first_needed, num_entries
 
@@ -118,17 +118,18 @@ class CondensedLayer(CacheLayerMixin):
         scale: float,
         real: Tensor | None = None,
         latent_width: int | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``, without gradients; only if `can_step`.
 
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer CPU ``[B]``: rows whose token
-        counts. latent_width as in `condense.caches.StaticCondensedLayer.step`. Does not wait for the device.
+        counts. latent_width, extras as in `condense.caches.StaticCondensedLayer.step`. Does not wait for the device.
         """
         if self._ring is None:
             assert self._state is not None
             self._ring = RingState(self.method, self._settings, self._state, latent_width or 0)
             self._state = None
-        out = self._ring.step(q, k, v, scale=scale, real=real)
+        out = self._ring.step(q, k, v, scale=scale, real=real, extras=extras)
         self._count(1, 1 if real is None else int(real.min()))
         return out
 

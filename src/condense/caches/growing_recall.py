@@ -25,6 +25,7 @@ from condense.caches.token_store import (
     with_pinned_store,
 )
 from condense.methods import Method, Recall
+from condense.ops import Extras
 from condense.ops.recall import RecallState, recall_step
 from condense.ops.tensors.per_row import PerRow
 from condense.state import LayerState
@@ -63,9 +64,9 @@ class RecallRing(PinnedCopies, RingState):
         super().map_tensors(change, change_number)
         self.buffers = with_pinned_store(self.buffers)
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None) -> Tensor:
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
         settings = self.method.step_settings
-        return recall_step(q, k, v, self.buffers, settings, scale=scale, real=real, latent=self.latent)
+        return recall_step(q, k, v, self.buffers, settings, scale=scale, real=real, latent=self.latent, extras=extras)
 
     def _longer_entries(self, buffers: Buffers, slots: int) -> RecallState:
         assert isinstance(buffers, RecallState)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_buffers, read_state, write_state
 from condense.methods import Method
-from condense.ops import StepSettings, StepState, decode_step
+from condense.ops import NO_EXTRAS, Extras, StepSettings, StepState, decode_step
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries, prompt_entries
 
@@ -74,11 +74,14 @@ class RingState:
         """The state, whose entries share memory with the buffers: for use before the next step."""
         return read_state(self.method, self.buffers, self.seen, self.prompt_tokens, self.num_window, self.num_queries)
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None) -> Tensor:
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras = NO_EXTRAS
+    ) -> Tensor:
         """`condense.ops.decode_step`; real: rows whose token counts, int64 CPU ``[B]``, None for all."""
         if self._steps_left <= 0:
             self._make_room(self.seen + 1)
-        out = self._decode(q, k, v, scale, None if real is None else real.to(q.device, non_blocking=True))
+        on_device = None if real is None else real.to(q.device, non_blocking=True)
+        out = self._decode(q, k, v, scale=scale, real=on_device, extras=extras)
         self._steps_left -= 1
         self.num_window = min(self.num_window + 1, self.buffers.ring_k.shape[2])
         self.num_queries = min(self.num_queries + 1, self._most_queries)
@@ -88,11 +91,11 @@ class RingState:
             self._before = int_if_equal(self._before + real)
         return out
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None) -> Tensor:
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
         assert isinstance(self.buffers, StepState)
         return decode_step(
             q, k, v, self.buffers, self.settings, scale=scale, real=real, represent=self.method.represent,
-            latent=self.latent, backend="triton",
+            latent=self.latent, extras=extras, backend="triton",
         )  # fmt: skip
 
     def crop(self, count: int) -> None:

@@ -6,8 +6,7 @@ Its buffers have room for the entries of ``max_cache_len`` tokens and for the wi
 A method that reads prompts at once (`condense.Method.prompt_reader`) leaves other numbers of entries than chunks do. If
 the prompt comes first, the buffers are sized for it and for the chunks that can follow. If a step comes first, as
 before a CUDA graph is captured, they are sized for whatever prompt needs most: for DGA about
-``min_focal * (1 - p / c)`` entries more than chunks take, because short prompts stay exact.
-Shapes as in `condense.state` and `condense.ops.types`.
+``min_focal * (1 - p / c)`` entries more than chunks take. Shapes as in `condense.state` and `condense.ops.types`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_
 from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
-from condense.ops import StepState, decode_step, step_backend
+from condense.ops import NO_EXTRAS, Extras, StepState, decode_step, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, most_entries, num_entries
 
@@ -32,10 +31,9 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on. It stays
     where it is, unless after `reset` a prompt is read at once that leaves more entries than there is room for.
-    A batch of another size, or more tokens than fit, raise ValueError and change nothing.
-    ``num_slots`` int64 ``[]`` on that device counts the slots seen, so that a replayed CUDA graph counts too. The host
-    keeps its own count (`count_slots`), to avoid a wait per layer of a prompt, until a step is captured or compiled;
-    `know_slots` sets it again.
+    Other rows, or more tokens than fit, raise ValueError and change nothing.
+    ``num_slots`` int64 ``[]`` on that device counts the slots seen, so that a replayed CUDA graph counts too. To avoid
+    a wait per layer of a prompt, the host keeps its own count (`count_slots`) until a step is captured or compiled.
     ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single one.
     """
 
@@ -96,16 +94,17 @@ class StaticCondensedLayer(CacheLayerMixin):
         scale: float,
         real: Tensor | None = None,
         latent_width: int | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``: no gradients, one graph, no waiting.
 
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool ``[B]``: rows whose token counts.
-        latent_width: k are latents, absorbed queries come in, and values are the first so many columns of k: v has
-        width 0, and so many columns come out.
-        Raises ValueError, state unchanged, for other rows or another dtype and for a full cache. While being compiled
-        or captured it cannot look how full it is; then a step too many stays inside the buffers.
+        latent_width: k are latents, q absorbed queries, values the first so many columns of k: v has width 0, and so
+        many columns come out. extras: what the model adds to attention.
+        Raises ValueError, state unchanged, for other rows or another dtype and for a full cache; while being compiled
+        or captured it cannot look, and a step too many stays inside the buffers.
         """
-        out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real)
+        out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
         if _is_recorded(self.device):
             self._known_slots, self._is_replayed = None, True
             self.num_slots.add_(1)
@@ -113,20 +112,21 @@ class StaticCondensedLayer(CacheLayerMixin):
             self._advance(1)
         return out
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None) -> Tensor:
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None, extras: Extras
+    ) -> Tensor:
         """The step itself, which changes the buffers; arguments as of `step`."""
         assert isinstance(buffers, StepState)
         return decode_step(
             q, k, v, buffers, self.settings, scale=scale, real=real, represent=self.latent_method.represent,
-            entry_bias=self.bias, latent=self.latent_width, backend=self.backend,
+            entry_bias=self.bias, latent=self.latent_width, extras=extras, backend=self.backend,
         )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.read`.
 
         The first ones are the prompt where a method reads it at once. Waits for the device. Raises ValueError, state
-        unchanged, for other rows or another dtype, for more tokens than there is room for, and for what
-        `condense.functional.extend` refuses.
+        unchanged, for other rows, another dtype, too many tokens, and for what `condense.functional.extend` refuses.
         """
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
         held = self.buffers
@@ -217,9 +217,9 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def _set_bias(self, prompt_tokens: PerRow) -> None:
         """Which entries have one after prompts of so many tokens, where the step's settings do not tell."""
-        assert self.buffers is not None
-        capacity = self.buffers.entries_k.shape[2]
-        bias = static_bias(self.method, self.batch_size, capacity, self.device, prompt_tokens)
+        assert isinstance(self.buffers, StepState)
+        M = self.buffers.entries_k.shape[2]
+        bias = static_bias(self.method, self.batch_size, M, self.device, prompt_tokens)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 

@@ -15,6 +15,7 @@ from condense.caches.buffers import Buffers, empty_recall_buffers
 from condense.caches.static import StaticCondensedLayer
 from condense.caches.token_store import PinnedCopies, check_store, refuse_reorder
 from condense.methods import Recall
+from condense.ops import Extras
 from condense.ops.recall import RecallState, recall_step
 
 
@@ -35,10 +36,13 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
         check_store(self.recall, k, v, self.latent_width)
         return empty_recall_buffers(self.recall, k, v, M, W, stored=M, Q=self.settings.num_summary)
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None) -> Tensor:
+    def _decode(
+        self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None, extras: Extras
+    ) -> Tensor:
         assert isinstance(buffers, RecallState)
         settings = self.recall.step_settings
-        return recall_step(q, k, v, buffers, settings, scale=scale, real=real, latent=self.latent_width)
+        latent = self.latent_width
+        return recall_step(q, k, v, buffers, settings, scale=scale, real=real, latent=latent, extras=extras)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict, method_from_text
 from condense.methods.layout import Layout
-from condense.ops import Chunks, Source, Spans, StepSettings, attend, group_scores
+from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend, group_scores
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
@@ -123,6 +123,7 @@ class Method(MethodConfig):
         dropout_p: float = 0.0,
         backend: str = "auto",
         return_lse: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of q ``[B, H, L, D]`` over the context; arguments and results as of `condense.ops.attend`."""
         return attend(
@@ -133,10 +134,11 @@ class Method(MethodConfig):
             dropout_p=dropout_p,
             backend=backend,
             return_lse=return_lse,
+            extras=extras,
         )
 
-    def check_attention(self, *, scale: float, dropout_p: float) -> None:
-        """Raise ValueError for a scale or dropout that `attend` cannot take. Models ask before they store tokens."""
+    def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
+        """Raise ValueError for what `attend` cannot take of these. Models ask before they store tokens."""
 
     def for_latents(self, latent_width: int) -> Method:
         """The method for MLA: one KV head with keys ``[c ; k_rope]``, values (of width 0) being part of the keys.

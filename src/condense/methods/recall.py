@@ -21,7 +21,19 @@ from condense.config import check_choice, check_int
 from condense.methods.base import Context, Method, matched_bias
 from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import Layout
-from condense.ops import POOLINGS, Chunks, Pooling, RuleSpans, Source, Spans, UniformRule, attend, pool_groups
+from condense.ops import (
+    NO_EXTRAS,
+    POOLINGS,
+    Chunks,
+    Extras,
+    Pooling,
+    RuleSpans,
+    Source,
+    Spans,
+    UniformRule,
+    attend,
+    pool_groups,
+)
 from condense.ops.recall import (
     INDEX_BITS,
     INDEX_KINDS,
@@ -185,7 +197,7 @@ class Recall(Method):
         tokens = self.store_format.pack(tokens_k, tokens_v)
         return k, v, *biases, *build_index(tokens_k, self.index_settings), tokens
 
-    def check_attention(self, *, scale: float, dropout_p: float) -> None:
+    def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
         if dropout_p > 0:
             raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
@@ -201,6 +213,7 @@ class Recall(Method):
         dropout_p: float = 0.0,
         backend: str = "auto",
         return_lse: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
@@ -209,7 +222,7 @@ class Recall(Method):
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
-            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
+            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, store = context.extra
         tokens = self._unpack(store, context.entries)
         if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
@@ -219,7 +232,7 @@ class Recall(Method):
                 raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
             return attend(
                 q, (tokens, context.window), self._all_tokens(context.spans), scale=scale, backend=backend,
-                return_lse=return_lse,
+                return_lse=return_lse, extras=extras,
             )  # fmt: skip
         return attend_recall(
             q,
@@ -232,6 +245,7 @@ class Recall(Method):
             unchosen=self.unchosen,
             backend=backend,
             return_lse=return_lse,
+            extras=extras,
         )
 
     def _unpack(self, store: Tensor, entries: Source) -> Source:

@@ -17,7 +17,7 @@ from condense.config import check_int, check_number
 from condense.methods.base import Context, Method, Prompt, PromptPlan
 from condense.methods.layout import EACH_TOKEN, Layout, Lookahead
 from condense.methods.prompt import exact_prompt
-from condense.ops import BLOCK, SparseKeys, UniformRule, sparse_attention
+from condense.ops import BLOCK, NO_EXTRAS, Extras, SparseKeys, UniformRule, sparse_attention
 from condense.ops.tensors.per_row import PerRow
 
 
@@ -49,11 +49,14 @@ class SparsePrefill(Method):
         dropout_p: float = 0.0,
         backend: str = "auto",
         return_lse: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
-        """A prompt over its chosen keys, later tokens over all. Raises ValueError for dropout in a prompt."""
+        """A prompt over its chosen keys, later tokens over all. Raises ValueError as `check_attention` in a prompt."""
         if not context.extra:
-            return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
-        self.check_attention(scale=scale, dropout_p=dropout_p)
+            return super().attend(
+                q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse, extras=extras
+            )
+        self.check_attention(scale=scale, dropout_p=dropout_p, extras=extras)
         window, tokens, L = context.window, context.extra[0], q.shape[2]
         out = q.new_zeros(*q.shape[:3], window.v.shape[3])
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -61,10 +64,12 @@ class SparsePrefill(Method):
             q_row, k_row, v_row = (x[row : row + 1, :, L - n :] for x in (q, window.k, window.v))
             of_row, lse_row = sparse_attention(q_row, k_row, v_row, keys, scale=scale)
             out[row, :, L - n :], lse[row, :, L - n :] = of_row[0], lse_row[0]
-        return out, lse if return_lse else None
+        return extras.finish(out, lse), lse if return_lse else None
 
-    def check_attention(self, *, scale: float, dropout_p: float) -> None:
-        """Raise ValueError for dropout: the method is for inference."""
+    def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
+        """Raise ValueError for dropout, as the method is for inference, and for soft-capped scores."""
+        if extras.softcap:
+            raise ValueError(f"{self} has no soft-capped scores, got a cap of {extras.softcap}: use another method")
         if dropout_p > 0:
             raise ValueError(f"{self} has no dropout: set the model's attention_dropout to 0, got {dropout_p}")
 

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method, StreamingLLM, methods_in, settings_of
+from condense.methods import Method, methods_in, settings_of
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
 from condense.models.forward import ForwardBoard
 from condense.models.saving import KEY
+from condense.models.stock import local_method
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -182,9 +183,8 @@ def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method]
         if not isinstance(module, CondensedAttention):
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)
-        window = sliding_window(module)
         module.condense_method = assignment.get(index)  # type: ignore[assignment]
-        module.condense_window = None if window is None else StreamingLLM(sink=0, window=window)  # type: ignore[assignment]
+        module.condense_window = local_method(module)  # type: ignore[assignment]
         module.condense_board = board  # type: ignore[assignment]
 
 

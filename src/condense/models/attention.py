@@ -18,13 +18,14 @@ from transformers import Cache, StaticCache
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.caches.token_store import join_writes
 from condense.methods import Method, Recall
-from condense.models.families import FAMILIES, REGISTERED, is_latent, sliding_window, stock_class
+from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
 from condense.models.sharding import head_group
 from condense.models.stock import StockAttention
+from condense.ops import Extras
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
@@ -32,8 +33,6 @@ _PROMPT_NOT_COMPILED = (
     "a prompt is read into a condensed cache with counts on the host; compile single steps instead: "
     "generate(cache_implementation='static', compile_config=CompileConfig()) or condense.GraphDecoder(compile=True)"
 )
-# arguments of attention functions that change the scores or the softmax
-_EXTRAS = {"softcap": "logit soft-capping", "s_aux": "attention sinks", "position_bias": "bias by position"}
 
 
 def condense_attention(
@@ -44,24 +43,26 @@ def condense_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     condense_state: CacheProxy | StockAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered as `condense`.
 
     query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
-    None. Returns ``[B, L, H, Dv]`` and no weights.
-    Raises ValueError if the model was not prepared by `condense.apply`, for arguments that change scores or softmax
-    (soft-capping, sinks), for a sliding window in a condensed layer and for is_causal=False.
+    None; softcap, s_aux: soft cap and sink logits as of `condense.ops.Extras`, or None. Returns ``[B, L, H, Dv]`` and
+    no weights.
+    Raises ValueError if the model was not prepared by `condense.apply`, for a bias by position, for soft caps and sinks
+    over latents, for a sliding window in a condensed layer and for is_causal=False.
     """
     if condense_state is None:
         raise ValueError(
             "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
             "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
-    for name, what in _EXTRAS.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f"condensed attention has no {what} ({name}): call condense.restore(model)")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError("condensed attention has no bias by position (position_bias): call condense.restore(model)")
     sliding = kwargs.get("sliding_window") is not None
     if sliding and isinstance(condense_state, CacheProxy) and module.condense_method is not None:
         raise ValueError(
@@ -72,7 +73,8 @@ def condense_attention(
         raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
-        out = condense_state.attend(AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs))
+        call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, Extras(softcap or 0.0, s_aux))
+        out = condense_state.attend(call)
     return out.transpose(1, 2).contiguous(), None  # as the stock functions: some forwards view it
 
 
@@ -97,13 +99,19 @@ class CacheProxy:
         self.latents = torch.cat([key_states, value_states], dim=-1) if self.is_latent else None
         return key_states, value_states
 
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
+        """As ``Cache.get_seq_length``; 0 without a cache."""
+        return 0 if self.cache is None else self.cache.get_seq_length(layer_idx)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["cache"], name)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
+        if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
+            raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
         method = method_of(call.module)
-        method.check_attention(scale=call.scale, dropout_p=call.dropout)
+        method.check_attention(scale=call.scale, dropout_p=call.dropout, extras=call.extras)
         with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
         is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
         if is_step and not with_gradients:
@@ -133,7 +141,7 @@ class CacheProxy:
             if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
                 return None
             return step_on_latents(module, layer, q, k, scale=call.scale, real=real)
-        return layer.step(q, k, v, scale=call.scale, real=real)
+        return layer.step(q, k, v, scale=call.scale, real=real, extras=call.extras)
 
     def _real_rows(self, call: AttentionCall, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
         """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
@@ -182,7 +190,7 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     call = target.call
     method = method_of(call.module)
     context = read_tokens(target, method, q, k, v)
-    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout)[0]
+    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
     if isinstance(method, Recall) and method.store == "host" and q.is_cuda:
         join_writes(q.device)  # which ran beside this layer's attention
     return out
@@ -197,7 +205,7 @@ def method_of(module: nn.Module) -> Method:
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_window: a layer's sliding window, if it has one, as a
+    condense_method: None for a layer that stays stock. condense_window: a layer's sliding window, or chunks, as a
     method that does the same in static caches, where stock layers count tokens on the host and a replayed graph does
     not. condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by
     the layers, see `condense.models.forward`.
@@ -224,7 +232,7 @@ class CondensedAttention(nn.Module):
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
         is_window = self.condense_window is not None and isinstance(cache, StaticCache)
         if self.condense_method is None and not is_window:
-            state: CacheProxy | StockAttention = StockAttention(sliding_window(self), cache, layer_idx)
+            state: CacheProxy | StockAttention = StockAttention(self.condense_window, cache, layer_idx)
             return super().forward(*args, **{name: cache}, condense_state=state, **kwargs)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, **{name: state}, condense_state=state, **kwargs)

@@ -35,7 +35,9 @@ FAMILIES = {
     "Exaone4Attention": "exaone4",
     "ExaoneMoeAttention": "exaone_moe",
     "FlexOlmoAttention": "flex_olmo",
+    "FlintAttention": "flint",
     "GemmaAttention": "gemma",
+    "Gemma2Attention": "gemma2",
     "Gemma3Attention": "gemma3",
     "Gemma4TextAttention": "gemma4",
     "Gemma4UnifiedTextAttention": "gemma4_unified",
@@ -44,10 +46,13 @@ FAMILIES = {
     "Glm4MoeAttention": "glm4_moe",
     "Glm4MoeLiteAttention": "glm4_moe_lite",
     "GPT2Attention": "gpt2",
+    "GptOssAttention": "gpt_oss",
     "GPTBigCodeAttention": "gpt_bigcode",
     "GPTNeoXAttention": "gpt_neox",
     "GraniteAttention": "granite",
     "GraniteMoeAttention": "granitemoe",
+    "GraniteSWAAttention": "granite_swa",
+    "GraniteMoeSWAAttention": "granitemoe_swa",
     "GraniteMoeHybridAttention": "granitemoehybrid",
     "GraniteMoeSharedAttention": "granitemoeshared",
     "HeliumAttention": "helium",
@@ -64,8 +69,10 @@ FAMILIES = {
     "Lfm2MoeAttention": "lfm2_moe",
     "Lfm3Attention": "lfm3",
     "LlamaAttention": "llama",
+    "Llama4TextAttention": "llama4",
     "LongcatFlashMLA": "longcat_flash",
     "MellumAttention": "mellum",
+    "MiMoV2FlashAttention": "mimo_v2_flash",
     "MiniCPM3Attention": "minicpm3",
     "MiniMaxAttention": "minimax",
     "MiniMaxM2Attention": "minimax_m2",
@@ -101,6 +108,7 @@ FAMILIES = {
     "SolarOpenAttention": "solar_open",
     "StableLmAttention": "stablelm",
     "Starcoder2Attention": "starcoder2",
+    "VaultGemmaAttention": "vaultgemma",
     "YoutuAttention": "youtu",
 }
 # classes that `condense.register` took
@@ -132,8 +140,6 @@ def is_latent(module: nn.Module) -> bool:
 _OTHER_HALF = "it is an encoder, or the decoder of a model that has one"
 _OWN_CODE = "its attention is written out in its own code and calls no attention function"
 _NO_SOFTMAX = "its layers have no softmax attention"
-_SINKS = "a learned logit per head stands in its softmax (attention sinks)"
-_SOFT_CAP = "its scores are soft-capped"
 _INDEXER = "its queries choose their keys by an indexer (sparse attention, DSA)"
 _STATE = "its attention layers keep a recurrent state or a convolution's beside their keys"
 _SHARED_KEYS = "later layers read the keys of earlier ones"
@@ -166,8 +172,6 @@ REFUSED = {
     "falcon": _OWN_CODE,
     "falcon_h1": _STATE,
     "falcon_mamba": _NO_SOFTMAX,
-    "flint": _SINKS,
-    "gemma2": _SOFT_CAP,
     "gemma3n": _SHARED_KEYS,
     "gemma4_assistant": _READS_ANOTHER,
     "gemma4_unified_assistant": _READS_ANOTHER,
@@ -175,22 +179,17 @@ REFUSED = {
     "glm_moe_dsa": _INDEXER,
     "gpt_neo": _OWN_CODE,
     "gpt_neox_japanese": _OWN_CODE,
-    "gpt_oss": _SINKS,
     "gptj": _OWN_CODE,
-    "granite_swa": _SINKS,
-    "granitemoe_swa": _SINKS,
     "hrm_text": "its layers run several times for each token",
     "hy_v4": _INDEXER,
     "inkling": _STATE,
     "inkling2": _STATE,
     "jetmoe": "it copies keys and values for several experts, and a condensed cache would hold the copies",
-    "llama4": "most of its layers attend within chunks of tokens",
     "mamba": _NO_SOFTMAX,
     "mamba2": _NO_SOFTMAX,
     "marian": _OTHER_HALF,
     "mbart": _OTHER_HALF,
     "megatron_bert": _OTHER_HALF,
-    "mimo_v2_flash": _SINKS,
     "minimax_m3_vl": _INDEXER,
     "mllama": _PICTURES,
     "moshi": _TWO_STACKS,
@@ -212,7 +211,6 @@ REFUSED = {
     "roformer": _OTHER_HALF,
     "rwkv": _NO_SOFTMAX,
     "trocr": _OTHER_HALF,
-    "vaultgemma": _SOFT_CAP,
     "whisper": _OTHER_HALF,
     "xglm": _OWN_CODE,
     "xlm": _OWN_CODE,
@@ -246,12 +244,21 @@ def _family_of(module: nn.Module) -> str:
     return "" if package else path.partition(".")[0]
 
 
+def is_chunked(module: nn.Module) -> bool:
+    """True for a layer whose queries see the tokens of their own chunk of the text (Llama 4)."""
+    config: Any = module.config
+    layer_types = getattr(config, "layer_types", None)
+    return layer_types is not None and layer_types[module.layer_idx] == "chunked_attention"
+
+
 def sliding_window(module: nn.Module) -> int | None:
-    """Sliding window of a layer, None for full attention.
+    """Sliding window of a layer, or the chunk that it attends within (Llama 4); None for full attention.
 
     Read from the configuration, as transformers' caches do, because Mistral's modules do not have the value.
     """
     config: Any = module.config
+    if is_chunked(module):
+        return config.attention_chunk_size
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[module.layer_idx] != "sliding_attention":
         return None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from condense.models.padding import Padding, check_mask, look_at
+from condense.ops import NO_EXTRAS, Extras
 from condense.plan import ForwardPlan
 
 # forwards kept at a time: layers with and without a sliding window get different masks and so count as two, and threads
@@ -32,7 +33,8 @@ _MOST_FORWARDS = 4
 class AttentionCall(NamedTuple):
     """One call of the registered attention function: q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
 
-    mask: bool ``[B, 1, 1, n]`` or None. options: further keywords of the call.
+    mask: bool ``[B, 1, 1, n]`` or None. options: further keywords of the call. extras: what the model
+    adds to attention.
     """
 
     module: nn.Module
@@ -43,6 +45,7 @@ class AttentionCall(NamedTuple):
     scale: float
     dropout: float
     options: Mapping[str, Any]
+    extras: Extras = NO_EXTRAS
 
 
 class Forward:

@@ -13,6 +13,7 @@ from condense.functional import extend
 from condense.methods import Context, Method, Recall, StreamingLLM
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
+from condense.models.stock import LocalChunks
 from condense.plan import ForwardPlan
 
 
@@ -110,7 +111,7 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     if _holds(layer, method):
         return True
     condensed = isinstance(layer, CondensedLayer | StaticCondensedLayer)
-    windows = (StaticSlidingWindowLayer,) if isinstance(method, StreamingLLM) else ()
+    windows = (StaticSlidingWindowLayer,) if isinstance(method, StreamingLLM | LocalChunks) else ()
     if not condensed and type(layer) not in (DynamicLayer, StaticLayer, *windows):
         raise ValueError(
             f"a {type(layer).__name__} cannot be condensed: use a plain DynamicCache (cache_implementation unset), or "

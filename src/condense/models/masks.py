@@ -13,8 +13,10 @@ from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 # Transformers composes mask functions from closures, which are recognised by name. These two restrict a causal mask to
-# a sliding window and to the documents of a packed row, which the layers apply themselves.
+# a sliding window and to the documents of a packed row, which the layers apply themselves; the third to chunks of the
+# text, which layers apply that the configuration names so.
 _RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask")
+_CHUNKS = "chunked_overlay.<locals>.inner_mask"
 # closures over other mask functions, with the name of the variable that holds them
 _COMPOSED = {
     "and_masks.<locals>.and_mask": "mask_functions",
@@ -32,30 +34,32 @@ def condense_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The padding mask of slots ``[kv_offset, kv_offset + kv_length)``, bool ``[B, 1, 1, kv_length]``, True at tokens.
+    """The padding mask of all slots up to ``n = kv_offset + kv_length``, bool ``[B, 1, 1, n]``, True at tokens.
 
     Transformers builds it once per forward and, for some caches, passes the result through here again, which keeps this
     shape. Returns None, "all real", if the caller gave no mask; only then do positions mark packed documents. Unused
     slots of a static cache count as padding. A mask that is too short is returned too short, and the attention function
     raises; but for one token and a static cache on a GPU, checking would wait for the device, so the missing columns
     count as padding.
-    Raises ValueError for a mask function other than a causal, sliding or packed one.
+    Raises ValueError for a mask function other than a causal, sliding, chunked or packed one.
     """
     # transformers sets use_vmap for an or_mask_function or and_mask_function and nothing else
-    if use_vmap or not _is_causal(mask_function):
+    has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if use_vmap or not _is_causal(mask_function, (*_RESTRICTIONS, *[_CHUNKS] * has_chunks)):
         raise ValueError(
-            "condensed attention is causal: mask_function must be the plain causal mask, or that of a sliding window "
-            f"or of packed documents, got {mask_function} (is_causal=False, block_sequence_ids, or_mask_function and "
-            "and_mask_function make others): call condense.restore(model) to have it honoured"
+            "condensed attention is causal: mask_function must be the plain causal mask, or that of a sliding window, "
+            f"chunks or packed documents, got {mask_function} (is_causal=False, block_sequence_ids, or_mask_function "
+            "and and_mask_function make others): call condense.restore(model) to have it honoured"
         )
     if attention_mask is None:
         return None
     num_missing = kv_offset + kv_length - attention_mask.shape[1]
     if num_missing > 0 and _covers(attention_mask, q_length, q_offset):
         attention_mask = F.pad(attention_mask, (0, num_missing))
-    return attention_mask[:, None, None, kv_offset : kv_offset + kv_length].to(torch.bool)
+    return attention_mask[:, None, None, : kv_offset + kv_length].to(torch.bool)
 
 
 def _covers(attention_mask: Tensor, q_length: int, q_offset: Tensor | int) -> bool:
@@ -67,16 +71,16 @@ def _covers(attention_mask: Tensor, q_length: int, q_offset: Tensor | int) -> bo
     return attention_mask.shape[1] >= int(q_offset) + q_length
 
 
-def _is_causal(mask_function: Callable[..., Any]) -> bool:
-    """True for transformers' causal mask function, alone or restricted to a sliding window or to packed documents."""
+def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...]) -> bool:
+    """True for transformers' causal mask function, alone or with restrictions of these names."""
     if mask_function is causal_mask_function:
         return True
     if getattr(mask_function, "__module__", None) != masking_utils.__name__:
         return False
     name = mask_function.__qualname__
     if name not in _COMPOSED:
-        return name in _RESTRICTIONS
+        return name in restrictions
     if torch.compiler.is_compiling():
         return True  # a closure cannot be read there; use_vmap tells what a caller adds to transformers' own masks
     parts = inspect.getclosurevars(mask_function).nonlocals[_COMPOSED[name]]
-    return all(map(_is_causal, parts if isinstance(parts, tuple) else (parts,)))
+    return all(_is_causal(part, restrictions) for part in (parts if isinstance(parts, tuple) else (parts,)))

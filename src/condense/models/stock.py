@@ -5,24 +5,50 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys in the cache, D 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
+from condense.methods import Layout, Method, StreamingLLM
+from condense.methods.layout import EACH_TOKEN
+from condense.models.families import is_chunked, sliding_window
 from condense.models.forward import AttentionCall, ForwardBoard, refuse_cached_documents
 from condense.models.padding import is_real
 from condense.ops import RuleSpans, Source, UniformRule, attend
+from condense.ops.torch.attend import attend_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalChunks(Method):
+    """The exact tokens of a query's own chunk of ``size`` tokens. Without a name: of stock layers, never saved."""
+
+    size: int
+
+    @property
+    def layout(self) -> Layout:
+        """Earlier chunks are closed by a chunk's first token, and leave no entries."""
+        return Layout(UniformRule(chunk=self.size, window=1, max_chunks=0), pooling=EACH_TOKEN)
+
+
+def local_method(module: nn.Module) -> LocalChunks | StreamingLLM | None:
+    """What a layer with a sliding window, or with chunks, computes, as a method; None for full attention."""
+    size = sliding_window(module)
+    if size is None:
+        return None
+    return LocalChunks(size=size) if is_chunked(module) else StreamingLLM(sink=0, window=size)
 
 
 class StockAttention:
-    """Full or sliding causal attention of a layer that is not condensed, in a model where others are.
+    """Causal attention, full, sliding or within chunks, of a layer that is not condensed, in a model where others are.
 
     The mask of a condensed model holds padding only, not causality, so this class counts the tokens seen.
     """
 
-    def __init__(self, window: int | None, cache: Cache | None, layer_idx: int) -> None:
-        self.rule = UniformRule(chunk=1, window=window, max_chunks=0)
+    def __init__(self, local: Method | None, cache: Cache | None, layer_idx: int) -> None:
+        """local: as of `local_method`."""
+        self.rule = UniformRule(chunk=1, window=None, max_chunks=0) if local is None else local.layout.rule
         self.cache = cache
         self.layer_idx = layer_idx
         self.is_static = isinstance(cache, StaticCache)
@@ -49,15 +75,15 @@ class StockAttention:
         S = k.shape[2]
         slot = torch.as_tensor(self.seen, device=q.device)
         real = is_real(mask, slot, S, q.shape[0])
-        pad = None if real is None else ~real[:, None, None, None]
         sees = (torch.arange(S, device=q.device) <= slot)[None, None, None]
-        if mask is not None and pad is not None:
+        pad = torch.zeros_like(sees[..., :1]) if real is None else ~real[:, None, None, None]
+        if mask is not None and real is not None:
             sees = sees & mask | pad
-        # heads that share a KV head become rows of one call
-        rows = q[:, :, 0].unflatten(1, (k.shape[1], -1))
-        out = F.scaled_dot_product_attention(rows, k, call.v, attn_mask=sees, dropout_p=call.dropout, scale=call.scale)
-        out = out.flatten(1, 2)[:, :, None]
-        return out if pad is None else out.masked_fill(pad, 0)
+        out, lse = attend_block(
+            q, k, call.v, sees, pad, None, scale=call.scale, softcap=call.extras.softcap, dropout_p=call.dropout,
+            return_lse=call.extras.needs_lse,
+        )  # fmt: skip
+        return call.extras.finish(out, lse)
 
     def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:
         """Attention over the first ``filled`` keys; None: all."""
@@ -65,7 +91,7 @@ class StockAttention:
         forward = board.forward_of(call, self.cache, self.layer_idx)
         q, k, v, L = call.q, call.k[:, :, :filled], call.v[:, :, :filled], call.q.shape[2]
         S = k.shape[2]
-        # a sliding layer's mask covers only the keys in its cache, so columns are counted from the end of the mask
+        # a local layer's cache holds the last keys of those that the mask has columns for
         num_columns = 0 if call.mask is None else call.mask[..., :filled].shape[-1]
         keys = forward.padding(num_columns - S, S)
         queries = keys if S == L else forward.padding(num_columns - L, L)
@@ -74,14 +100,15 @@ class StockAttention:
             refuse_cached_documents(call.module, self.cache, int(self.seen))
             parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
             return torch.cat([self._attend(call, a, b, c, a.shape[2]) for a, b, c in parts], dim=2)
+        everything = forward.padding(0, num_columns)
+        seen = self.seen + L if everything is None else everything.counts
         if keys is None:
-            return self._attend(call, q, k, v, self.seen + L)
+            return self._attend(call, q, k, v, seen)
         q = q if queries is None else queries.align(q)
-        # only distances matter to a stock layer: count positions from the first cached key
-        out = self._attend(call, q, keys.align(k), keys.align(v), keys.counts)
+        out = self._attend(call, q, keys.align(k), keys.align(v), seen)
         return out if queries is None else queries.restore(out)
 
     def _attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | int) -> Tensor:
         spans = RuleSpans(self.rule, seen - q.shape[2], seen - k.shape[2])
         sources = (Source(k[:, :, :0], v[:, :, :0]), Source(k, v))
-        return attend(q, sources, spans, scale=call.scale, dropout_p=call.dropout)[0]
+        return attend(q, sources, spans, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]

@@ -10,15 +10,18 @@ from condense.ops.api import (
     summarize,
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
 from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
 from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummarySpans
 
 __all__ = [
     "BLOCK",
+    "NO_EXTRAS",
     "POOLINGS",
     "ArraySpans",
     "Chunks",
+    "Extras",
     "Hull",
     "Pooling",
     "RuleSpans",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.backends import BACKENDS, check_backend, resolve_backend, resolve_importance, resolve_pooling
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import Source, Spans
 from condense.ops.tensors.per_row import PerRow
 from condense.ops.tensors.right_aligned import chunks
@@ -29,16 +30,17 @@ def attend(
     dropout_p: float = 0.0,
     backend: str = "auto",
     return_lse: bool = False,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention over a list of sources: one softmax over the span of every source that a query sees.
 
     q ``[B, H, L, D]``; each source k ``[B, K, N, D]`` and v ``[B, K, N, Dv]`` with a bias (`Source`), the window last;
     K divides H; float64, float32, bfloat16 or float16, one dtype and device. spans: one per source. ``dropout_p`` is
-    attention dropout.
+    attention dropout. extras: what a model adds, see `condense.ops.Extras`.
 
-    Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural,
-    bias included) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if it
-    holds NaN; keys and values must be finite, also those that no query sees.
+    Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural, biases included,
+    sink logits not) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if
+    it holds NaN; keys and values must be finite, also those that no query sees.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, and for heads that K does not
     divide.
     """
@@ -55,11 +57,15 @@ def attend(
         dropout_p=dropout_p,
         heads=(q.shape[0], q.shape[1], window.k.shape[1]),
         num_sources=len(sources),
+        softcap=extras.softcap,
     )
-    is_kernel = chosen in ("triton", "hopper")
-    if backend == "auto" and is_kernel and L == N and not return_lse and spans.is_causal(L, N):
+    wants_lse = return_lse or extras.needs_lse
+    is_plain = not (wants_lse or extras.softcap)
+    if backend == "auto" and chosen in ("triton", "hopper") and L == N and is_plain and spans.is_causal(L, N):
         chosen = "torch"  # ordinary causal attention of whole sequences: PyTorch's own kernel is the fastest
-    return BACKENDS[chosen].load().attend(q, sources, spans, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
+    run = BACKENDS[chosen].load().attend
+    out, lse = run(q, sources, spans, scale=scale, softcap=extras.softcap, dropout_p=dropout_p, return_lse=wants_lse)
+    return extras.finish(out, lse), lse if return_lse else None
 
 
 def summarize(q: Tensor, tail: Tensor, spans: SummarySpans, *, backend: str = "auto") -> Tensor:
@@ -135,6 +141,7 @@ def decode_step(
     represent: Represent,
     entry_bias: Tensor | None = None,
     latent: int = 0,
+    extras: Extras = NO_EXTRAS,
     backend: str,
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.types` defines the step.
@@ -142,16 +149,17 @@ def decode_step(
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
     ``[B]``: rows whose token counts (None: all). ``represent``: `condense.Method.represent`. entry_bias
     ``[B|1, 1, M]``: used instead of the settings' bias. latent: if > 0, values are the first ``latent`` columns of the
-    keys and Dv is 0 (absorbed MLA). ``backend``: as `step_backend` returns it.
+    keys and Dv is 0 (absorbed MLA). extras as of `attend`. ``backend``: as `step_backend` returns it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":
         from condense.ops.triton import step as triton_step
 
-        return triton_step.step(q, k, v, state, settings, scale=scale, real=real, latent=latent)
+        return triton_step.step(q, k, v, state, settings, scale=scale, real=real, latent=latent, extras=extras)
     return torch_step.step(
-        q, k, v, state, settings, scale=scale, real=real, represent=represent, entry_bias=entry_bias, latent=latent
-    )
+        q, k, v, state, settings, scale=scale, real=real, represent=represent, entry_bias=entry_bias, latent=latent,
+        extras=extras,
+    )  # fmt: skip
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

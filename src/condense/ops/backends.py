@@ -17,7 +17,8 @@ from condense.ops.types import Problem, StepSettings
 class Operations(NamedTuple):
     """The functions of `condense.ops` of the same names, as one backend computes them.
 
-    attend is ``attend(q, sources, spans, *, scale, dropout_p, return_lse) -> (out, lse)``, lse None unless asked for.
+    attend is ``attend(q, sources, spans, *, scale, softcap, dropout_p, return_lse) -> (out, lse)``; lse is None unless
+    it is asked for.
     pool_groups: None for a backend that calls group_scores and pool instead.
     """
 
@@ -130,6 +131,7 @@ def resolve_backend(
     dropout_p: float = 0.0,
     heads: tuple[int, int, int] = (0, 1, 1),
     num_sources: int = 2,
+    softcap: float = 0.0,
 ) -> str:
     """The attention backend that runs: "auto" decides, an explicit one is never exchanged for another.
 
@@ -138,7 +140,7 @@ def resolve_backend(
     takes "torch" where nothing is condensed). widths: of keys and values. heads: rows, query heads and KV heads.
     Raises ValueError if an explicit backend cannot run.
     """
-    problem = Problem(device, dtype, widths, num_queries, dropout_p, *heads, num_sources)
+    problem = Problem(device, dtype, widths, num_queries, dropout_p, *heads, num_sources, softcap)
     if check_backend(backend) != "auto":
         return _explicit(backend, BACKENDS[backend].attend_obstacle(problem))
     if device.type == "cuda" and num_queries > 1:

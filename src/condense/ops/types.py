@@ -91,7 +91,7 @@ class SummarySpans(NamedTuple):
 
 class Problem(NamedTuple):
     """The sizes of a call that a backend may have limits for. widths: of keys and values. rows, heads, kv_heads: of q
-    and k; rows is 0 if they are not known.
+    and k; rows is 0 if they are not known. softcap: as in `condense.ops.Extras`.
     """
 
     device: torch.device
@@ -103,6 +103,7 @@ class Problem(NamedTuple):
     heads: int = 1
     kv_heads: int = 1
     num_sources: int = 2
+    softcap: float = 0.0
 
     @property
     def ratio(self) -> int:

@@ -22,10 +22,17 @@ _attend = operation("attend_hopper", _forward)
 
 
 def attend(
-    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float, return_lse: bool
+    q: Tensor,
+    sources: Sequence[Source],
+    spans: Spans,
+    *,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`."""
-    assert dropout_p == 0, "the backend's limits"
+    assert dropout_p == softcap == 0, "the backend's limits"
     call = call_of(q, sources, spans, scale)
     out, lse = (_attend if needs_operation(call.q, *call.k, *call.v, *call.biases) else _forward)(*call)
     return out, lse if return_lse else None

@@ -11,6 +11,7 @@ from condense.ops.types import Problem
 DTYPES = (torch.bfloat16, torch.float16)
 # of keys and values
 WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
+NO_SOFTCAP = "has no soft-capped scores"
 # query heads times queries in a tile
 TILE_ROWS = 128
 
@@ -22,6 +23,8 @@ def attend_obstacle(problem: Problem) -> str | None:
     on_gpu = problem.device.type == "cuda" and torch.cuda.is_available()
     if not on_gpu or gpu_of(problem.device).capability != (9, 0):
         return "needs a GPU of compute capability 9.0 (H100, H200)"
+    if problem.softcap:
+        return f"{NO_SOFTCAP}, got a cap of {problem.softcap}"
     if problem.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {problem.dtype}"
     if problem.widths not in WIDTHS:

@@ -10,6 +10,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
+from condense.ops.hopper.limits import NO_SOFTCAP
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.limits import attend_obstacle, hopper_obstacle, step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
@@ -33,6 +35,7 @@ def attend_recall(
     unchosen: Unchosen = "pool",
     backend: str = "auto",
     return_lse: bool = False,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor | None]:
     """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
 
@@ -43,7 +46,8 @@ def attend_recall(
     `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
     (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query
-    "hopper" or else "triton" where `condense.ops.recall.limits` allows it; in all other cases "torch".
+    "hopper" or else "triton" where `condense.ops.recall.limits` allows it; in all other cases "torch". extras: as of
+    `condense.ops.attend`; groups are chosen without them.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
@@ -59,9 +63,13 @@ def attend_recall(
         raise ValueError(f"backend must be 'auto', 'reference', 'torch', 'triton' or 'hopper', got {backend!r}")
     pool = unchosen == "pool"
     if backend == "reference":
-        out, lse = reference_recall.attend_recall(q, entries, store, window, spans, choice, scale=scale, pool=pool)
-        return out, lse if return_lse else None
-    kernels = _resolve(q, entries, store, window, spans, choice, backend)
+        out, lse = reference_recall.attend_recall(
+            q, entries, store, window, spans, choice, scale=scale, softcap=extras.softcap, pool=pool
+        )
+        return extras.finish(out, lse), lse if return_lse else None
+    if backend == "hopper" and extras.softcap:
+        raise ValueError(f"backend 'hopper' {NO_SOFTCAP}, got a cap of {extras.softcap}; use backend='triton'")
+    kernels = _resolve(q, entries, store, window, spans, choice, backend, softcap=extras.softcap)
     attend = torch_recall.attend_recall
     if kernels == "triton":
         from condense.ops.triton import recall_attend
@@ -71,17 +79,29 @@ def attend_recall(
         from condense.ops.hopper import recall as hopper_recall
 
         attend = hopper_recall.attend_recall_hopper
-    return attend(q, entries, store, window, spans, choice, scale=scale, pool=pool, return_lse=return_lse)
+    out, of_keys = attend(
+        q, entries, store, window, spans, choice, scale=scale, softcap=extras.softcap, pool=pool,
+        return_lse=return_lse or extras.needs_lse,
+    )  # fmt: skip
+    return extras.finish(out, of_keys), of_keys if return_lse else None
 
 
 def _resolve(
-    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice, backend: str
+    q: Tensor,
+    entries: Source,
+    store: Source,
+    window: Source,
+    spans: Spans,
+    choice: Choice,
+    backend: str,
+    *,
+    softcap: float,
 ) -> str:
-    """The backend that attends. Raises ValueError if an explicit one cannot run."""
+    """The backend that attends; Hopper's kernels have no soft cap. Raises ValueError if an explicit one cannot run."""
     of_hopper = partial(hopper_obstacle, q, entries, store, window, spans, choice)
     of_triton = partial(attend_obstacle, q, entries, window, spans, choice)
     if backend == "auto" and q.device.type == "cuda" and q.shape[2] > 1:
-        if of_hopper() is None:
+        if of_hopper() is None and not softcap:
             return "hopper"
         return "torch" if of_triton() else "triton"
     if backend == "hopper" and (obstacle := of_hopper()) is not None:
@@ -101,13 +121,15 @@ def recall_step(
     scale: float,
     real: Tensor | None = None,
     latent: int = 0,
+    extras: Extras = NO_EXTRAS,
     backend: str = "auto",
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.recall.state` defines the step.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``:
     rows whose token counts (None: all). latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0
-    (absorbed MLA). backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows it.
+    (absorbed MLA). extras: as of `attend_recall`. backend: "torch", "triton" or "auto": "triton" on CUDA where
+    `condense.ops.recall.limits` allows it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
     Raises ValueError for another backend and for an explicit "triton" that cannot run.
     """
@@ -118,7 +140,7 @@ def recall_step(
         if obstacle is None:
             from condense.ops.triton import recall_step as triton_step
 
-            return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real)
+            return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real, extras=extras)
         if backend == "triton":
             raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     if state.store.device != q.device:
@@ -126,4 +148,4 @@ def recall_step(
             "a store in host memory needs the Triton step, which "
             f"{step_obstacle(q, k, v, state, settings, latent=latent) or 'was not asked for'}; use store='device'"
         )
-    return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent)
+    return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent, extras=extras)

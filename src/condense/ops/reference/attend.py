@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from condense.ops.extras import soft_cap
 from condense.ops.spans import Source, Spans
 from condense.ops.tensors.right_aligned import joined_bias
 
@@ -25,7 +26,14 @@ def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: t
 
 
 def attend(
-    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float, return_lse: bool
+    q: Tensor,
+    sources: Sequence[Source],
+    spans: Spans,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    dropout_p: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`. Materialises ``[B, H, L, S]`` scores."""
     H, L = q.shape[1], q.shape[2]
@@ -37,7 +45,7 @@ def attend(
     empty = ~mask.any(-1, keepdim=True)
     # a query that sees nothing, which may hold NaN, is set to 0 and sees all keys here; its output is zeroed below
     q_BKRLD = q.to(wide).unflatten(1, (K, H // K)).masked_fill(empty, 0.0)
-    scores = torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k) * scale
+    scores = soft_cap(torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k) * scale, softcap)
     bias = joined_bias([source.bias for source in sources], sizes, q.device)
     if bias is not None:
         scores = scores + bias.to(wide)[:, :, None, None, :]

@@ -9,13 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice
 from condense.ops.spans import Source, Spans
 from condense.ops.tensors.right_aligned import per_entry
 
 
 def attend_recall(
-    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice, *, scale: float, pool: bool
+    q: Tensor,
+    entries: Source,
+    store: Source,
+    window: Source,
+    spans: Spans,
+    choice: Choice,
+    *,
+    scale: float,
+    softcap: float,
+    pool: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen."""
     L, K = q.shape[2], window.k.shape[1]
@@ -33,7 +43,7 @@ def attend_recall(
     v = torch.cat([entries.v, store.v, window.v], dim=2).to(wide)
     # a query that sees nothing, which may hold NaN, is set to 0 and sees all keys here; its output is zeroed below
     rows = q.to(wide).unflatten(1, (K, -1)).masked_fill(empty, 0.0)
-    scores = torch.einsum("bkrld,bksd->bkrls", rows, k) * scale
+    scores = soft_cap(torch.einsum("bkrld,bksd->bkrls", rows, k) * scale, softcap)
     bias = per_entry(entries.bias, G, q.device)
     if bias is not None:
         scores = scores + F.pad(bias.to(wide), (0, k.shape[2] - G))[:, :, None, None]

@@ -15,23 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from condense.ops.extras import soft_cap
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.right_aligned import joined_bias
 
 # Limit of the keys and masks that blocks keep for the backward pass, in keys per query. Entries make it grow with L;
-# beyond the limit each block is computed again in the backward pass.
+# beyond the limit, and with a soft cap, whose scores would be kept too, each block is computed again in the backward
+# pass.
 _MAX_KEPT = 4
 
 
 def attend(
-    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float, return_lse: bool
+    q: Tensor,
+    sources: Sequence[Source],
+    spans: Spans,
+    *,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`."""
     H, L = q.shape[1], q.shape[2]
     window = sources[-1]
     K, N = window.k.shape[1], window.k.shape[2]
     # scale > 0, because PyTorch's causal kernel gives NaN on a CPU for scale <= 0
-    if not return_lse and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
+    if not return_lse and not softcap and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
         out = F.scaled_dot_product_attention(
             q, window.k, window.v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
         )
@@ -46,13 +55,15 @@ def attend(
         stop = start + q.shape[2]
         mask, empty = (None, None) if spans.is_hull(start, stop) else _visible(spans, start, stop, hulls, q.device)
         bias = _bias(sources, hulls, q.device)
-        return attend_block(q, k, v, mask, empty, bias, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
+        return attend_block(
+            q, k, v, mask, empty, bias, scale=scale, softcap=softcap, dropout_p=dropout_p, return_lse=return_lse
+        )
 
     work = zip(q.split(size, dim=2), blocks, hulls, strict=True)
     tensors = [q, *(x for source in sources for x in (source.k, source.v))]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         num_keys = sum(hi - lo for hulls_of_block in hulls for lo, hi in hulls_of_block)
-        if num_keys > _MAX_KEPT * L:
+        if num_keys > _MAX_KEPT * L or softcap:
             block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
         parts = [block(q_block, start, hulls_of_block) for q_block, (start, _), hulls_of_block in work]
         out = torch.cat([part[0] for part in parts], dim=2)
@@ -115,6 +126,7 @@ def attend_block(
     bias: Tensor | None,
     *,
     scale: float,
+    softcap: float = 0.0,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -139,8 +151,15 @@ def attend_block(
         # a query that sees nothing may hold NaN: zeroed here, and its output below, so that no gradient is NaN
         rows = rows.masked_fill(empty, 0.0)
         attn_mask = mask if attn_mask is None else attn_mask.masked_fill(~mask, float("-inf"))
-    out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
-    lse = _log_sum_exp(rows, k, bias, mask, scale) if return_lse else out.new_empty(0)
+    lse = q.new_empty(0)
+    if softcap or return_lse:
+        scores = _scores(rows, k, bias, mask, scale, softcap)
+        lse = scores.logsumexp(-1) if return_lse else lse
+    if softcap:
+        # which PyTorch's fused attention has not
+        out = (F.dropout(scores.softmax(-1), dropout_p) @ v.to(wide)).to(q.dtype)
+    else:
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
     if empty is not None:
         out = out.masked_fill(empty, 0.0)
         lse = lse.masked_fill(empty[..., 0], float("-inf")) if return_lse else lse
@@ -152,13 +171,13 @@ def _heads(rows: Tensor, L: int) -> Tensor:
     return rows.unflatten(2, (-1, L)).flatten(1, 2)
 
 
-def _log_sum_exp(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float) -> Tensor:
-    """Log-sum-exp ``[B, K, R * L]`` float32 or wider, computed again, as the fused call does not return it."""
+def _scores(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """Scores ``[B, K, R * L, S]`` float32 or wider, computed again, as the fused call does not return them."""
     wide = torch.promote_types(k.dtype, torch.float32)
-    scores = (rows.to(wide) @ k.to(wide).mT) * scale
+    scores = soft_cap((rows.to(wide) @ k.to(wide).mT) * scale, softcap)
     if bias is not None:
         scores = scores + F.pad(bias.to(wide), (0, k.shape[2] - bias.shape[-1]))[:, :, None]
-    return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).logsumexp(-1)
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
 
 
 def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,7 @@ def attend_recall(
     choice: Choice,
     *,
     scale: float,
+    softcap: float,
     pool: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -63,7 +64,7 @@ def attend_recall(
         k, v = torch.cat([source.k for source in sources], dim=2), torch.cat([source.v for source in sources], dim=2)
         return attend_block(
             q, k, v, mask | empty, empty, bias[..., :n] if pool and bias is not None else None,
-            scale=scale, return_lse=return_lse,
+            scale=scale, softcap=softcap, return_lse=return_lse,
         )  # fmt: skip
 
     tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import choose_groups, chosen_groups, index_scores
 from condense.ops.recall.index import build_index
 from condense.ops.recall.state import RecallSettings, RecallState
@@ -31,6 +32,7 @@ def recall_step(
     scale: float,
     real: Tensor | None = None,
     latent: int = 0,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.recall.state`.
 
@@ -46,9 +48,9 @@ def recall_step(
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _close_group(state, settings, t, seen, scale)
-    out = _attend(q, state, settings, seen, alive, scale, latent)
+    out, lse = _attend(q, state, settings, (seen, alive), scale, latent, extras)
     state.seen.copy_(seen)
-    return out
+    return extras.finish(out, lse)
 
 
 def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: Tensor, scale: float) -> None:
@@ -78,11 +80,13 @@ def _attend(
     q: Tensor,
     state: RecallState,
     settings: RecallSettings,
-    seen: Tensor,
-    alive: Tensor,
+    rows: tuple[Tensor, Tensor],
     scale: float,
     latent: int,
-) -> Tensor:
+    extras: Extras,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the step's queries; rows: tokens seen, and whether the row's token counts."""
+    seen, alive = rows
     (_, K, G, D), W, g = state.entries_k.shape, state.ring_k.shape[2], settings.rule.chunk
     all_closed = settings.rule.closed(seen)
     closed = all_closed.clamp(max=G)
@@ -114,7 +118,9 @@ def _attend(
         empty,
         bias,
         scale=scale,
-    )[0]
+        softcap=extras.softcap,
+        return_lse=extras.needs_lse,
+    )
 
 
 def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:

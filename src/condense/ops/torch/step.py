@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import attend_block
 from condense.ops.types import Chunks, Represent, StepSettings, StepState
@@ -28,6 +29,7 @@ def step(
     represent: Represent,
     entry_bias: Tensor | None = None,
     latent: int = 0,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.types`.
 
@@ -44,9 +46,13 @@ def step(
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _append_entry(state, settings, t, seen, scale, represent)
-    out = _attend(q, state, settings, seen, alive, scale, entry_bias, latent)
+    if settings.matched:
+        entry_bias = state.biases[..., 0]
+    elif entry_bias is None and settings.bias != 0.0:
+        entry_bias = _bias(state, settings)
+    out, lse = _attend(q, state, settings, (seen, alive), scale, entry_bias, latent, extras)
     state.seen.copy_(seen)
-    return out
+    return extras.finish(out, lse)
 
 
 def _write(buffer: Tensor, position: Tensor, new: Tensor, chosen: Tensor) -> None:
@@ -115,12 +121,14 @@ def _attend(
     q: Tensor,
     state: StepState,
     settings: StepSettings,
-    seen: Tensor,
-    alive: Tensor,
+    rows: tuple[Tensor, Tensor],
     scale: float,
     entry_bias: Tensor | None,
     latent: int,
-) -> Tensor:
+    extras: Extras,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the step's queries; rows: tokens seen, and whether the row's token counts."""
+    seen, alive = rows
     M, W = state.entries_k.shape[2], state.ring_k.shape[2]
     closed = settings.rule.closed(seen)
     num_entries, first_token = _seen_entries(state, settings, closed)[:, None], (closed * settings.rule.chunk)[:, None]
@@ -130,10 +138,6 @@ def _attend(
     sees_token = (position >= first_token) & (position >= 0)
     sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
-    if settings.matched:
-        entry_bias = state.biases[..., 0]
-    elif entry_bias is None and settings.bias != 0.0:
-        entry_bias = _bias(state, settings)
     keys = torch.cat([state.entries_k, state.ring_k], dim=2)
     return attend_block(
         q,
@@ -143,4 +147,6 @@ def _attend(
         empty,
         entry_bias,
         scale=scale,
-    )[0]
+        softcap=extras.softcap,
+        return_lse=extras.needs_lse,
+    )

@@ -78,6 +78,7 @@ class Call(NamedTuple):
     spans: Tensor | None
     rule: Sequence[int]
     scale: float
+    softcap: float = 0.0
 
 
 class Shared(NamedTuple):
@@ -129,11 +130,12 @@ def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v[0].shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _constants(call: Call, kind: str, *more: int) -> tuple[int | str, ...]:
-    """Constants that the kernels are compiled for: number of sources, widths, kind of spans, precision, tiles."""
+def _constants(call: Call, kind: str, *more: int) -> tuple[int | float | str, ...]:
+    """Constants that the kernels are compiled for: number of sources, widths, kind of spans, precision, cap, tiles."""
     # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
     precision = "tf32x3" if call.q.dtype == torch.float32 else "tf32"
-    return len(call.k), *split_width(call.q.shape[3]), *split_width(call.v[0].shape[3]), kind, precision, *more
+    widths = *split_width(call.q.shape[3]), *split_width(call.v[0].shape[3])
+    return len(call.k), *widths, kind, precision, call.softcap * LOG2E, *more
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -234,9 +236,9 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
         q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], biases: Sequence[Tensor], bias_of: Sequence[int],
-        levels: Sequence[float], spans: Tensor | None, rule: Sequence[int], scale: float,
+        levels: Sequence[float], spans: Tensor | None, rule: Sequence[int], scale: float, softcap: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return forward(q, k, v, biases, bias_of, levels, spans, rule, scale)
+        return forward(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap)
 
     op.register_fake(lambda q, k, v, *_: results(q, v))
     op.register_autograd(_differentiate, setup_context=_keep)
@@ -247,10 +249,10 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
 def _attend_backward(
     d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
     biases: Sequence[Tensor], bias_of: Sequence[int], levels: Sequence[float], spans: Tensor | None,
-    rule: Sequence[int], scale: float,
+    rule: Sequence[int], scale: float, softcap: float,
 ) -> list[Tensor]:  # fmt: skip
     """See `_backward`."""
-    return _backward(d_out, d_lse, out, lse, Call(q, k, v, biases, bias_of, levels, spans, rule, scale))
+    return _backward(d_out, d_lse, out, lse, Call(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap))
 
 
 @_attend_backward.register_fake
@@ -263,16 +265,16 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     call = Call(*inputs)
-    ctx.num_sources, ctx.numbers = len(call.k), (call.bias_of, call.levels, call.rule, call.scale)
+    ctx.num_sources, ctx.numbers = len(call.k), (call.bias_of, call.levels, call.rule, call.scale, call.softcap)
     ctx.save_for_backward(*output, call.q, call.spans, *call.k, *call.v, *call.biases)
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     out, lse, q, spans, *tensors = ctx.saved_tensors
-    n, (bias_of, levels, rule, scale) = ctx.num_sources, ctx.numbers
+    n, (bias_of, levels, *numbers) = ctx.num_sources, ctx.numbers
     k, v, biases = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, biases, bias_of, levels, spans, rule, scale)
-    return dq, grads[:n], grads[n : 2 * n], grads[2 * n :], None, None, None, None, None
+    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, biases, bias_of, levels, spans, *numbers)
+    return dq, grads[:n], grads[n : 2 * n], grads[2 * n :], *[None] * 6
 
 
 _attend = operation("attend", _forward)
@@ -297,7 +299,7 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
     return spans.starts().to(device, torch.int32, non_blocking=True), [*numbers, 0, 0, 0, 0]
 
 
-def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float) -> Call:
+def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> Call:
     """The arguments of the operations."""
     k, v = [source.k for source in sources], [source.v for source in sources]
     biases: list[Tensor] = []
@@ -309,7 +311,7 @@ def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float) ->
     levels = [0.0 if source.bias is None or isinstance(source.bias, Tensor) else source.bias for source in sources]
     if scale <= 0:  # the kernels need scale > 0, so the sign (or the zero) goes into q
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-    return Call(q, k, v, biases, bias_of, levels, *describe(spans, len(sources), q.shape[2], q.device), scale)
+    return Call(q, k, v, biases, bias_of, levels, *describe(spans, len(sources), q.shape[2], q.device), scale, softcap)
 
 
 def needs_operation(q: Tensor, *others: Tensor) -> bool:
@@ -323,10 +325,17 @@ def needs_operation(q: Tensor, *others: Tensor) -> bool:
 
 
 def attend(
-    q: Tensor, sources: Sequence[Source], spans: Spans, *, scale: float, dropout_p: float, return_lse: bool
+    q: Tensor,
+    sources: Sequence[Source],
+    spans: Spans,
+    *,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`."""
     assert dropout_p == 0, "the backend's limits"
-    call = call_of(q, sources, spans, scale)
+    call = call_of(q, sources, spans, scale, softcap)
     out, lse = (_attend if needs_operation(call.q, *call.k, *call.v, *call.biases) else _forward)(*call)
     return out, lse if return_lse else None

@@ -16,14 +16,16 @@ from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import Block, Keys, Queries, Row, Rule, Source, Sources, Spans, Start
 from condense.ops.triton.device.rule import begins_at_0, cut, seen_by, split, start_of_row, tile_rows, visible
+from condense.ops.triton.device.scores import soft_cap
 
 
 @triton.jit
 def dq_keys(
     dq, queries, source, bias, lo, hi, first, last, scale,
-    BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale; a query sees ``[first, last)``."""
+    BN: tl.constexpr = source.k[0].block_shape[2]
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
         k = load_block(source.k, [source.b, source.head, start, 0], BN)
@@ -33,10 +35,11 @@ def dq_keys(
         shift = (queries.lse - source.level)[:, None]
         if bias is not None:
             shift = shift - tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
-        p = tl.exp2(s * scale - shift)
+        s, slope = soft_cap(s * scale, CAP)
+        p = tl.exp2(s - shift)
         if MASKED:
             p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), p, 0.0)
-        ds = p * (dp - queries.delta[:, None])
+        ds = p * (dp - queries.delta[:, None]) * slope
         dq = add_weighted(dq, ds, k, PRECISION)
     return dq
 
@@ -49,7 +52,7 @@ def attend_dq_kernel(
     s_q, s_out, s_bias, s_spans, levels, K, R, L,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Writes dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per query.
 
@@ -86,25 +89,26 @@ def attend_dq_kernel(
         first, last = visible(n, i, row, spans, KIND)
         lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
         if not begins_at_0(n, KIND):
-            dq = dq_keys(dq, queries, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
-        dq = dq_keys(dq, queries, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
-        dq = dq_keys(dq, queries, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
+            dq = dq_keys(dq, queries, source, biases[n], lo, left, first, last, scale, True, CAP, PRECISION)
+        dq = dq_keys(dq, queries, source, biases[n], left, right, first, last, scale, False, CAP, PRECISION)
+        dq = dq_keys(dq, queries, source, biases[n], right, hi, first, last, scale, True, CAP, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 
 @triton.jit
 def _dkv_queries(
     grads, keys, queries, row, lo, hi, L, R, scale,
-    BM: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale), dv and, if there is one, d_bias.
 
-    queries: descriptors and pointers; a tile of them holds ``BM // HEADS`` queries of HEADS heads.
+    queries: descriptors and pointers; a tile of them holds QUERIES queries of HEADS heads.
     """
     dk, dv = grads[0], grads[1]
     d_bias = grads[2:]
     HEADS: tl.constexpr = queries.q[0].block_shape[2]
-    QUERIES: tl.constexpr = BM // HEADS
+    QUERIES: tl.constexpr = queries.q[0].block_shape[3]
+    BM: tl.constexpr = HEADS * QUERIES
     line = tl.arange(0, BM)
     for group in range(R // HEADS):
         head = row.head * (R // HEADS) + group
@@ -118,12 +122,13 @@ def _dkv_queries(
             delta = tl.load(queries.delta + stat_rows + start, mask=inside, other=0.0)
             s = products(keys.k, q, PRECISION)
             dp = products(keys.v, d_out, PRECISION)
-            p = tl.exp2(s * scale + (keys.bias[:, None] - lse[None, :]))
+            s, slope = soft_cap(s * scale, CAP)
+            p = tl.exp2(s + (keys.bias[:, None] - lse[None, :]))
             if MASKED:
                 p = tl.where((i[None, :] >= keys.first[:, None]) & (i[None, :] < keys.last[:, None]), p, 0.0)
             ds = p * (dp - delta[None, :])
             dv = add_weighted(dv, p, d_out, PRECISION)
-            dk = add_weighted(dk, ds, q, PRECISION)
+            dk = add_weighted(dk, ds * slope, q, PRECISION)
             if len(d_bias) > 0:
                 d_bias = (d_bias[0] + tl.sum(ds, 1),)
     return (dk, dv) + d_bias  # noqa: RUF005
@@ -156,7 +161,8 @@ def attend_dkv_kernel(
     s_k, s_v, s_bias, s_spans, s_seen, levels, K, R, L, size0, size1, size2, size3,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """Writes dk ``[B, K, N, D]`` and dv ``[B, K, N, Dv]`` of all sources, contiguous; if any has a bias, also d_biases
     float32 ``[B, K, N]``, else None.
@@ -194,9 +200,9 @@ def attend_dkv_kernel(
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
     if BIASED:
         grads = grads + (tl.zeros([BN], tl.float32),)  # noqa: RUF005
-    grads = _dkv_queries(grads, keys, queries, row, lo, left, L, R, scale, BM, True, PRECISION)
-    grads = _dkv_queries(grads, keys, queries, row, left, right, L, R, scale, BM, False, PRECISION)
-    grads = _dkv_queries(grads, keys, queries, row, right, hi, L, R, scale, BM, True, PRECISION)
+    grads = _dkv_queries(grads, keys, queries, row, lo, left, L, R, scale, True, CAP, PRECISION)
+    grads = _dkv_queries(grads, keys, queries, row, left, right, L, R, scale, False, CAP, PRECISION)
+    grads = _dkv_queries(grads, keys, queries, row, right, hi, L, R, scale, True, CAP, PRECISION)
     store_rows(block.dk, block.at * (D0 + D1), [x * softmax_scale for x in grads[0]], block.inside, D0, D1)
     store_rows(block.dv, block.at * (V0 + V1), grads[1], block.inside, V0, V1)
     if BIASED:

@@ -17,6 +17,7 @@ import triton.language as tl
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import Row, Rule, Softmax, Source, Spans, Start
 from condense.ops.triton.device.rule import begins_at_0, cut, start_of_row, tile_rows, visible
+from condense.ops.triton.device.scores import soft_cap
 
 # not specialised: these numbers change from call to call, and a new value must not compile a new kernel
 VARYING = ("L", "query_start", "window_start", "padding", "prompt_entries", "chunk", "window", "max_chunks")
@@ -33,28 +34,32 @@ def forward_keys(
     first,
     last,
     scale,
-    BN: tl.constexpr,
     MASKED: tl.constexpr,
+    CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Online softmax over keys ``[lo, hi)`` of one source; each row sees ``[first, last)``. Scores are base 2.
 
-    bias: pointer to the biases of all rows, None for none.
+    bias: pointer to the biases of all rows, None for none. CAP: soft cap, base 2, 0.0 for none.
     """
     acc, m, total = softmax.acc, softmax.m, softmax.total
     BIASED: tl.constexpr = bias is not None
+    BN: tl.constexpr = source.k[0].block_shape[2]
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
         k = load_block(source.k, [source.b, source.head, start, 0], BN)
         s = products(q, k, PRECISION)
+        if CAP > 0:
+            s = soft_cap(s * scale, CAP)[0] + source.level
         if BIASED:
-            s = s * scale + tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
+            at_bias = tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
+            s = s + at_bias if CAP > 0 else s * scale + at_bias
         if MASKED:
             s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), s, float("-inf"))
         # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
-        m_new = tl.maximum(m, tl.max(s, 1) if BIASED else tl.max(s, 1) * scale + source.level)
+        m_new = tl.maximum(m, tl.max(s, 1) if BIASED or CAP > 0 else tl.max(s, 1) * scale + source.level)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-        p = tl.exp2(s - m_safe[:, None] if BIASED else s * scale - (m_safe - source.level)[:, None])
+        p = tl.exp2(s - m_safe[:, None] if BIASED or CAP > 0 else s * scale - (m_safe - source.level)[:, None])
         alpha = tl.exp2(m - m_safe)
         total = total * alpha + tl.sum(p, 1)
         v = load_block(source.v, [source.b, source.head, start, 0], BN)
@@ -70,7 +75,7 @@ def attend_fwd_kernel(
     biases, spans_ptr, out_ptr, lse_ptr, s_q, s_bias, s_spans, levels, K, R, L,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2."""
     k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
@@ -94,9 +99,9 @@ def attend_fwd_kernel(
         first, last = visible(n, i, row, spans, KIND)
         lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
         if not begins_at_0(n, KIND):
-            softmax = forward_keys(softmax, q, source, biases[n], lo, left, first, last, scale, BN, True, PRECISION)
-        softmax = forward_keys(softmax, q, source, biases[n], left, right, first, last, scale, BN, False, PRECISION)
-        softmax = forward_keys(softmax, q, source, biases[n], right, hi, first, last, scale, BN, True, PRECISION)
+            softmax = forward_keys(softmax, q, source, biases[n], lo, left, first, last, scale, True, CAP, PRECISION)
+        softmax = forward_keys(softmax, q, source, biases[n], left, right, first, last, scale, False, CAP, PRECISION)
+        softmax = forward_keys(softmax, q, source, biases[n], right, hi, first, last, scale, True, CAP, PRECISION)
     at = (b * K * R + head) * L + i
     safe = tl.where(softmax.total > 0, softmax.total, 1.0)
     store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)

@@ -63,6 +63,7 @@ class Call(NamedTuple):
     level: float
     pool: bool
     scale: float
+    softcap: float = 0.0
 
     @property
     def group_size(self) -> int:
@@ -74,7 +75,13 @@ class Call(NamedTuple):
         """As of `Positions`."""
         return "row" if self.starts is None else "rows"
 
-    def constants(self, *more: int | str | bool) -> tuple[int | str | bool, ...]:
+    @property
+    def numerics(self) -> tuple[str, float]:
+        """Precision of products; soft cap of scores, base 2."""
+        # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
+        return "tf32x3" if self.q.dtype == torch.float32 else "tf32", self.softcap * LOG2E
+
+    def constants(self, *more: float | str) -> tuple[float | str, ...]:
         """Widths, in parts, and what follows."""
         return *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3]), *more
 
@@ -97,7 +104,6 @@ class _Shared(NamedTuple):
 
     sources: tuple[Any, ...]
     s_store: tuple[int, ...]
-    precision: str
 
     @classmethod
     def of(cls, call: Call, keys: int) -> _Shared:
@@ -105,11 +111,9 @@ class _Shared(NamedTuple):
         of_k, of_v = (not_empty([x[0], x[2]]) for x in (call.k, call.v))
         described_k, described_v = ([described([x], keys) for x in tensors] for tensors in (of_k, of_v))
         store = dense_rows(call.k[1]), dense_rows(call.v[1])
-        # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
         return cls(
             (*described_k[0], *described_v[0], *described_k[1], *described_v[1], *store),
             tuple(stride for x in store for stride in x.stride()[:3]),
-            "tf32x3" if call.q.dtype == torch.float32 else "tf32",
         )
 
 
@@ -131,10 +135,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
                     q.stride()[:3], shared.s_store, call.level * LOG2E, K, L, first, stop, *of_tiles.numbers,
                     *call.rule, call.scale * LOG2E,
                 ),
-                (
-                    R, call.group_size, *call.constants(call.pool, call.kind, shared.precision),
-                    tiles.rows, tiles.keys,
-                ),
+                (R, call.group_size, *call.constants(call.pool, call.kind, *call.numerics), tiles.rows, tiles.keys),
                 tiles.options,
             )  # fmt: skip
     return out, lse
@@ -161,7 +162,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
             (
                 s_q, s_out, shared.s_store, call.level * LOG2E, K, L, 0, L, *of_tiles.numbers, *call.rule, *scales,
             ),
-            (R, g, *call.constants(call.pool, call.kind, shared.precision), tiles.rows, tiles.keys),
+            (R, g, *call.constants(call.pool, call.kind, *call.numerics), tiles.rows, tiles.keys),
             tiles.options,
         )  # fmt: skip
         queries, rows = (row_lse, delta, q, d_out), tiles.rows
@@ -178,7 +179,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
                     s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), level * LOG2E, K, L, keys[0].shape[2],
                     of_tiles.words.shape[2], of_tiles.words.shape[1], *call.rule, *scales,
                 ),
-                (R, *call.constants(n == 0, call.kind, shared.precision), rows, tiles.rows, tiles.keys),
+                (R, *call.constants(n == 0, call.kind, *call.numerics), rows, tiles.rows, tiles.keys),
                 tiles.options,
             )  # fmt: skip
         tiles = _tiles("store", q.dtype, q.is_cuda, max(D, Dv), R)
@@ -203,10 +204,7 @@ def _store_gradients(
             queries[2].stride()[:3], queries[3].stride()[:3], tuple(s for x in store for s in x.stride()[:3]),
             K, L, G, r, call.scale * LOG2E, call.scale,
         ),
-        (
-            queries[2].shape[1] // K, g, *call.constants("tf32x3" if dk.dtype == torch.float32 else "tf32"),
-            tiles.rows, BN,
-        ),
+        (queries[2].shape[1] // K, g, *call.constants(*call.numerics), tiles.rows, BN),
         tiles.options,
     )  # fmt: skip
 
@@ -217,9 +215,9 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
         q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], groups: Tensor, starts: Tensor | None, rule: Sequence[int],
-        closed: int, level: float, pool: bool, scale: float,
+        closed: int, level: float, pool: bool, scale: float, softcap: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return forward(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale)
+        return forward(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
 
     op.register_fake(lambda q, k, v, *_: results(q, v))
     op.register_autograd(_differentiate, setup_context=_keep)
@@ -230,9 +228,11 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
 def _attend_backward(
     d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
     groups: Tensor, starts: Tensor | None, rule: Sequence[int], closed: int, level: float, pool: bool, scale: float,
+    softcap: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, of the sources' keys and of their values."""
-    return _backward(d_out, d_lse, out, lse, Call(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale))
+    call = Call(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
+    return _backward(d_out, d_lse, out, lse, call)
 
 
 @_attend_backward.register_fake
@@ -252,7 +252,7 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     out, lse, q, *tensors, groups, starts = ctx.saved_tensors
     k, v = tensors[:3], tensors[3:]
     dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, groups, starts, *ctx.numbers)
-    return dq, grads[:3], grads[3:], *[None] * 7
+    return dq, grads[:3], grads[3:], *[None] * 8
 
 
 class Kernels(NamedTuple):
@@ -278,6 +278,7 @@ def attend_recall(
     choice: Choice,
     *,
     scale: float,
+    softcap: float,
     pool: bool,
     return_lse: bool,
     kernels: Kernels = _KERNELS,
@@ -299,8 +300,9 @@ def attend_recall(
         else:
             entries, rule = store, replace(rule, entries=store.k.shape[2] // G)
         return kernels.attend(
-            q, [entries, window], replace(spans, rule=rule), scale=scale, dropout_p=0.0, return_lse=return_lse
-        )
+            q, [entries, window], replace(spans, rule=rule), scale=scale, softcap=softcap, dropout_p=0.0,
+            return_lse=return_lse,
+        )  # fmt: skip
     starts, numbers = describe(spans, 2, L, q.device)
     positions = Positions(starts, tuple(numbers))
     if isinstance(choice, IndexChoice):
@@ -314,7 +316,7 @@ def attend_recall(
     assert entries.bias is None or isinstance(entries.bias, (int, float)), "the backend's limits"
     call = Call(
         q, [entries.k, store.k, window.k], [entries.v, store.v, window.v], groups, starts, tuple(numbers), closed,
-        float(entries.bias or 0.0), pool, scale,
+        float(entries.bias or 0.0), pool, scale, softcap,
     )  # fmt: skip
     out, lse = (kernels.operation if needs_operation(q, *call.k, *call.v) else kernels.forward)(*call)
     return out, lse if return_lse else None

@@ -21,6 +21,7 @@ from condense.ops.triton.attend_forward import VARYING, forward_keys
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import Queries, Row, Rule, Softmax, Source, Spans, Start
 from condense.ops.triton.device.rule import cut, start_of_row, tile_rows, visible
+from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.recall_choice_kernels import row_of_words
 
 # numbers that differ from block to block of queries, and would compile a new kernel each
@@ -55,9 +56,12 @@ def bit_of(i, Q: tl.constexpr, words_ptr):
 
 
 @triton.jit
-def _add_keys(softmax, q, k, v, seen, level, scale, PRECISION: tl.constexpr):
+def _add_keys(softmax, q, k, v, seen, level, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the softmax: keys that each row sees or not. Scores are base 2, scale > 0."""
-    s = tl.where(seen, products(q, k, PRECISION), float("-inf"))
+    s = products(q, k, PRECISION)
+    if CAP > 0:
+        s, scale = soft_cap(s * scale, CAP)[0], 1.0
+    s = tl.where(seen, s, float("-inf"))
     m = tl.maximum(softmax.m, tl.max(s, 1) * scale + level)
     safe = tl.where(m == float("-inf"), 0.0, m)
     p = tl.exp2(s * scale - (safe - level)[:, None])
@@ -83,12 +87,23 @@ def _load_entries(source, opened, start, closed, BN: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def _forward_entries(
-    softmax, q, source, opened, lo, hi, closed, scale, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    softmax,
+    q,
+    source,
+    opened,
+    lo,
+    hi,
+    closed,
+    scale,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Entries ``[lo, hi)`` of groups that the row does not open. MASKED: a row's closed groups may end among them."""
     for start in range(lo, hi, BN):
         k, v, seen = _load_entries(source, opened, start, closed, BN, MASKED)
-        softmax = _add_keys(softmax, q, k, v, seen, source.level, scale, PRECISION)
+        softmax = _add_keys(softmax, q, k, v, seen, source.level, scale, CAP, PRECISION)
     return softmax
 
 
@@ -107,41 +122,71 @@ def _load_opened(store, opened, start, g: tl.constexpr, WIDTHS: tl.constexpr, BN
 
 @triton.jit
 def _forward_opened(
-    softmax, q, store, opened, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr
+    softmax,
+    q,
+    store,
+    opened,
+    scale,
+    g: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BN: tl.constexpr,
+    CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Tokens of all groups that a query of the tile opens, each row those of its own."""
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
-        softmax = _add_keys(softmax, q, k, v, seen, 0.0, scale, PRECISION)
+        softmax = _add_keys(softmax, q, k, v, seen, 0.0, scale, CAP, PRECISION)
     return softmax
 
 
 @triton.jit
-def _dq_add(dq, queries, k, v, seen, level, scale, PRECISION: tl.constexpr):
+def _dq_add(dq, queries, k, v, seen, level, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """One step of dq, up to the softmax scale, of keys that each row sees or not."""
     s = products(queries.q, k, PRECISION)
     dp = products(queries.d_out, v, PRECISION)
-    p = tl.where(seen, tl.exp2(s * scale - (queries.lse - level)[:, None]), 0.0)
-    return add_weighted(dq, p * (dp - queries.delta[:, None]), k, PRECISION)
+    s, slope = soft_cap(s * scale, CAP)
+    p = tl.where(seen, tl.exp2(s - (queries.lse - level)[:, None]), 0.0)
+    return add_weighted(dq, p * (dp - queries.delta[:, None]) * slope, k, PRECISION)
 
 
 @triton.jit
 def _dq_entries(
-    dq, queries, source, opened, lo, hi, closed, scale, BN: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr
+    dq,
+    queries,
+    source,
+    opened,
+    lo,
+    hi,
+    closed,
+    scale,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     for start in range(lo, hi, BN):
         k, v, seen = _load_entries(source, opened, start, closed, BN, MASKED)
-        dq = _dq_add(dq, queries, k, v, seen, source.level, scale, PRECISION)
+        dq = _dq_add(dq, queries, k, v, seen, source.level, scale, CAP, PRECISION)
     return dq
 
 
 @triton.jit
 def _dq_opened(
-    dq, queries, store, opened, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr
+    dq,
+    queries,
+    store,
+    opened,
+    scale,
+    g: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BN: tl.constexpr,
+    CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
-        dq = _dq_add(dq, queries, k, v, seen, 0.0, scale, PRECISION)
+        dq = _dq_add(dq, queries, k, v, seen, 0.0, scale, CAP, PRECISION)
     return dq
 
 
@@ -165,7 +210,8 @@ def recall_fwd_kernel(
     s_q, s_store, level, K, L, first, stop, words, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """Of queries ``[first, stop)``: out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous.
 
@@ -188,23 +234,23 @@ def recall_fwd_kernel(
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
         source = Source(k, v, row.b, row.head, level, 0)
         whole = tl.min(closed) // BN * BN
-        softmax = _forward_entries(softmax, q, source, opened, 0, whole, closed, scale, BN, False, PRECISION)
+        softmax = _forward_entries(softmax, q, source, opened, 0, whole, closed, scale, BN, False, CAP, PRECISION)
         softmax = _forward_entries(
-            softmax, q, source, opened, whole, tl.max(closed), closed, scale, BN, True, PRECISION
+            softmax, q, source, opened, whole, tl.max(closed), closed, scale, BN, True, CAP, PRECISION
         )
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
         s_store[2], s_store[5],
     )  # fmt: skip
     widths: tl.constexpr = (D0, D1, V0, V1)
-    softmax = _forward_opened(softmax, q, store, opened, scale, g, widths, BN, PRECISION)
+    softmax = _forward_opened(softmax, q, store, opened, scale, g, widths, BN, CAP, PRECISION)
     k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
     near = Source(k, v, row.b, row.head, 0.0, 0)
     seen_from, seen_to = visible(1, i, row, spans, KIND)
     lo, left, right, hi = cut(seen_from, seen_to, False, BN)
-    softmax = forward_keys(softmax, q, near, None, lo, left, seen_from, seen_to, scale, BN, True, PRECISION)
-    softmax = forward_keys(softmax, q, near, None, left, right, seen_from, seen_to, scale, BN, False, PRECISION)
-    softmax = forward_keys(softmax, q, near, None, right, hi, seen_from, seen_to, scale, BN, True, PRECISION)
+    softmax = forward_keys(softmax, q, near, None, lo, left, seen_from, seen_to, scale, True, CAP, PRECISION)
+    softmax = forward_keys(softmax, q, near, None, left, right, seen_from, seen_to, scale, False, CAP, PRECISION)
+    softmax = forward_keys(softmax, q, near, None, right, hi, seen_from, seen_to, scale, True, CAP, PRECISION)
     at = (b * K * R + head) * L + i
     safe = tl.where(softmax.total > 0, softmax.total, 1.0)
     store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
@@ -220,7 +266,8 @@ def recall_dq_kernel(
     s_q, s_out, s_store, level, K, L, first, stop, words, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """Of queries ``[first, stop)``: dq ``[B, H, L, D]`` and the two numbers per query that keys need, float32
     ``[B, H, L]``: see `condense.ops.triton.attend_backward`.
@@ -254,19 +301,19 @@ def recall_dq_kernel(
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
         source = Source(k, v, row.b, row.head, level, 0)
         whole = tl.min(closed) // BN * BN
-        dq = _dq_entries(dq, queries, source, opened, 0, whole, closed, scale, BN, False, PRECISION)
-        dq = _dq_entries(dq, queries, source, opened, whole, tl.max(closed), closed, scale, BN, True, PRECISION)
+        dq = _dq_entries(dq, queries, source, opened, 0, whole, closed, scale, BN, False, CAP, PRECISION)
+        dq = _dq_entries(dq, queries, source, opened, whole, tl.max(closed), closed, scale, BN, True, CAP, PRECISION)
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
         s_store[2], s_store[5],
     )  # fmt: skip
     widths: tl.constexpr = (D0, D1, V0, V1)
-    dq = _dq_opened(dq, queries, store, opened, scale, g, widths, BN, PRECISION)
+    dq = _dq_opened(dq, queries, store, opened, scale, g, widths, BN, CAP, PRECISION)
     k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
     near = Source(k, v, row.b, row.head, 0.0, 0)
     seen_from, seen_to = visible(1, i, row, spans, KIND)
     lo, left, right, hi = cut(seen_from, seen_to, False, BN)
-    dq = dq_keys(dq, queries, near, None, lo, left, seen_from, seen_to, scale, BN, True, PRECISION)
-    dq = dq_keys(dq, queries, near, None, left, right, seen_from, seen_to, scale, BN, False, PRECISION)
-    dq = dq_keys(dq, queries, near, None, right, hi, seen_from, seen_to, scale, BN, True, PRECISION)
+    dq = dq_keys(dq, queries, near, None, lo, left, seen_from, seen_to, scale, True, CAP, PRECISION)
+    dq = dq_keys(dq, queries, near, None, left, right, seen_from, seen_to, scale, False, CAP, PRECISION)
+    dq = dq_keys(dq, queries, near, None, right, hi, seen_from, seen_to, scale, True, CAP, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)

@@ -16,6 +16,7 @@ from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import add_weighted, load_rows, products, store_rows, zeros
 from condense.ops.triton.device.records import Queries, Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import seen_by, start_of_row
+from condense.ops.triton.device.scores import soft_cap
 
 
 @triton.jit
@@ -32,13 +33,14 @@ def _load_queries(
 
 
 @triton.jit
-def _add_queries(grads, k, v, rows, seen, level, scale, PRECISION: tl.constexpr):
+def _add_queries(grads, k, v, rows, seen, level, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """Adds rows to dk, up to the softmax scale, and dv. seen ``[n, BM]``: which rows see which keys."""
     s = products(k, rows.q, PRECISION)
     dp = products(v, rows.d_out, PRECISION)
-    p = tl.where(seen, tl.exp2(s * scale - (rows.lse - level)[None, :]), 0.0)
+    s, slope = soft_cap(s * scale, CAP)
+    p = tl.where(seen, tl.exp2(s - (rows.lse - level)[None, :]), 0.0)
     dv = add_weighted(grads[1], p, rows.d_out, PRECISION)
-    dk = add_weighted(grads[0], p * (dp - rows.delta[None, :]), rows.q, PRECISION)
+    dk = add_weighted(grads[0], p * (dp - rows.delta[None, :]) * slope, rows.q, PRECISION)
     return dk, dv
 
 
@@ -48,8 +50,8 @@ def recall_dkv_kernel(
     s_q, s_out, s_keys, level, K, L, size, words, tiles,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     R: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
-    BN: tl.constexpr,
+    ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
+    BS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries or else of the window.
 
@@ -83,7 +85,7 @@ def recall_dkv_kernel(
             word_at = (tl.program_id(1).to(tl.int64) * tiles + tile) * words + n
             word = tl.load(words_ptr + word_at, mask=n < words, other=0)
             sees = sees & (((word[:, None] >> (i % Q)[None, :]) & 1) == 0)
-        grads = _add_queries(grads, k, v, rows, sees, level, scale, PRECISION)
+        grads = _add_queries(grads, k, v, rows, sees, level, scale, CAP, PRECISION)
     at = (b * K + kvh) * size + key
     store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
     store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)
@@ -94,7 +96,7 @@ def recall_store_kernel(
     lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, first_ptr, order_ptr, dk_ptr, dv_ptr,
     s_q, s_out, s_keys, K, L, G, r, scale, softmax_scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, G * g, D]`` and dv ``[B, K, G * g, Dv]``, contiguous; grid (B * K, G, tiles of a group's tokens).
 
@@ -122,7 +124,7 @@ def recall_store_kernel(
         i = tl.load(order_ptr + place, mask=there, other=0) // r
         at_q, at_out = b * s_q[0] + head * s_q[1] + i * s_q[2], b * s_out[0] + head * s_out[1] + i * s_out[2]
         rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, there, D0, D1, V0, V1)
-        grads = _add_queries(grads, k, v, rows, there[None, :], 0.0, scale, PRECISION)
+        grads = _add_queries(grads, k, v, rows, there[None, :], 0.0, scale, CAP, PRECISION)
     at = (b * K + kvh) * G * g + key
     store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
     store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import IndexSettings
 from condense.ops.recall.limits import step_obstacle
@@ -43,12 +44,13 @@ def recall_step(
     *,
     scale: float,
     real: Tensor | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
     q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.recall.state`, contiguous;
     bfloat16, float16 or float32, one dtype; K divides H. ``real`` bool or integer ``[B]``: rows without a token are not
-    touched and give 0 (None: all have one).
+    touched and give 0 (None: all have one). extras: as of `condense.ops.recall.attend_recall`.
     Raises ValueError for what `condense.ops.recall.limits.step_obstacle` names and for a state that does not fit.
     """
     obstacle = step_obstacle(q, k, v, state, settings)
@@ -58,8 +60,8 @@ def recall_step(
     rule, index = settings.rule, settings.index
     assert rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
-        q, k, v, *state[:11], real, rule.chunk, rule.window, index.kind, index.size, index.bits, *settings.quota,
-        settings.entries.bias, settings.pool, scale,
+        q, k, v, *state[:11], real, extras.sink_logits, rule.chunk, rule.window, index.kind, index.size, index.bits,
+        *settings.quota, settings.entries.bias, settings.pool, scale, extras.softcap,
     )  # fmt: skip
     return out
 
@@ -163,11 +165,13 @@ def _plan(
     widths: tuple[int, int],
     sizes: tuple[int, int, int, int],
     settings: RecallSettings,
-    scale: float,
+    scores: tuple[float, float],
     has_real: bool,
 ) -> _Plan:
-    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots."""
-    (B, H, K), (D, Dv), (G, W, N, S) = heads, widths, sizes
+    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots; scores: their scale
+    and soft cap.
+    """
+    (B, H, K), (D, Dv), (G, W, N, S), (scale, softcap) = heads, widths, sizes, scores
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
@@ -207,7 +211,7 @@ def _plan(
         ),
         (
             (S1, B * K, 1), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
-            (S, g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, early),
+            (S, g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
         ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
@@ -230,6 +234,7 @@ def _step(
     held: Tensor,
     order: Tensor,
     real: Tensor | None,
+    sink: Tensor | None,
     group_size: int,
     window: int,
     index: str,
@@ -241,6 +246,7 @@ def _step(
     bias: float,
     pool: bool,
     scale: float,
+    softcap: float,
 ) -> Tensor:
     taken = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen)
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
@@ -251,9 +257,9 @@ def _step(
     rule, entries = UniformRule(group_size, window), EntrySettings(bias=bias)
     settings = RecallSettings(rule, of_index, Quota(most, share_part, share_of), entries, pool)
     sizes = (G, ring_k.shape[2], store.shape[2], S)
-    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, scale, real is not None)
+    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, (scale, softcap), real is not None)
     scratch = _scratch(q, K, G, settings.quota.at(G), plan.splits, Dv)
-    score, top, total, key, candidate, groups, place, offset, part, lse = scratch
+    score, top, total, key, candidate, groups, place, offset, parts, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real.contiguous()
     # kernels start on the current device, which may not be that of the tensors in a model spread over several
@@ -266,12 +272,14 @@ def _step(
             chosen = (key, candidate, held, order, seen, counts, groups, place, offset)
             _launch(_choose, plan.choose, chosen, ())
         keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
-        _launch(_attend, plan.attend, (q, *keys, groups, place, offset, seen, counts, part, lse), q.stride()[:2])
-        _launch(_join, plan.join, (part, lse, out, seen, counts), (seen.stride(0), counts.stride(0)))
+        _launch(_attend, plan.attend, (q, *keys, groups, place, offset, seen, counts, parts, lse), q.stride()[:2])
+        _launch(_join, plan.join, (parts, lse, out, seen, counts, sink), (seen.stride(0), counts.stride(0)))
     return out
 
 
-def _launch(kernel: Launcher, plan: tuple[Any, ...], tensors: tuple[Tensor, ...], strides: tuple[int, ...]) -> None:
+def _launch(
+    kernel: Launcher, plan: tuple[Any, ...], tensors: tuple[Tensor | None, ...], strides: tuple[int, ...]
+) -> None:
     grid, numbers, constants, options = plan
     kernel(grid, tensors, (*strides, *numbers), constants, options)
 

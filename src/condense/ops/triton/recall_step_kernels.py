@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall import index
+from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 
 _MARGIN = tl.constexpr(index.MARGIN)
@@ -488,7 +489,7 @@ def recall_attend_kernel(
     scale,
     SLOTS: tl.constexpr, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    CAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K).
 
@@ -544,7 +545,7 @@ def recall_attend_kernel(
         if SLOTS > 0:
             tl.store(in_slot[:, None] + d[None, :], k, mask=moves & (d < D)[None, :])
             tl.store(in_slot[:, None] + D + e[None, :], v, mask=moves & (e < DV)[None, :])
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = soft_cap(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, CAP)[0]
         s = tl.where(inside[None, :], s + offset[None, :], float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)

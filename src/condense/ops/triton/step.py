@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
@@ -44,6 +45,7 @@ def step(
     scale: float,
     real: Tensor | None = None,
     latent: int = 0,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
@@ -52,13 +54,16 @@ def step(
     or integer ``[B]``: rows without a token are not touched and give 0 (None: all have one).
     latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
     the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
+    extras: as of `condense.ops.attend`.
     Entries beyond the capacity are dropped and never seen, without an error: ``seen`` is on the device.
     Raises ValueError for a device without kernels, another dtype, methods whose settings do not say how entries are
     made, chunks of more than 128 tokens with focal ones, a width above 256 (512 of a latent) and a state that does not
     fit.
     """
     _check(q, k, v, state, settings, real, latent)
-    out: Tensor = torch.ops.condense.step.default(q, k, v, *state, real, settings.number, scale, latent)
+    out: Tensor = torch.ops.condense.step.default(
+        q, k, v, *state, real, extras.sink_logits, settings.number, scale, latent, extras.softcap
+    )
     return out
 
 
@@ -169,9 +174,16 @@ class _Sizes(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step until their buffers grow
 def _launch(
-    number: int, scale: float, latent: int, sizes: _Sizes, dtype: torch.dtype, device: torch.device, has_real: bool
+    number: int,
+    scores: tuple[float, float],
+    latent: int,
+    sizes: _Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_real: bool,
 ) -> _Launch:
-    """number: `StepSettings.number`."""
+    """number: `StepSettings.number`. scores: their scale and soft cap."""
+    scale, softcap = scores
     check_programs(sizes.B * sizes.K)
     settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
     gpu = gpu_of(device) if device.type == "cuda" else None
@@ -201,6 +213,7 @@ def _launch(
         joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (joined_rows * columns))) if joins else 1,
         joined_columns=columns if joins else 1,
         matched=settings.matched,
+        softcap=softcap * LOG2E,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
     weight_scale = scale if settings.weight_scale is None else settings.weight_scale
@@ -232,9 +245,11 @@ def _step(
     arrived: Tensor,
     biases: Tensor,
     real: Tensor | None,
+    sink: Tensor | None,
     settings: int,
     scale: float,
     latent: int,
+    softcap: float,
 ) -> Tensor:
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         changed = (entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived, biases)
@@ -242,7 +257,7 @@ def _step(
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
     sizes = _Sizes(B, H, k.shape[1], D, Dv, entries_k.shape[2], ring_k.shape[2], ring_q.shape[2])
-    launch = _launch(settings, scale, latent, sizes, q.dtype, device, real is not None)
+    launch = _launch(settings, (scale, softcap), latent, sizes, q.dtype, device, real is not None)
     part, lse = _scratch(q, launch.num_splits, Dv)
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     has_token = seen if real is None else real
@@ -269,6 +284,7 @@ def _step(
                 arrived,
                 biases,
                 has_token,
+                sink,
                 part,
                 lse,
                 out,
@@ -280,7 +296,7 @@ def _step(
         if launch.join_grid is not None:
             _join_kernel(
                 launch.join_grid,
-                (part, lse, out, seen, has_token),
+                (part, lse, out, seen, has_token, sink),
                 (seen.stride(0), has_token.stride(0), H, launch.num_splits),
                 launch.join_constants,
                 launch.join_options,
@@ -289,7 +305,7 @@ def _step(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    latent = args[-1]
+    latent = args[-2]
     return q.new_empty(*q.shape[:3], latent or v.shape[3])
 
 

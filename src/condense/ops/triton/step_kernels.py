@@ -34,6 +34,7 @@ from condense.ops.triton.device.entry import (
     summary_query,
 )
 from condense.ops.triton.device.parts import load_rows
+from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax, add_keys, empty_softmax, join_parts, key_products, store_part
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -95,7 +96,7 @@ def _attend_keys(
         at = first + i
         at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
         k = load_rows(source.k, at * source.s_k, inside, KIND.D0, KIND.D1)
-        s = key_products(q, k, PRECISION) * scale
+        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
                 i < moment.prompt_entries, i >= moment.prompt_focal, (i - moment.prompt_entries) % PERIOD == PERIOD - 1
@@ -119,7 +120,8 @@ def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.conste
         i = start + tl.arange(0, 16)
         _, focal = focal_tokens(scores, i, i < count, KIND)
         k = chunk_keys(ring, chunk, i, KIND)
-        s = tl.where(focal[None, :], key_products(q, k, PRECISION) * scale, float("-inf"))
+        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
+        s = tl.where(focal[None, :], s, float("-inf"))
         v = (k[0],) if KIND.latent else chunk_values(ring, chunk, i, KIND)
         softmax = add_keys(softmax, s, v, PRECISION)
     return softmax
@@ -183,9 +185,9 @@ def _new_token(
     for start in range(first_row, tl.minimum(first_row + KIND.rows, heads.size), 16):
         r = start + tl.arange(0, 16)
         q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
-        to_token = row_products(q, k) * scores.attend
+        to_token = soft_cap(row_products(q, k) * scores.attend, KIND.softcap)[0]
         to_token = tl.where(moment.first <= moment.t, to_token, float("-inf"))
-        to_entry = row_products(q, entry_k) * scores.attend + bias
+        to_entry = soft_cap(row_products(q, entry_k) * scores.attend, KIND.softcap)[0] + bias
         to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
         m = tl.maximum(to_token, to_entry)
         finite = tl.where(m == float("-inf"), 0.0, m)
@@ -222,12 +224,12 @@ def _share(
 
 
 @triton.jit
-def _join(places, out_ptr, R, KIND: tl.constexpr):
+def _join(places, sink_ptr, kvh, out_ptr, R, KIND: tl.constexpr):
     """Join all splits of a KV head and store its outputs ``[R, V]``; zeros if there are no splits."""
     V: tl.constexpr = KIND.V0 + KIND.V1
     r, column = tl.arange(0, KIND.joined_rows), tl.arange(0, KIND.joined_columns)
     row = (places.row + r).to(tl.int64)
-    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts)
+    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink_ptr, kvh * R + r)
     there = (r < R)[:, None] & (column < V)[None, :]
     tl.store(out_ptr + row[:, None] * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -256,7 +258,7 @@ def _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prom
 @triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, prompt_ptr,
-    arrived_ptr, biases_ptr, real_ptr, part_ptr, lse_ptr, out_ptr,
+    arrived_ptr, biases_ptr, real_ptr, sink_ptr, part_ptr, lse_ptr, out_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_prompt, s_prompt_n, s_arrived, s_arrived_n, s_real,
@@ -266,7 +268,8 @@ def step_kernel(
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
 
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
-    biases float32 ``[B, K, M]``, contiguous, read and written if they are matched.
+    biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
+    value, None for none.
     """
     if KIND.early:
         if KIND.joins:
@@ -311,7 +314,8 @@ def step_kernel(
             # every program of the head has read `seen`
             joined = tl.atomic_add(arrived + K * s_arrived_n, 1, sem="relaxed")
             tl.store(arrived + kvh * s_arrived_n, 0)
-            _join(_Places(part_ptr, lse_ptr, head * R, tl.where(live, S, 0)), out_ptr, R, KIND)
+            joined_places = _Places(part_ptr, lse_ptr, head * R, tl.where(live, S, 0))
+            _join(joined_places, sink_ptr, kvh, out_ptr, R, KIND)
             if joined == K - 1:
                 tl.store(arrived + K * s_arrived_n, 0)
                 tl.store(seen_ptr + b * s_seen, seen + tl.where(live, 1, 0))
@@ -319,10 +323,10 @@ def step_kernel(
 
 @triton.jit
 def step_join_kernel(
-    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, s_seen, s_real, H, S,
+    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, s_seen, s_real, H, S,
     V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns)."""
+    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns). sink: as of `step_kernel`."""
     if EARLY:
         gdc_wait()
     row, b = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64)
@@ -331,7 +335,7 @@ def step_join_kernel(
         live = (tl.load(real_ptr + b * s_real) != 0).to(tl.int32)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     one = tl.arange(0, 1)
-    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS)
+    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one)
     tl.store(out_ptr + row * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 
     if (tl.program_id(1) == 0) & (row % H == 0):

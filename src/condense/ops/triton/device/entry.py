@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
     heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
     page: slots of a page, where a chunk's tokens lie in `Pages`; 0: they lie in a ring.
-    matched: each entry has a bias of its own.
+    matched: each entry has a bias of its own. softcap: of attention's scores, base 2, 0.0 for none.
     """
 
     D0: int
@@ -54,6 +54,7 @@ class Kind(NamedTuple):
     joined_columns: int
     page: int = 0
     matched: bool = False
+    softcap: float = 0.0
 
 
 class Buffer(NamedTuple):

@@ -71,15 +71,22 @@ def store_part(part_ptr, lse_ptr, softmax, at, inside, V0: tl.constexpr, V1: tl.
 
 
 @triton.jit
-def join_parts(part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: tl.constexpr):
+def join_parts(
+    part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: tl.constexpr, sink_ptr=None, head=None
+):  # fmt: skip
     """Outputs ``[rows, columns]`` of rows from their S adjacent parts, SB at a time; 0 for rows that saw no key.
 
+    sink_ptr: a logit without a value per query head (`condense.ops.Extras`), or None; head: the rows' query heads.
     Parts are read past the L1 cache, because other multiprocessors wrote them in the same kernel.
     """
     s = tl.arange(0, SB)[None, :]
-    m = tl.full(row.shape, float("-inf"), tl.float32)
     acc = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
-    total = tl.zeros(row.shape, tl.float32)
+    if sink_ptr is None:
+        m = tl.full(row.shape, float("-inf"), tl.float32)
+        total = tl.zeros(row.shape, tl.float32)
+    else:
+        m = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.full(row.shape, 1.0, tl.float32)
     for start in range(0, S, SB):
         at = row[:, None] * S + start + s
         there = inside[:, None] & (start + s < S)

@@ -1,0 +1,48 @@
+"""What some models add to attention: soft-capped scores, a logit without a value in every softmax (attention sinks).
+
+Shapes: B rows, H query heads, L queries, Dv value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Extras(NamedTuple):
+    """What a model's attention has beside scaled scores and their softmax.
+
+    softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added (Gemma 2), 0.0 for none.
+    sink_logits: float ``[H]``: each head's softmax has this logit too, which has no value, so that the weights of the
+    keys sum up to less than 1 (GPT-OSS); gets a gradient. None for none.
+    """
+
+    softcap: float = 0.0
+    sink_logits: Tensor | None = None
+
+    @property
+    def needs_lse(self) -> bool:
+        """True if `finish` needs the log-sum-exp."""
+        return self.sink_logits is not None
+
+    def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
+        """Output ``[B, H, L, Dv]`` with the sink logits, of the output without them and its log-sum-exp ``[B, H, L]``.
+
+        The softmax over the scores s and a sink logit z gives every key ``exp(lse - logaddexp(lse, z))`` times the
+        weight that it has without z.
+        """
+        if self.sink_logits is None:
+            return out
+        assert lse is not None
+        weight = torch.sigmoid(lse - self.sink_logits.to(lse.dtype)[:, None])
+        return (out * weight[..., None]).to(out.dtype)
+
+
+def soft_cap(scores: Tensor, softcap: float) -> Tensor:
+    """``softcap * tanh(scores / softcap)``, or the scores themselves for 0.0."""
+    return scores if softcap == 0.0 else torch.tanh(scores / softcap) * softcap
+
+
+NO_EXTRAS = Extras()

@@ -1,0 +1,79 @@
+"""lm-evaluation-harness's own command line, started by `condense run`, scores a condensed folder as condensed."""
+
+import contextlib
+import io
+import json
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import condense
+
+CHOICES = ("north", "south")
+# without a sink: what stands before the last four tokens is not seen
+BLIND = condense.StreamingLLM(sink=0, window=4)
+TASK = """\
+task: far
+dataset_path: json
+dataset_kwargs: {data_files: {test: DOCS}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_choice: [north, south]
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A random model in a folder, condensed and dense; and a task that the condensed one alone answers."""
+    _, tokenizer = condense.demo_model()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, root = LlamaForCausalLM(config).eval(), tmp_path_factory.mktemp("run")
+    texts = [f"Number {n} stood at the gate, and the others walked on. They all went" for n in range(200)]
+    answers = {}
+    for name in ("dense", "condensed"):
+        if name == "condensed":
+            condense.apply(model, BLIND)
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        answers[name] = [_answer(model, tokenizer, text) for text in texts]
+    differ = [i for i in range(200) if answers["dense"][i] != answers["condensed"][i]]
+    assert len(differ) >= 5
+    docs = [{"text": texts[i], "answer": answers["condensed"][i]} for i in differ]
+    (root / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    (root / "far.yaml").write_text(TASK.replace("DOCS", str(root / "docs.jsonl")))
+    return root
+
+
+@torch.no_grad()
+def _answer(model, tokenizer, text):
+    """The choice with the higher likelihood after a text."""
+    likelihoods = []
+    for choice in CHOICES:
+        start, ids = (tokenizer(x, return_tensors="pt").input_ids for x in (text, f"{text} {choice}"))
+        scores = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        likelihoods.append(float(scores[start.shape[1] - 1 :].sum()))
+    return int(likelihoods[1] > likelihoods[0])
+
+
+@pytest.mark.parametrize(("name", "accuracy"), [("condensed", 1.0), ("dense", 0.0)])
+def test_a_task_that_only_the_condensed_model_answers(folders, tmp_path, monkeypatch, name, accuracy):
+    from condense.cli.main import main
+
+    words = ["condense", "run", "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "1"]
+    words += ["--model_args", f"pretrained={folders / name},dtype=float32", "--tasks", "far"]
+    monkeypatch.setattr(sys, "argv", [*words, "--include_path", str(folders), "--output_path", str(tmp_path / "out")])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as done:
+        main()
+    assert not done.value.code
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["far"]["acc,none"] == accuracy
