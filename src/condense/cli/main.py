@@ -49,9 +49,7 @@ def _options(
 
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(bench_app)
-app.command("calibrate", short_help="Find the cheapest method for every layer that keeps the quality.")(
-    calibrate_command
-)
+app.command("calibrate", short_help="Find the cheapest good method for every layer.")(calibrate_command)
 app.command("compare", short_help="Ask the same questions under several methods.")(compare_command)
 app.command("eval", short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
 app.command("generate")(generate_command)
