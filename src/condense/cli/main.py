@@ -61,7 +61,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     short_help="Serve a condensed model with vLLM.",
 )(serve_command)
-app.command("train")(train_command)
+app.command("train", short_help="Train a model by a recipe, from scratch or further.")(train_command)
 
 
 def main() -> None:
