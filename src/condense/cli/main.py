@@ -49,9 +49,7 @@ def _options(
 
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(bench_app)
-app.command("calibrate", short_help="Find the cheapest method for every layer that keeps the quality.")(
-    calibrate_command
-)
+app.command("calibrate", short_help="Find the cheapest good method for every layer.")(calibrate_command)
 app.command("compare", short_help="Ask the same questions under several methods.")(compare_command)
 app.command("eval", short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
 app.command("generate")(generate_command)
@@ -63,7 +61,7 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     short_help="Serve a condensed model with vLLM.",
 )(serve_command)
-app.command("train")(train_command)
+app.command("train", short_help="Train a model by a recipe, from scratch or further.")(train_command)
 
 
 def main() -> None:
