@@ -214,10 +214,10 @@ def test_is_one_well_formed_operation(kind):
 def test_without_a_gradient_the_function_inside_the_operation_runs():
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, WIDTH, WIDTH, dtype=DTYPES[0]))
     spans, keys = RuleSpans(UniformRule(4, 5), 0, 0), two_sources(k[:, :, 3::4], v[:, :, 3::4], k, v)
-    assert not triton_attend.needs_operation(triton_attend.call_of(q, keys, spans, 0.3))
+    assert not triton_attend.needs_operation(q, k, v)
     direct = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
     q.requires_grad_()
-    assert triton_attend.needs_operation(triton_attend.call_of(q, keys, spans, 0.3))
+    assert triton_attend.needs_operation(q, k, v)
     by_operation = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(direct, by_operation, strict=True))
 
