@@ -234,6 +234,14 @@ def test_padded_rows_equal_single_rows(method):
 
 
 @pytest.mark.parametrize("method", [*SPARSE, SNAP], ids=[*NAMES, "snapkv"])
+def test_a_row_of_padding_alone_gives_0(method):
+    q, k, v = qkv(40, B=2)
+    out = condense.attention(q, k, v, method=method, padding=torch.tensor([40, 0]))
+    assert bool((out[0] == 0).all())
+    torch.testing.assert_close(out[1:], condense.attention(q[1:], k[1:], v[1:], method=method))
+
+
+@pytest.mark.parametrize("method", [*SPARSE, SNAP], ids=[*NAMES, "snapkv"])
 @torch.no_grad()
 def test_a_model_decodes_over_what_was_kept_in_growing_and_static_caches(method):
     model, ids = tiny.model("llama"), tiny.tokens(1, 40)

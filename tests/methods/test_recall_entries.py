@@ -5,6 +5,7 @@ import torch
 
 import condense
 from condense import Recall
+from condense.caches import StaticRecallLayer, read_request
 from condense.testing import oracle
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -60,3 +61,13 @@ def test_stored_bits_have_no_gradient():
     inputs = [x.requires_grad_() for x in oracle.random_qkv(1, 4, 2, 34, 6, 4)]
     with pytest.raises(ValueError, match="keeps no gradients of stored tokens: train with store_bits=16"):
         condense.attention(*inputs, method=Recall(**SMALL, store_bits=8))
+
+
+def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
+    method, (q, k, v) = METHODS["matched"], oracle.random_qkv(1, 4, 2, 8, 6, 5)
+    layer, outs = StaticRecallLayer(method, 8), []
+    for now in zip(*(x.split([3, 5], dim=2) for x in (q, k, v)), strict=True):
+        context = layer.read(*now[1:], read_request(now[0], scale=0.7))
+        outs.append(method.attend(now[0], context, scale=0.7)[0])
+    want = condense.attention(q, k, v, method=condense.Dense(), scale=0.7)
+    torch.testing.assert_close(torch.cat(outs, dim=2), want, **EXACT)

@@ -63,7 +63,7 @@ def empty_state(
         torch.full((rows, K, slots), -1, dtype=torch.int32, device=device),
         torch.arange(slots, dtype=torch.int32, device=device).repeat(rows, K, 1),
         torch.zeros(rows, K, 0, width, dtype=dtype, device=device),
-        torch.zeros(rows, K, 0, 1, dtype=wide, device=device),
+        torch.zeros(rows, K, 0, 0, dtype=wide, device=device),
     )
 
 

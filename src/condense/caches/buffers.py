@@ -62,7 +62,7 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *
         held=torch.full((B, K, S), -1, dtype=torch.int32, device=k.device),
         order=torch.arange(S, dtype=torch.int32, device=k.device).repeat(B, K, 1),
         ring_q=zeros(Q, D),
-        biases=zeros(M if method.layout.matched else 0, 1, torch.promote_types(k.dtype, torch.float32)),
+        biases=zeros(*((M, 1) if method.layout.matched else (0, 0)), torch.promote_types(k.dtype, torch.float32)),
     )
 
 

@@ -51,6 +51,9 @@ from condense.ops.recall import (
     build_index,
 )
 
+# largest denominator of a share of the groups: times a number of groups, its numerator fits into int64
+_MOST_PARTS = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Method):
@@ -147,10 +150,14 @@ class Recall(Method):
 
     @cached_property
     def quota(self) -> Quota:
-        """How many of the closed groups a query opens, in exact arithmetic: 0.55 of 100 is 55, not 56."""
+        """How many of the closed groups a query opens, in exact arithmetic: 0.55 of 100 is 55, not 56.
+
+        A share is the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
+        """
         if isinstance(self.num_recall, int):
             return Quota(self.num_recall)
-        part, of = Fraction(str(self.num_recall)).as_integer_ratio()
+        least = Fraction(1, _MOST_PARTS)
+        part, of = max(least, Fraction(str(self.num_recall)).limit_denominator(_MOST_PARTS)).as_integer_ratio()
         return Quota(part=part, of=of)
 
     @property

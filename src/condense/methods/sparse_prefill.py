@@ -61,6 +61,8 @@ class SparsePrefill(Method):
         out = q.new_zeros(*q.shape[:3], window.v.shape[3])
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
         for row, (n, keys) in enumerate(zip(tokens.tolist(), chosen_keys(context), strict=True)):
+            if n == 0:  # a row of padding alone
+                continue
             q_row, k_row, v_row = (x[row : row + 1, :, L - n :] for x in (q, window.k, window.v))
             of_row, lse_row = sparse_attention(q_row, k_row, v_row, keys, scale=scale)
             out[row, :, L - n :], lse[row, :, L - n :] = of_row[0], lse_row[0]
@@ -87,7 +89,8 @@ class SparsePrompt(NamedTuple):
         chosen: list[Tensor] = []
         with torch.no_grad():
             for row, n in enumerate(tokens.tolist()):
-                chosen += self.method.choose(*(x[row : row + 1, :, L - n :] for x in (q, k)), scale=scale)
+                of_row = (x[row : row + 1, :, L - n :] for x in (q, k))
+                chosen += self.method.choose(*of_row, scale=scale) if n > 0 else _no_keys(q)
         return Prompt(context._replace(extra=(tokens, *chosen)), kept)
 
     def num_entries(self, tokens: PerRow) -> PerRow:
@@ -97,6 +100,12 @@ class SparsePrompt(NamedTuple):
     def num_focal(self, tokens: PerRow) -> PerRow:
         """All entries are single tokens."""
         return tokens
+
+
+def _no_keys(q: Tensor) -> SparseKeys:
+    """The keys of a row without tokens, for as many heads as q ``[B, H, L, D]`` has."""
+    H = q.shape[1]
+    return SparseKeys(q.new_empty(H, 0, 0, dtype=torch.bool), q.new_empty(H, 0, dtype=torch.int64))
 
 
 def chosen_keys(context: Context) -> list[SparseKeys]:

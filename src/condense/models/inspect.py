@@ -81,8 +81,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     if isinstance(method, Recall):
         saved = heads.entry_numbers * itemsize - heads.stored_bytes(method, itemsize)
         extra_bytes -= in_store(method, length) * saved
-    if method.layout.matched:
-        extra_bytes += int(num_entries(method, length)) * heads.num_cached * max(4, itemsize)
+    extra_bytes += heads.bias_bytes(method, length, itemsize)
     slots = method.store_slots if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
@@ -262,6 +261,10 @@ class _Heads:
         # latents have no values of their own
         return self.num_cached * method.store_format.width(D, self.entry_numbers // self.num_cached - D, itemsize)
 
+    def bias_bytes(self, method: Method, length: int, itemsize: int) -> int:
+        """Matched biases of all entries, in float32 or wider."""
+        return int(num_entries(method, length)) * self.num_cached * max(4, itemsize) if method.layout.matched else 0
+
     def index_bytes(self, method: Recall, length: int, itemsize: int) -> int:
         """The index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
         D = self.cached_widths[0]
@@ -270,10 +273,14 @@ class _Heads:
         return int(num_entries(method, length)) * self.num_cached * (code_bytes + num_grid * max(4, itemsize))
 
     def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window."""
+        """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window.
+
+        Of a matched method all biases, which stand apart.
+        """
         groups = int(num_entries(method, length))
         unopened = groups - method.quota.at(groups)
         opened = (groups - unopened) * method.group_size
         keys = length - groups * method.group_size + (unopened if method.unchosen == "pool" else 0)
         of_groups = self.index_bytes(method, length, itemsize) + opened * self.stored_bytes(method, itemsize)
-        return keys * self.entry_numbers * itemsize + of_groups
+        biases = self.bias_bytes(method, length, itemsize) if method.unchosen == "pool" else 0
+        return keys * self.entry_numbers * itemsize + of_groups + biases

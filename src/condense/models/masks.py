@@ -46,9 +46,9 @@ def condense_mask(
     count as padding.
     Raises ValueError for a mask function other than a causal, sliding, chunked or packed one.
     """
-    # transformers sets use_vmap for an or_mask_function or and_mask_function and nothing else
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    if use_vmap or not _is_causal(mask_function, (*_RESTRICTIONS, *[_CHUNKS] * has_chunks)):
+    # transformers sets use_vmap for an or_mask_function or and_mask_function and nothing else
+    if use_vmap or not _is_causal(mask_function, (*_RESTRICTIONS, _CHUNKS) if has_chunks else _RESTRICTIONS):
         raise ValueError(
             "condensed attention is causal: mask_function must be the plain causal mask, or that of a sliding window, "
             f"chunks or packed documents, got {mask_function} (is_causal=False, block_sequence_ids, or_mask_function "

@@ -5,13 +5,13 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.hopper.limits import NO_SOFTCAP
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.limits import attend_obstacle, hopper_obstacle, step_obstacle
 from condense.ops.recall.state import RecallSettings, RecallState
@@ -21,6 +21,8 @@ from condense.ops.torch import recall as torch_recall
 from condense.ops.torch import recall_step as torch_step
 
 Unchosen = Literal["pool", "drop"]
+# why a backend cannot attend, None if it can
+Obstacle = Callable[[], str | None]
 
 
 def attend_recall(
@@ -67,9 +69,9 @@ def attend_recall(
             q, entries, store, window, spans, choice, scale=scale, softcap=extras.softcap, pool=pool
         )
         return extras.finish(out, lse), lse if return_lse else None
-    if backend == "hopper" and extras.softcap:
-        raise ValueError(f"backend 'hopper' {NO_SOFTCAP}, got a cap of {extras.softcap}; use backend='triton'")
-    kernels = _resolve(q, entries, store, window, spans, choice, backend, softcap=extras.softcap)
+    of_hopper = partial(hopper_obstacle, q, entries, store, window, spans, choice, softcap=extras.softcap)
+    of_triton = partial(attend_obstacle, q, entries, window, spans, choice)
+    kernels = _resolve(backend, of_hopper, of_triton, for_prompt=q.device.type == "cuda" and q.shape[2] > 1)
     attend = torch_recall.attend_recall
     if kernels == "triton":
         from condense.ops.triton import recall_attend
@@ -86,22 +88,13 @@ def attend_recall(
     return extras.finish(out, of_keys), of_keys if return_lse else None
 
 
-def _resolve(
-    q: Tensor,
-    entries: Source,
-    store: Source,
-    window: Source,
-    spans: Spans,
-    choice: Choice,
-    backend: str,
-    *,
-    softcap: float,
-) -> str:
-    """The backend that attends; Hopper's kernels have no soft cap. Raises ValueError if an explicit one cannot run."""
-    of_hopper = partial(hopper_obstacle, q, entries, store, window, spans, choice)
-    of_triton = partial(attend_obstacle, q, entries, window, spans, choice)
-    if backend == "auto" and q.device.type == "cuda" and q.shape[2] > 1:
-        if of_hopper() is None and not softcap:
+def _resolve(backend: str, of_hopper: Obstacle, of_triton: Obstacle, *, for_prompt: bool) -> str:
+    """The backend that attends; for_prompt: several queries on a GPU, for which "auto" takes kernels that can run.
+
+    Raises ValueError if an explicit one cannot run.
+    """
+    if backend == "auto" and for_prompt:
+        if of_hopper() is None:
             return "hopper"
         return "torch" if of_triton() else "triton"
     if backend == "hopper" and (obstacle := of_hopper()) is not None:

@@ -54,9 +54,11 @@ def attend_obstacle(q: Tensor, entries: Source, window: Source, spans: Spans, ch
 
 
 def hopper_obstacle(
-    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice
+    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice, *, softcap: float
 ) -> str | None:
     """Why the kernels for Hopper cannot attend over a prompt, None if they can; arguments as of `attend_recall`."""
+    if softcap:
+        return f"{hopper_limits.NO_SOFTCAP}, got a cap of {softcap}"
     if (obstacle := attend_obstacle(q, entries, window, spans, choice)) is not None:
         return obstacle
     widths, R = (q.shape[3], window.v.shape[3]), q.shape[1] // window.k.shape[1]

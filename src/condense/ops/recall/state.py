@@ -41,19 +41,19 @@ class RecallState(NamedTuple):
 
     entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
-    store ``[B, K, N, W]``, N >= G * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
-    16 bits a key and its value side by side. On the device of the other buffers or in pinned host memory.
+    store ``[B, K, N, C]``, N >= G * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
+    16 bits a key and its value side by side, C = D + Dv. On the device of the other buffers or in pinned host memory.
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + g, or the most tokens that a row can have if that is less.
     seen int64 ``[B]`` on the device: real tokens per row.
-    slots ``[B, K, S * g, W]``: copies of groups that were open lately, for a store in host memory; S may be 0.
+    slots ``[B, K, S * g, C]``: copies of groups that were open lately, for a store in host memory; S may be 0.
     held int32 ``[B, K, S]``: the group in each slot, -1 for none. order int32 ``[B, K, S]``: all slots, the one whose
     group was open the longest ago first. While a step opens groups, a group in a slot is read there. Of the others, in
     rising order, each takes the first slot of ``order`` whose group is not open now, as long as there is one; then the
     slots of open groups move to the end of ``order``, and behind them those that were taken. A row that is not real
     leaves all as it is. All of this decides where numbers are read, never which.
     ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
-    biases float32 or wider ``[B, K, G, 1]``: the entries' own, ``[B, K, 0, 1]`` unless they are matched.
+    biases float32 or wider ``[B, K, G, 1]``: the entries' own; ``[B, K, 0, 0]`` unless they are matched.
     """
 
     entries_k: Tensor
@@ -78,7 +78,7 @@ class RecallState(NamedTuple):
     @property
     def entry_names(self) -> tuple[str, ...]:
         """The names of the `entries`; the store is the last."""
-        biases = ("biases",) if self.biases.shape[2] > 0 else ()
+        biases = ("biases",) if self.biases.shape[3] > 0 else ()
         return "entries_k", "entries_v", *biases, "codes", "grid", "store"
 
     @property

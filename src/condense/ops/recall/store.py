@@ -5,7 +5,7 @@ values one per token (after KIVI, arXiv:2402.02750). A number is ``zero + step *
 tokens. A token is one row of bytes: codes of its key, then of its value, step and zero of its value, and its part of
 the group's steps and zeros; so a group is one contiguous piece, which depends on that group alone.
 
-Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, W columns of a row.
+Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StoreFormat:
         return tokens if self.bits == 16 else torch.uint8
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """Rows ``[B, K, G * g, W]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``; no gradient in fewer
+        """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``; no gradient in fewer
         bits.
 
         The error of a number is at most half of its step, which is (largest - smallest) / (2 ** bits - 1) of a channel
@@ -60,10 +60,10 @@ class StoreFormat:
             return torch.cat([codes_k, codes_v, of_values, of_keys], dim=4).flatten(2, 3)
 
     def unpack(self, rows: Tensor, D: int, Dv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, K, n, D]`` and values ``[B, K, n, Dv]`` in ``dtype`` of rows ``[B, K, n, W]`` of whole groups."""
+        """Keys ``[B, K, n, D]`` and values ``[B, K, n, Dv]`` in ``dtype`` of rows ``[B, K, n, C]`` of whole groups."""
         if self.bits == 16:
             return rows[..., :D], rows[..., D:]
-        groups, g = rows.unflatten(2, (-1, self.group_size)), self.group_size
+        groups = rows.unflatten(2, (-1, self.group_size))
         sizes = [D * self.bits // 8, Dv * self.bits // 8, 2 * dtype.itemsize if Dv else 0]
         codes_k, codes_v, of_values, of_keys = groups.split([*sizes, rows.shape[3] - sum(sizes)], dim=4)
         grid_k = of_keys.flatten(3)[..., : 2 * D * dtype.itemsize].contiguous().view(dtype).unflatten(3, (2, 1, D))
@@ -71,7 +71,6 @@ class StoreFormat:
         if Dv == 0:
             return k, k[..., :0]
         grid_v = of_values.contiguous().view(dtype).unflatten(4, (1, 2))
-        assert codes_k.shape[3] == g
         return k, self._decode(codes_v, grid_v, dtype)
 
     def _quantise(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

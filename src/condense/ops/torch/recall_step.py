@@ -124,7 +124,7 @@ def _attend(
 
 
 def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
-    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, W]``, with anything for the others.
+    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``, with anything for the others.
 
     Groups that stand in a slot come from there; of the others, as many as there is room for are put into slots.
     """

@@ -271,28 +271,13 @@ def _step(
         _step_kernel(
             launch.grid,
             (
-                q,
-                k,
-                v,
-                entries_k,
-                entries_v,
-                ring_k,
-                ring_v,
-                ring_q,
-                seen,
-                prompt,
-                arrived,
-                biases,
-                has_token,
-                sink,
-                part,
-                lse,
-                out,
+                q, k, v, entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases, has_token, sink,
+                part, lse, out,
             ),
             strides + launch.numbers,
             (launch.kind,),
             launch.options,
-        )
+        )  # fmt: skip
         if launch.join_grid is not None:
             _join_kernel(
                 launch.join_grid,
