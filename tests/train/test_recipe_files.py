@@ -1,8 +1,9 @@
-"""Fields of a recipe file that have the wrong type are refused by name."""
+"""Fields of a recipe that have the wrong type are refused by name; a run's record tells other weights apart."""
 
 import pytest
 
 from condense.train import RECIPES, read_recipe
+from condense.train.record import summary
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,12 @@ def test_wrong_types(tmp_path, line, message):
         RECIPES["adapt"](
             [tmp_path / "a"], tmp_path / "b", **{"pretrained": "base", "method": "cca"} | read_recipe(path)
         )
+
+
+@pytest.mark.parametrize("change", [{"train": "all"}, {"lora_rank": 2}, {"lora_targets": "qkv"}])
+def test_the_record_tells_trained_weights_apart(tmp_path, change):
+    settings = {"pretrained": "base", "method": "cca", "train": "lora"}
+    one, other = (
+        RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", **fields) for fields in (settings, settings | change)
+    )
+    assert summary(one) != summary(other)
