@@ -6,7 +6,7 @@
 - capacity: requests of 131,072 tokens that run at once.
 - decode: time between tokens when so many requests run, prompts cached: whole steps of the engine.
 - first: time to the first token of a prompt read alone.
-- documents: questions on ten texts of 130,560 tokens that were read before.
+- documents: questions on ten texts of 130,432 tokens that were read before.
 - short, long: prompts of 4,096 or 130,560 tokens, 512 tokens of answer, nothing shared, all at once.
 
 Prompts that count as cached were never read: their pages are handed out and hold random numbers.

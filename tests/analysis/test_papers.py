@@ -89,6 +89,19 @@ def test_keys_are_those_that_an_attention_reads(method):
     assert keys_read(condense.Dense(), 77) == 77
 
 
+def test_keys_of_recall_hold_the_open_groups():
+    recall = condense.Recall(window=20, group_size=4, num_recall=3)
+    assert keys_read(recall, 77) == 21 + 3 * 4 + 11  # the window, the open ones of 14 groups, entries of the others
+    assert keys_read(recall.replace(unchosen="drop"), 77) == 21 + 3 * 4
+    assert keys_read(recall, 20) == 20
+
+
+@pytest.mark.parametrize("method", [condense.SnapKV(), condense.VerticalSlash(), condense.FlexPrefill()])
+def test_methods_that_choose_by_the_prompt_have_no_known_number_of_keys(method):
+    with pytest.raises(ValueError, match="tokens alone"):
+        keys_read(method, 77)
+
+
 def test_cost_is_measured_up_to_the_longest():
     costs = measure_cost(Heads(2, 1, 8), [condense.Dense(), condense.CCA(window=8)], [32, 64], longest=32, repeats=1)
     assert [(c.length, c.seconds is None) for c in costs] == [(32, False), (32, False), (64, True), (64, True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from condense.config import check_int
 from condense.functional import attention
-from condense.methods import Dense, Method
+from condense.methods import Dense, Method, Recall
 
 
 class Heads(NamedTuple):
@@ -42,10 +42,20 @@ class Cost:
 
 
 def keys_read(method: Method, seen: int) -> int:
-    """Entries and tokens that the query reads whose row has ``seen`` tokens, itself included."""
+    """Entries and tokens that the query reads whose row has ``seen`` tokens, itself included.
+
+    Raises ValueError for a method that chooses by a whole prompt, whose keys are not known from the number of tokens.
+    """
     if isinstance(method, Dense):
         return seen
-    return sum(hi - lo for lo, hi in method.layout.rule.spans(seen))
+    if method.prompt_reader is not None:
+        raise ValueError(f"method must read keys whose number follows from the tokens alone, got {method}")
+    read = [hi - lo for lo, hi in method.layout.rule.spans(seen)]
+    if isinstance(method, Recall):
+        groups, window = read
+        opened = method.quota.at(groups)
+        read = [groups - opened if method.unchosen == "pool" else 0, opened * method.group_size, window]
+    return sum(read)
 
 
 def measure_cost(
@@ -60,7 +70,8 @@ def measure_cost(
 ) -> list[Cost]:
     """Keys and times of one layer's attention over random q, k and v, for each method and length.
 
-    longest: tokens up to which it is timed. on_step is called after every pair. Raises ValueError for counts below 1.
+    longest: tokens up to which it is timed. on_step is called after every pair.
+    Raises ValueError for counts below 1, and as `keys_read`.
     """
     check_int("repeats", repeats, 1)
     found = []

@@ -15,8 +15,8 @@ class CalibrationConfig:
 
     budget_nats: the most that the model may lose: mean divergence of its predictions from the dense model's, in nats
     per token, over the second half of each text. cache: the share of the dense model's cache on the device that is
-    small enough, counted at ``cache_length`` tokens (None: ``length``). min_found: with hidden numbers, the share of
-    those that the dense model finds which must still be found.
+    small enough, counted at ``cache_length`` tokens (None: ``length``). min_found: with a budget and hidden numbers, so
+    many must be found as this share of those that the dense model finds.
     candidates: the methods to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
     hidden_numbers: so many numbers are hidden in as many further texts and asked for at their ends, 0 for none.

@@ -53,9 +53,9 @@ def calibrate_command(
     length: Annotated[int | None, typer.Option(help="Tokens of each text. Default: 4096.")] = None,
     texts: Annotated[int | None, typer.Option(help="Texts to measure, and as many to verify. Default: 8.")] = None,
     hidden_numbers: Annotated[
-        int, typer.Option(help="Hide so many numbers in as many further texts, which must be found again.")
+        int, typer.Option(help="Hide so many numbers in as many further texts and ask for them.")
     ] = 0,
-    min_found: Annotated[float, typer.Option(help="Of the numbers that dense attention finds.")] = 0.99,
+    min_found: Annotated[float, typer.Option(help="Of the numbers that dense attention finds; needs a budget.")] = 0.99,
     seed: Annotated[int, typer.Option(help="Decides which stretches of text and which numbers.")] = 0,
     output: Annotated[Path, typer.Option(help="The allocation; --method @FILE reads it.")] = Path("allocation.json"),
     measured: Annotated[
@@ -80,8 +80,8 @@ def calibrate_command(
         cache=cache,
         min_found=min_found,
         candidates=tuple(map(Method.parse, candidate or ())),
-        length=length or (DEMO_LENGTH if is_demo else 4096),
-        texts=texts or (DEMO_TEXTS if is_demo else 8),
+        length=length if length is not None else DEMO_LENGTH if is_demo else 4096,
+        texts=texts if texts is not None else DEMO_TEXTS if is_demo else 8,
         hidden_numbers=hidden_numbers,
         cache_length=cache_length,
         seed=seed,
@@ -113,10 +113,10 @@ def calibrate_command(
             on_estimate=on_estimate,
             on_forward=lambda: bar.advance(task),
         )
+    result.save(output, device=loaded.device, overwrite=overwrite)
     _print(result)
     if plot is not None:
         _plot(result, plot)
-    result.save(output, device=loaded.device, overwrite=overwrite)
     Console().print(f"written: {output}; use it with --method @{output}", highlight=False, soft_wrap=True)
 
 

@@ -23,7 +23,7 @@ def train_command(
     ],
     output: Annotated[Path, typer.Option(help="Folder for the finished model; must not exist.")],
     data: Annotated[
-        list[Path] | None, typer.Option(help="Text: .txt, .jsonl or .parquet, also .zst. Repeatable.")
+        list[Path] | None, typer.Option(help="Text: .txt or .jsonl, both also .zst; .parquet. Repeatable.")
     ] = None,
     pretrained: Annotated[
         str | None, typer.Option(help="adapt: folder or hub name of the model to start from.")
@@ -38,7 +38,7 @@ def train_command(
     cache: Annotated[Path | None, typer.Option(help="Folder for tokenizer and encoded text, to share.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
 ) -> None:
-    """Train a model by a recipe, from scratch or from a saved model; options go before what a recipe file says."""
+    """Train a model by a recipe, from scratch or from a saved model; options override a recipe file."""
     try:
         from condense.train import PRESETS, RECIPES, read_recipe, run_training
     except ImportError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from condense.config import check_choice, check_int, check_number, check_positive
+from condense.config import check_bool, check_choice, check_int, check_number, check_positive
 from condense.methods import Method
 
 Mix = Literal["dense", "condensed", "alternate"]
@@ -72,6 +72,7 @@ class PhaseConfig:
         for field in (*sizes, "gradient_accumulation_steps"):
             check_int(field, getattr(self, field), 1)
         check_int("warmup_steps", self.warmup_steps, 0)
+        check_bool("gradient_checkpointing", self.gradient_checkpointing)
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 "batch_size: wanted a multiple of gradient_accumulation_steps "

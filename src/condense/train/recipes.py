@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from condense.config import check_int
 from condense.methods import CCA, LCA, Method
 from condense.train.config import PhaseConfig, TrainConfig
 
+_TEXT_FIELDS = ("pretrained", "method")
+_LIST_FIELDS = ("data", "group_sizes", "keys")
 _RUN_FIELDS = ("dtype", "train", "lora_rank", "lora_targets", "shard_size")
 ADAPT_FIELDS = (
     *(field.name for field in dataclasses.fields(PhaseConfig) if field.name not in ("name", "method")),
@@ -162,6 +165,7 @@ def adapt(
         raise ValueError(f"recipe: wanted fields of {', '.join(ADAPT_FIELDS)}; got {', '.join(sorted(unknown))}")
     method = Method.parse(method)
     steps = fields.get("steps", 1000)
+    check_int("steps", steps, 1)
     values: dict[str, Any] = {
         "steps": steps,
         "sequence_length": 4096,
@@ -195,7 +199,8 @@ def adapt(
 def read_recipe(path: Path) -> dict[str, Any]:
     """The fields of a recipe file (TOML), as `adapt` takes them.
 
-    Raises ValueError for a file that is missing or no TOML, and for a field that `adapt` does not know.
+    Raises ValueError for a file that is missing or no TOML, for a field that `adapt` does not know, and for one that is
+    no list or no text where `adapt` takes one.
     """
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -205,6 +210,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     unknown = fields.keys() - set(known)
     if unknown:
         raise ValueError(f"recipe: wanted fields of {', '.join(known)}; got {', '.join(sorted(unknown))} in {path}")
+    for names, kind, wanted in ((_TEXT_FIELDS, str, "a text"), (_LIST_FIELDS, list, "a list")):
+        for name in names:
+            if name in fields and not isinstance(fields[name], kind):
+                raise ValueError(f"{name}: wanted {wanted}, got {fields[name]!r} in {path}")
     return fields
 
 

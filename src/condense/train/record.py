@@ -35,6 +35,8 @@ def summary(config: TrainConfig) -> dict[str, Any]:
         "architecture": config.architecture,
         "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
         "dtype": config.dtype,
+        "train": config.train,
+        **({"lora_rank": config.lora_rank, "lora_targets": config.lora_targets} if config.train == "lora" else {}),
     }
 
 

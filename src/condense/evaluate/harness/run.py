@@ -79,8 +79,9 @@ def evaluate(
     model: a causal LM with stock attention, left as it was. methods: by the names that results carry.
     output: a folder that does not exist yet; with ``resume``, that of the same run, of which only what is missing is
     computed.
-    Raises ValueError as `load_tasks`, for a folder that exists or belongs to another run, and for a batch of methods
-    that read a prompt at once; torch.OutOfMemoryError if half the batch does not fit either.
+    Raises ValueError as `load_tasks`, for a method that the model cannot take, for a folder that exists or belongs to
+    another run, and for a batch of methods that read a prompt at once; torch.OutOfMemoryError if half the batch does
+    not fit either.
     """
     require_harness()
     for label, choice in methods.items():
@@ -89,6 +90,8 @@ def evaluate(
                 f"batch size must be 1 for {label}, which reads whole prompts at once, padding behind them too, "
                 f"got {settings.batch_size}"
             )
+        with attention_of(model, choice):  # now, not after hours with the methods before it
+            pass
     metadata = {"tokenizer": tokenizer.name_or_path, "max_seq_lengths": list(settings.lengths)}
     metadata |= {"data": str(settings.data)} if settings.data else {}
     source = {"settings": plain(settings), "methods": {k: plain(v) for k, v in methods.items()}}
@@ -104,7 +107,8 @@ def evaluate(
                 results = _run(model, tokenizer, settings, tasks, output / "responses" / str(number))
             lines += [_line(label, task, sample) for task, found in results["samples"].items() for sample in found]
             scores += _scores(label, results, tasks.loaded)
-    with whole_file(output / "predictions.jsonl", overwrite=False) as file:
+    # an interrupted run may have left predictions, but never metrics
+    with whole_file(output / "predictions.jsonl", overwrite=True) as file:
         file.writelines(json.dumps(plain(line), ensure_ascii=False).encode() + b"\n" for line in lines)
     write_results(output / "metrics.json", {"run": source, "scores": scores}, device=model.device)
     return scores

@@ -46,7 +46,7 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     ) -> CondensedMetadata:
         """The metadata of one step; both other arguments change nothing."""
         batch = common_attn_metadata
-        # vLLM rehearses on page 0, also over a small pool from which it learns what graphs take
+        # vLLM's trial runs at its start read page 0 only, some of them in a smaller pool than the one that serves
         if not self._said and int(batch.block_table_tensor[0, 0]) != 0:
             self._said = True
             self._say_concurrency()
