@@ -1,4 +1,4 @@
-"""How a model is best adapted; how `docs/adaptation.md` was made.
+"""How a model is best adapted: equal steps of different recipes, and what an adaptation costs.
 
     python benchmarks/adaptation encode --data TRAIN... --characters 9000000 --output train.npz
     python benchmarks/adaptation study --train train.npz --test test.npz --work WORK --seeds 0,1 --gpus 0,1 --steps 400
