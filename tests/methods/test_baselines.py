@@ -280,6 +280,14 @@ def test_training_and_latents_are_refused(method):
         method.for_latents(16)
 
 
+@pytest.mark.parametrize("method", SPARSE, ids=NAMES)
+def test_backends_without_kernels_for_its_prompts_are_refused(method):
+    q, k, v = qkv(40)
+    context, _ = extend(method, None, k, v, q, scale=SCALE)
+    with pytest.raises(ValueError, match=r"backend 'triton' has no kernels for prompts of .*; use backend='auto'"):
+        method.attend(q, context, scale=SCALE, backend="triton")
+
+
 def test_settings_are_checked():
     for make, message in (
         (lambda: SnapKV(budget=32), "above window"),

@@ -6,6 +6,7 @@ import torch
 import condense
 from condense import Recall
 from condense.caches import StaticRecallLayer, read_request
+from condense.functional import extend
 from condense.testing import oracle
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -44,17 +45,16 @@ def test_no_group_open_is_pooled_attention(name):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_stored_bits_are_those_of_the_open_groups(bits, backend):
-    """As whole rows would be read whose tokens, where a group is open, are the stored ones."""
+    """What is read of an open group are the stored tokens; entries and window are those of the exact ones."""
     q, k, v = oracle.random_qkv(1, 4, 2, 34, 6, 4)
-    method = Recall(**SMALL, store_bits=bits)
+    method, exact = (Recall(**SMALL, store_bits=n) for n in (bits, 16))
+    context, _ = extend(method, None, k, v, q, scale=0.7, keep=False)
+    *index, store = context.extra
+    tokens = torch.cat(method.store_format.unpack(store, 6, 4, k.dtype), dim=3)
     out = condense.attention(q, k, v, method=method, scale=0.7, backend=backend)
-    exact = condense.attention(q, k, v, method=method.replace(store_bits=16), scale=0.7, backend=backend)
-    assert not torch.equal(out, exact)
-    # a softmax of scores that differ by d at most weighs values by weights whose ratio differs by exp(2 d) at most
-    step_k, step_v = ((x.amax() - x.amin()) / (2**bits - 1) for x in (k, v))
-    d = 0.7 * float(q.abs().sum(-1).max()) * float(step_k) / 2
-    allowed = (torch.e ** (2 * d) - 1) * float(v.abs().max()) + float(step_v) / 2
-    assert float((out - exact).abs().max()) <= allowed * (1 + 1e-6)
+    want = exact.attend(q, context._replace(extra=(*index, tokens)), scale=0.7, backend=backend)[0]
+    torch.testing.assert_close(out, want, **EXACT)
+    assert not torch.equal(out, condense.attention(q, k, v, method=exact, scale=0.7, backend=backend))
 
 
 def test_stored_bits_have_no_gradient():

@@ -51,12 +51,17 @@ class SparsePrefill(Method):
         return_lse: bool = False,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
-        """A prompt over its chosen keys, later tokens over all. Raises ValueError as `check_attention` in a prompt."""
+        """A prompt over its chosen keys, later tokens over all.
+
+        Raises ValueError as `check_attention` and, in a prompt, for the backends "triton" and "hopper".
+        """
         if not context.extra:
             return super().attend(
                 q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse, extras=extras
             )
         self.check_attention(scale=scale, dropout_p=dropout_p, extras=extras)
+        if backend in ("triton", "hopper"):
+            raise ValueError(f"backend {backend!r} has no kernels for prompts of {self}; use backend='auto'")
         window, tokens, L = context.window, context.extra[0], q.shape[2]
         out = q.new_zeros(*q.shape[:3], window.v.shape[3])
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
