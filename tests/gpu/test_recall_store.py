@@ -78,7 +78,7 @@ def test_a_copied_cache_goes_on_as_its_original(model):
 
 def test_memory_that_the_host_cannot_pin():
     with pytest.raises(RuntimeError, match=r"bytes of pinned host memory.*store='device'"):
-        new_store(torch.empty(1, 8, 1, 128, device="cuda"), 2**35, 256, on_host=True)
+        new_store(torch.empty(1, 8, 1, 128, device="cuda"), 2**35, 256, torch.float32, on_host=True)
 
 
 def test_latents_are_refused():
