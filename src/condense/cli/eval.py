@@ -109,13 +109,13 @@ def eval_command(
         resume=resume,
         on_method=lambda label: err.print(label, style="dim"),
     )
+    _print(scores)
     where = provenance(device=loaded.device)
     facts = {
         "model": model or "bundled",
         **{key: where[key] for key in ("device", "condense", "torch", "commit", "date")},
     }
     page = write_report(output / "report.html", f"Evaluation of {model or 'the bundled model'}", scores, facts)
-    _print(scores)
     Console().print(f"{page}", highlight=False, markup=False)
 
 

@@ -99,7 +99,7 @@ def _split_table(scores: Sequence[Score], field: str, methods: Sequence[str]) ->
 def _range(scores: Sequence[Score]) -> tuple[float, float]:
     """0 to 1 for shares, else a little more than the values and their intervals take."""
     ends = [x for s in scores for x in (s.interval.value, s.interval.low, s.interval.high) if math.isfinite(x)]
-    low, high = min(ends), max(ends)
+    low, high = min(ends, default=0.0), max(ends, default=1.0)
     if low >= 0 and high <= 1:
         return 0.0, 1.0
     margin = 0.1 * (high - low) or 1.0
