@@ -66,6 +66,15 @@ def _queries(columns: int, is_cuda: bool) -> int:
     return max(1, min(32, 512 // columns)) if is_cuda else 16
 
 
+def _ranking_queries(looked: int, is_cuda: bool) -> int:
+    """Queries of a program that ranks ``looked`` groups of cells for each: one beyond 64 groups.
+
+    Then a row of scores has all lanes of the warp. With 2 or 4 queries its lanes would not be adjacent (lanes of a
+    cell, queries, cells), and Triton 3.6 reduces such a row over the wrong lanes.
+    """
+    return 1 if is_cuda and looked > 64 else _queries(looked, is_cuda)
+
+
 def _warps(columns: int) -> int:
     return 1 if columns <= 1024 else 4
 
@@ -212,10 +221,10 @@ def choose(
                 {"num_warps": _warps(ranked)},
             )  # fmt: skip
             _GROUPS(
-                (cdiv(stop - first, _queries(looked, q.is_cuda)), heads, 1),
+                (cdiv(stop - first, _ranking_queries(looked, q.is_cuda)), heads, 1),
                 (scratch.score, scratch.lse, scratch.picked, scratch.floor, positions.starts, groups),
                 (*sizes, *of_quota),
-                (R, positions.kind, CELL, picked, power_of_2(r), _queries(looked, q.is_cuda)),
+                (R, positions.kind, CELL, picked, power_of_2(r), _ranking_queries(looked, q.is_cuda)),
                 {"num_warps": _warps(looked)},
             )  # fmt: skip
     return groups
