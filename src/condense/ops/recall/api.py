@@ -49,8 +49,8 @@ def attend_recall(
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
     (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": "triton" on CUDA for more than one
     query where `condense.ops.recall.limits` allows it, else "torch". "hopper" is under trial: a test of its kernels
-    with padded rows did not end in time on an H200, so that "auto" never takes it. extras: as of `condense.ops.attend`; groups
-    are chosen without them.
+    with padded rows did not end in time on an H200, so that "auto" never takes it. extras: as of
+    `condense.ops.attend`; groups are chosen without them.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
