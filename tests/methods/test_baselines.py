@@ -16,7 +16,7 @@ from transformers import StaticCache
 import condense
 from condense.functional import extend
 from condense.methods import FlexPrefill, SnapKV, VerticalSlash
-from condense.methods.sparse_prefill import _sum_of_diagonals
+from condense.methods.minference import _sum_of_diagonals
 from condense.models.inspect import inspect
 from condense.ops import BLOCK, seen_pairs, sparse_attention
 from condense.ops.torch import blocks
