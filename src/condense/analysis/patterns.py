@@ -126,7 +126,8 @@ def _best(layer: int, head: int, q: Tensor, k: Tensor, scale: float, dense: Tens
     kept, pairs = {}, {}
     for method in _candidates(q, k, scale, budget, most):
         name = _as_text(method)
-        _, lse = sparse_attention(q, k, k, method.choose(q, k, scale=scale), scale=scale)
+        # not compiled: each head has lists of other lengths
+        _, lse = sparse_attention(q, k, k, method.choose(q, k, scale=scale), scale=scale, compiled=False)
         kept[name] = float((lse - dense).exp().mean())
         pairs[name] = _pairs(method, q, k, scale) / most
     return HeadPattern(layer, head, max(kept, key=lambda name: kept[name]), kept, pairs)

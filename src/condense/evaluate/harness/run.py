@@ -114,6 +114,17 @@ def evaluate(
     return scores
 
 
+def saved_scores(output: Path) -> tuple[list[Score], dict[str, Any]]:
+    """The scores of a finished run, from the ``metrics.json`` in its folder, and the provenance that it names."""
+    document = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+
+    def score(saved: dict[str, Any]) -> Score:
+        numbers = {k: math.nan if x is None else x for k, x in saved["interval"].items()}  # as JSON has no NaN
+        return Score(**saved | {"interval": Interval(**numbers)})
+
+    return [score(saved) for saved in document["results"]["scores"]], document["provenance"]
+
+
 def fingerprint(model: nn.Module) -> str:
     """A short hash of the names, shapes, dtypes and first and last numbers of all parameters."""
     digest = hashlib.sha256()

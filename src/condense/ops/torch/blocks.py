@@ -26,14 +26,16 @@ class SparseKeys(NamedTuple):
     columns: Tensor
 
 
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, *, scale: float) -> tuple[Tensor, Tensor]:
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, *, scale: float, compiled: bool = True
+) -> tuple[Tensor, Tensor]:
     """Attention of q ``[1, H, L, D]`` over the chosen ones of k ``[1, K, L, D]`` and v ``[1, K, L, Dv]``.
 
-    Compiled FlexAttention on CUDA; elsewhere block by block, which is the definition. Returns out ``[1, H, L, Dv]`` in
-    the dtype of q and the log-sum-exp ``[1, H, L]`` in float32 or wider.
+    Compiled FlexAttention on CUDA; elsewhere, and if not ``compiled``, block by block, which is the definition. Returns
+    out ``[1, H, L, Dv]`` in the dtype of q and the log-sum-exp ``[1, H, L]`` in float32 or wider.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if q.device.type == "cuda":
+    if compiled and q.device.type == "cuda":
         return _by_flex(q, k, v, keys, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     L = q.shape[2]
@@ -135,8 +137,12 @@ def _rounded(length: int) -> int:
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Bool ``[H, N, M]`` as FlexAttention wants it: counts ``[1, H, N]`` and indices, the chosen ones first."""
-    order = chosen.to(torch.int8).argsort(dim=2, descending=True, stable=True)
-    return chosen.sum(2, dtype=torch.int32)[None], order.to(torch.int32)[None].contiguous()
+    counts = chosen.sum(2, dtype=torch.int32)
+    # the place of each: among the chosen ones, or behind them; sorting takes longer
+    place = torch.where(chosen, chosen.cumsum(2), counts[..., None] + (~chosen).cumsum(2)) - 1
+    number = torch.arange(chosen.shape[2], device=chosen.device, dtype=torch.int32)
+    order = torch.empty_like(place, dtype=torch.int32).scatter_(2, place, number.expand_as(place))
+    return counts[None], order[None]
 
 
 @functools.cache
