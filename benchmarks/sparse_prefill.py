@@ -6,9 +6,10 @@
 times: attention of the bundled model's 8 layers over its own queries and keys on a long text (far beyond the 4,096
 tokens that it learned), index included; then, on random inputs, one layer of Llama-3.1-8B's shape and one of
 DeepSeek-V2-Lite's, over the keys that its latents expand to, at the greatest length. The share kept is the sum of dense
-attention's weights over the keys that are seen exactly, the mean over queries, heads and layers. MInference's patterns
-are found before, on 30,000 tokens of the text, or on 4,096 where these are all. The file is written anew after every
-length.
+attention's weights over the keys that are seen exactly, the mean over queries, heads and layers; computed is the share
+of pairs of query and key that sparse prefill reads, in whole blocks. MInference's patterns are found before, on 30,000
+tokens of the text. The file is written anew after every length.
+retrieval: numbers hidden in 4,096 tokens; MInference's patterns are found on another such text, as in its paper.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from condense.demo import demo_text
 from condense.evaluate import passkey_sequences, retrieval
 from condense.methods import SparsePrefill
 from condense.models import MethodChoice
+from condense.ops import seen_pairs
 from condense.results import write_results
 from condense.tasks import SequenceBuilder, encode_corpus, load_words, read_documents
 
@@ -136,6 +138,11 @@ def compare(layers: list[Layer], choices: dict[str, MethodChoice], *, with_share
                     timed(lambda x=x, m=m: m.choose(*x[:2], scale=x[0].shape[-1] ** -0.5), repeats)
                     for x, m in zip(layers, of_layers, strict=True)
                 )
+                pairs = [
+                    seen_pairs(m.choose(*x[:2], scale=x[0].shape[-1] ** -0.5), length).double().mean()
+                    for x, m in zip(layers, of_layers, strict=True)
+                ]
+                row["computed"] = float(torch.stack(pairs).mean()) / (length * (length + 1) / 2)
             if with_share:
                 lses = [
                     condense.attention(*x, method=exact_part(m), return_lse=True)[1]
@@ -196,8 +203,8 @@ def found(options: argparse.Namespace) -> dict[str, Any]:
     documents = list(read_documents(options.text)) if options.text else [demo_text().text * 2]
     builder = SequenceBuilder(tokenizer, encode_corpus(documents, tokenizer), load_words().held_out, 4096)
     sequences = passkey_sequences(builder, options.sequences, seed=11)
-    text = tokenizer(documents[0], return_tensors="pt", verbose=False).input_ids[0, :4096]
-    patterns = patterns_by_layer(search_patterns(model, text, AShape(sink=128, window=512)))
+    (sample,) = passkey_sequences(builder, 1, seed=12)
+    patterns = patterns_by_layer(search_patterns(model, torch.as_tensor(sample.input_ids), AShape(sink=128, window=512)))
     results = retrieval(model, {"dense": Dense(), **methods(4096, patterns)}, sequences)
     # SnapKV evicts after the prompt, so its answers are generated: in one forward over all it would be dense
     evicted = retrieval(model, {"snapkv": SnapKV(budget=512)}, sequences[: options.generated], decoding="generate")

@@ -67,7 +67,7 @@ class SparsePrefill(Method):
         if backend in ("triton", "hopper"):
             raise ValueError(f"backend {backend!r} has no kernels for prompts of {self}; use backend='auto'")
         assert isinstance(context.spans, RuleSpans)
-        window, tokens = context.window, as_rows(L - context.spans.padding, q.shape[0])
+        window, tokens = context.window, as_rows(L + context.spans.query_start, q.shape[0])
         chosen = chosen_keys(context) or self.choose_rows(q, window.k, tokens, scale=scale)
         out = q.new_zeros(*q.shape[:3], window.v.shape[3])
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))

@@ -119,8 +119,9 @@ def saved_scores(output: Path) -> tuple[list[Score], dict[str, Any]]:
     document = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
 
     def score(saved: dict[str, Any]) -> Score:
-        numbers = {k: math.nan if x is None else x for k, x in saved["interval"].items()}  # as JSON has no NaN
-        return Score(**saved | {"interval": Interval(**numbers)})
+        interval = saved["interval"]
+        value, low, high = (math.nan if interval[key] is None else interval[key] for key in ("value", "low", "high"))
+        return Score(**saved | {"interval": Interval(value, low, high, interval["n"])})  # JSON has no NaN
 
     return [score(saved) for saved in document["results"]["scores"]], document["provenance"]
 
