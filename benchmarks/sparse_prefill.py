@@ -203,8 +203,8 @@ def found(options: argparse.Namespace) -> dict[str, Any]:
     documents = list(read_documents(options.text)) if options.text else [demo_text().text * 2]
     builder = SequenceBuilder(tokenizer, encode_corpus(documents, tokenizer), load_words().held_out, 4096)
     sequences = passkey_sequences(builder, options.sequences, seed=11)
-    (sample,) = passkey_sequences(builder, 1, seed=12)
-    patterns = patterns_by_layer(search_patterns(model, torch.as_tensor(sample.input_ids), AShape(sink=128, window=512)))
+    sample = torch.as_tensor(passkey_sequences(builder, 1, seed=12)[0].input_ids)
+    patterns = patterns_by_layer(search_patterns(model, sample, AShape(sink=128, window=512)))
     results = retrieval(model, {"dense": Dense(), **methods(4096, patterns)}, sequences)
     # SnapKV evicts after the prompt, so its answers are generated: in one forward over all it would be dense
     evicted = retrieval(model, {"snapkv": SnapKV(budget=512)}, sequences[: options.generated], decoding="generate")
