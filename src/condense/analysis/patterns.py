@@ -26,8 +26,8 @@ from condense.ops import BLOCK, seen_pairs, sparse_attention
 from condense.results import plain, provenance
 from condense.version import __version__
 
-# columns of the vertical-slash candidates, as in the paper
-VERTICALS = (30, 100, 500, 3000)
+# columns of the vertical-slash candidates, and the step by which their distances grow, as in the paper
+VERTICALS, STEP = (30, 100, 500, 3000), 50
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _candidates(q: Tensor, k: Tensor, scale: float, budget: AShape, most: int) -
     L = q.shape[2]
     yield budget
     families: list[tuple[Callable[[int], SparsePrefill], int]] = [
-        *((lambda n, v=v: VerticalSlash(vertical=v, slash=n), L) for v in VERTICALS if v < L),
+        *((lambda n, v=v: VerticalSlash(vertical=v, slash=STEP * n), -(-L // STEP)) for v in VERTICALS if v < L),
         (lambda n: BlockSparse(blocks=n), -(-L // BLOCK)),
     ]
     for family, largest in families:

@@ -51,21 +51,21 @@ class FlexPrefill(SparsePrefill):
         N, last = -(-L // BLOCK), min(BLOCK, L)
         least = min(N, -(-self.min_budget // BLOCK))
         weights = last_weights(q, k, last, scale)
-        true = _per_block(weights.mean(1))
+        of_blocks = _per_block(weights)
+        true = of_blocks.mean(1)
         mean_k = block_means(k[0]).repeat_interleave(H // k.shape[1], dim=0)
         mean_last = q[0, :, L - last :].to(mean_k.dtype).mean(1, keepdim=True)
         estimate = (scale * (mean_last @ mean_k.mT))[:, 0].softmax(-1)
         aware = (_js_distance(estimate, true) < self.tau).nonzero()[:, 0]
 
         diagonals = torch.zeros_like(true)
-        of_query = (torch.arange(L - last, L, device=q.device) // BLOCK)[:, None]
-        distance = (of_query - torch.arange(L, device=q.device) // BLOCK).clamp(min=0)
-        diagonals.scatter_add_(1, distance.flatten().expand(H, -1), weights.flatten(1) / last)
+        own = torch.arange(N, device=q.device)
+        distance = (torch.arange(L - last, L, device=q.device)[:, None] // BLOCK - own).clamp(min=0)
+        diagonals.scatter_add_(1, distance.flatten().expand(H, -1), of_blocks.flatten(1) / last)
         blocks = _cover(true, self.gamma, least)[:, None] | by_distance(_cover(diagonals, self.gamma, least))
         if len(aware) > 0:
             blocks[aware] = self._by_query(q[0, aware], k[0, aware // (H // k.shape[1])], least, scale)
 
-        own = torch.arange(N, device=q.device)
         blocks[:, :, 0] = True
         blocks[:, own, own] = True
         return SparseKeys(blocks.tril(), no_columns(q))
@@ -79,8 +79,8 @@ class FlexPrefill(SparsePrefill):
 
 
 def _per_block(x: Tensor) -> Tensor:
-    """Sums of blocks of x ``[H, L]``, ``[H, N]``."""
-    return F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).sum(2)
+    """Sums of blocks of x ``[..., L]``, ``[..., N]``."""
+    return F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
 
 
 def _cover(share: Tensor, gamma: float, least: int) -> Tensor:

@@ -160,6 +160,8 @@ def pattern_of(text: object) -> AShape | VerticalSlash | BlockSparse:
 def _sum_of_diagonals(weights: Tensor) -> Tensor:
     """Sums ``[H, L]`` by distance of query and key, of weights ``[H, n, L]`` of the last n of L queries."""
     _, n, L = weights.shape
-    # row r, of query L - n + r, is shifted by what it lacks to the last query, so that distances stand in columns
-    shifted = torch.stack([F.pad(weights[:, r], (n - 1 - r, 0))[:, :L] for r in range(n)], dim=1)
-    return shifted.sum(1).flip(-1)
+    # The last row first, each row is shifted by one more than the row before, so that distances stand in columns: read
+    # with rows one number shorter than they are written, row r begins r numbers early, in the zeros behind row r - 1.
+    written = F.pad(weights.flip(1), (0, n)).flatten(1)
+    shifted = written[:, : n * (L + n - 1)].unflatten(1, (n, L + n - 1))
+    return shifted.sum(1)[:, :L].flip(-1)

@@ -96,6 +96,7 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
         BLOCK_SIZE=BLOCK,
         mask_mod=causal,
         seq_lengths=(L, L),
+        compute_q_blocks=False,  # which only gradients need
     )
     out, lse = _attend(q, k, v, mask, scale)
     if C == 0:
@@ -112,7 +113,11 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
         return (at <= query) & ~lower[h, query // BLOCK, torch.clamp(at, max=L - 1) // BLOCK]
 
     mask = BlockMask.from_kv_blocks(
-        *_listed(reached), BLOCK_SIZE=BLOCK, mask_mod=outside, seq_lengths=(L, padded.shape[1])
+        *_listed(reached),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=outside,
+        seq_lengths=(L, padded.shape[1]),
+        compute_q_blocks=False,
     )
     more, more_lse = _attend(q, k_columns, v_columns, mask, scale)
     total = torch.logaddexp(lse, more_lse)
