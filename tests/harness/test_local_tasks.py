@@ -46,7 +46,7 @@ def base(tmp_path_factory):
 def data(tmp_path):
     """Files in the forms of the guide."""
     files = {
-        "longbench-mini": MINI,
+        "minilongbench": MINI,
         "longbench/hotpotqa_e": [OWN_FILE],
         "olympiadbench": [PROBLEM, PROBLEM | {"modality": "Multimodal"}],
     }

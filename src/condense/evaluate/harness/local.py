@@ -52,7 +52,7 @@ FILES = {
     "openai/gsm8k": LocalFiles({"train": ("gsm8k-train*",), "test": ("gsm8k-test*",)}),
     "google-research-datasets/mbpp": LocalFiles({"test": ("mbpp-test*",)}, _mbpp),
     "cais/mmlu": LocalFiles({"dev": ("mmlu-*",), "test": ("mmlu-*",)}, _mmlu),
-    "Xnhyacinth/LongBench": LocalFiles({"test": ("longbench/{name}", "longbench-*")}, longbench_row),
+    "Xnhyacinth/LongBench": LocalFiles({"test": ("longbench/{name}", "*minilongbench*")}, longbench_row),
     "Hothan/OlympiadBench": LocalFiles({"train": ("olympiadbench*",)}, _olympiad),
 }
 SOURCES = {
