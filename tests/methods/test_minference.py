@@ -82,9 +82,10 @@ def test_patterns_are_saved_and_checked():
     again = condense.Method.parse(json.loads(json.dumps(method.to_dict())))
     assert again == method
     assert hash(again) == hash(method)
+    assert condense.Method.parse("minference:patterns=a_shape") == MInference(patterns=("a_shape",))
     for patterns, message in (
         ((), "condense analyze patterns"),
-        ("a_shape", "condense analyze patterns"),
+        (3, "condense analyze patterns"),
         (("cca",), "a_shape, vertical_slash or block_sparse"),
         ((AShape(),), "a_shape, vertical_slash or block_sparse"),
         (("block_sparse:blocks=0",), "blocks"),

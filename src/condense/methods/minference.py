@@ -112,7 +112,7 @@ class MInference(SparsePrefill):
     """MInference (Jiang et al., 2024): every query head has a pattern of its own, found by a search beforehand.
 
     patterns: one per query head, or one for all, as text: ``a_shape``, ``vertical_slash`` or ``block_sparse`` with
-    their settings, as in ``"vertical_slash:vertical=500,slash=1500"``. `condense analyze patterns` finds them.
+    their settings, as in ``"vertical_slash:vertical=500,slash=1500"``. ``condense analyze patterns`` finds them.
     Raises ValueError for anything else.
     """
 
@@ -120,7 +120,8 @@ class MInference(SparsePrefill):
     patterns: tuple[str, ...] = ("vertical_slash",)
 
     def __post_init__(self) -> None:
-        given: Any = self.patterns
+        # JSON has lists, the command line a text for all heads
+        given: Any = (self.patterns,) if isinstance(self.patterns, str) else self.patterns
         if not isinstance(given, list | tuple) or not given:
             raise ValueError(
                 "patterns must be a list of text, one per query head or one for all, got "
