@@ -120,8 +120,9 @@ class MInference(SparsePrefill):
     patterns: tuple[str, ...] = ("vertical_slash",)
 
     def __post_init__(self) -> None:
-        # JSON has lists, the command line a text for all heads
-        given: Any = (self.patterns,) if isinstance(self.patterns, str) else self.patterns
+        given: Any = self.patterns
+        if isinstance(given, str):  # as the command line has it
+            given = (given,)
         if not isinstance(given, list | tuple) or not given:
             raise ValueError(
                 "patterns must be a list of text, one per query head or one for all, got "
