@@ -8,8 +8,6 @@ import condense
 from condense.models.families import has_eager_experts
 
 STEPS = 60
-
-
 CCA = condense.CCA(group_size=4, window=8)
 MODELS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "jamba"), CCA)
 MODELS |= {"qwen3_5_text": CCA, "nemotron_h": CCA, "kimi_linear": condense.LCA(group_size=4, window=8)}

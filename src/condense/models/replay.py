@@ -46,7 +46,7 @@ def replayable_cache(
 
 
 def _has_static_masks(config: Any) -> bool:
-    """False for layers with chunks (Llama 4) in transformers 5.17, whose `generate` cannot make a static cache's masks."""
+    """False for layers with chunks (Llama 4) in transformers 5.17, whose `generate` fails on a static cache's masks."""
     chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     return not chunked or "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
 
