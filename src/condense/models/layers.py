@@ -76,6 +76,13 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
         cache.layers[index] = _condensed_layer(cache.layers[index], method, room)
 
 
+def expect_plain_prompt(cache: Cache) -> None:
+    """Say that an empty static cache gets a prompt without padding, which a compiled forward can read as one graph."""
+    for layer in cache.layers:
+        if isinstance(layer, StaticCondensedLayer):
+            layer.expect_plain_prompt()
+
+
 def _room(cache: Cache) -> int:
     """Tokens that a static cache has room for; 0 for others."""
     static = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))

@@ -51,15 +51,19 @@ def _has_static_masks(config: Any) -> bool:
     return not chunked or "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
 
 
+def is_compiled(model: PreTrainedModel) -> bool:
+    """True if the model's user compiled its forward."""
+    return bool(getattr(model, "_compiled_call_impl", None)) or hasattr(model.forward, "_torchdynamo_orig_callable")
+
+
 def can_replay(model: PreTrainedModel) -> bool:
     """True for a model on one CUDA device and in one process whose steps can be captured.
 
     Not if its user compiled the forward, nor if its experts wait for the device.
     """
-    compiled = getattr(model, "_compiled_call_impl", None) or hasattr(model.forward, "_torchdynamo_orig_callable")
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     devices = set(getattr(model, "hf_device_map", {}).values())
-    captures = not compiled and not has_eager_experts(model)
+    captures = not is_compiled(model) and not has_eager_experts(model)
     return model.device.type == "cuda" and not distributed and len(devices) <= 1 and captures
 
 
