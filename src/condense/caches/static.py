@@ -107,6 +107,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         or captured it cannot look, and a step too many stays inside the buffers.
         """
         out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
+        self.expects_plain_prompt = False
         if _is_recorded(self.device):
             self._known_slots, self._is_replayed = None, True
             self.num_slots.add_(1)
@@ -162,9 +163,9 @@ class StaticCondensedLayer(CacheLayerMixin):
         """Go on as after an empty prompt: `step` reads the next token."""
         self.awaits_prompt = False
 
-    def expect_plain_prompt(self) -> None:
-        """If this layer is new, its first tokens have no padding: a compiled graph may read them, without counts."""
-        self.expects_plain_prompt = self._known_slots == 0 and self.method.prompt_reader is None
+    def expect_prompt(self, *, plain: bool) -> None:
+        """Say if the next tokens are without padding: as the first ones, a compiled graph can then read them."""
+        self.expects_plain_prompt = plain and self._known_slots == 0 and self.method.prompt_reader is None
 
     def count_slots(self) -> int:
         """``num_slots`` as a number; waits for the device where only that knows."""
