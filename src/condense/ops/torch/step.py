@@ -77,7 +77,7 @@ def _append_entry(
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
-    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
+    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk[:, None]), summary, scale=scale, backend="torch")
     for buffer, entries in zip(state.entries, new, strict=True):
         _write(buffer, first, entries, due)
 
