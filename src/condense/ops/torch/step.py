@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.types import Chunks, Represent, StepSettings, StepState
 
 
@@ -139,14 +139,6 @@ def _attend(
     sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
     keys = torch.cat([state.entries_k, state.ring_k], dim=2)
-    return attend_block(
-        q,
-        keys,
-        keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2),
-        sees[:, None, None] | empty,
-        empty,
-        entry_bias,
-        scale=scale,
-        softcap=extras.softcap,
-        return_lse=extras.needs_lse,
-    )
+    values = keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2)
+    block = BlockKeys(keys, values, sees[:, None, None] | empty, empty, entry_bias)
+    return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)
