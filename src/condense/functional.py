@@ -40,7 +40,8 @@ def extend(
 
     k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``: their means are the summary queries. state: kept from
     earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
-    documents begin, of which no state is kept; one plan serves all layers of a forward. The context carries gradients of k, v and q; the state is detached.
+    documents begin, of which no state is kept; one plan serves all layers of a forward. The context carries gradients
+    of k, v and q; the state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
