@@ -47,6 +47,7 @@ def extend(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
+    assert plan.documents is None or not keep, "no state is kept of packed documents"
     k, v = plan.without_padding(k), plan.without_padding(v)
     if state is None and method.prompt_reader is not None:
         return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend, keep=keep)
