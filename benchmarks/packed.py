@@ -81,6 +81,13 @@ def times(clock, run, rows):
     return {"forward": forward, "forward and backward": both}
 
 
+def keys_per_query(method, plan):
+    """How many entries and tokens a query sees, on average."""
+    cpu = torch.device("cpu")
+    spans = plan.reading(method, None, cpu).spans.at(0, plan.num_tokens, cpu)
+    return sum((span.hi - span.lo).double().mean().item() for span in spans)
+
+
 def plan_time(method, lengths):
     """Milliseconds until the arrays of a plan are on the device, the fastest of ten."""
     device, seconds = torch.device("cuda"), []
@@ -114,6 +121,10 @@ def main():
             result = {
                 "documents": name, "lengths": lengths, "method": method, "times": measured,
                 "plan_ms": plan_time(method, lengths),
+                "keys_per_query": {
+                    "documents": keys_per_query(method, ForwardPlan(LENGTH, documents=lengths)),
+                    "one document": keys_per_query(method, ForwardPlan(LENGTH)),
+                },
             }  # fmt: skip
             results.append(result)
             medians = {kind: [round(x.median_ms, 3) for x in both.values()] for kind, both in measured.items()}
