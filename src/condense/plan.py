@@ -50,8 +50,8 @@ class ForwardPlan:
     ) -> None:
         self.num_tokens = num_tokens
         self.counts = counts
-        lengths = torch.tensor([n for n in documents or () if n], dtype=torch.int64)
-        self.documents = lengths if len(lengths) > 1 else None
+        lengths = [n for n in documents or () if n]
+        self.documents = torch.tensor(lengths) if len(lengths) > 1 else None
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
         # Keyed by the numbers of a state (see `_identity`): rows that differ have a tensor, which all layers got from
         # the `Reading` of the forward before.
