@@ -147,8 +147,9 @@ def check_engine(engine: EngineSettings) -> None:
             f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"
         )
     for chosen, message in (
-        (engine.kv_transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
+        # first, as vLLM makes a transfer of it
         (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
+        (engine.kv_transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
         (
             engine.one_manager,
             "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
