@@ -34,11 +34,11 @@ def main() -> None:
         command.add_argument("--seeds", default="0", help="numbers such as 0,1,2")
         command.add_argument(
             "--measure",
-            default="16384:methods,4096:methods,4096:heads,4096:adapted",
-            help="tokens and what is measured: methods, heads (Recall in single KV heads), adapted (all methods after "
-            "300 distilled steps); in this order",
+            default="16384:calibrated,16384:methods,4096:calibrated,4096:methods,4096:heads,4096:adapted",
+            help="tokens and part, in this order; parts: calibrated (allocations), methods (in all layers), heads "
+            "(Recall in single KV heads), adapted (both of the first, after 300 distilled steps)",
         )
-        command.add_argument("--texts", type=int, default=12, help="per figure, and with hidden numbers twice as many")
+        command.add_argument("--texts", type=int, default=8, help="per figure, and with hidden numbers twice as many")
         command.add_argument("--trial", action="store_true", help="a few steps and texts, to try out a machine")
     command = commands.add_parser("collect")
     command.add_argument("--work", type=Path, required=True)

@@ -55,15 +55,18 @@ def write_page(results: Sequence[Path], output: Path) -> None:
             raise ValueError(f"results: no runs of {part} {architecture} {length}")
         return sorted(found, key=lambda run: run["seed"])
 
+    def rows(architecture: str, length: str) -> dict[str, list[Row]]:
+        return _by_label([*pick("methods", architecture, length), *pick("calibrated", architecture, length)])
+
     def picture(architecture: str, length: str) -> str:
         name = f"zero-shot-{architecture}-{length}.png"
-        _draw(_by_label(pick("methods", architecture, length)), output.parent / "images" / name)
+        _draw(rows(architecture, length), output.parent / "images" / name)
         return f"![Loss above dense attention by bytes on the device](images/{name})"
 
     makers: Mapping[str, Callable[..., str]] = {
-        "methods": lambda *of: _methods(_by_label(pick("methods", *of))),
+        "methods": lambda *of: _methods(rows(*of)),
         "adapted": lambda *of: _methods(_by_label(pick("adapted", *of))),
-        "chosen": lambda *of: _chosen(pick("methods", *of)),
+        "chosen": lambda *of: _chosen(pick("calibrated", *of)),
         "heads": lambda *of: _heads(pick("heads", *of)),
         "training": lambda *of: _training(pick("training", *of)),
         "picture": picture,
@@ -79,6 +82,8 @@ def _by_label(runs: Runs) -> dict[str, list[Row]]:
     for run in runs:
         dense, found = run["text"][0], {entry["name"]: entry["exact"]["share"] for entry in run["retrieval"]}
         for text in run["text"]:
+            if text is dense and run["part"] == "calibrated":
+                continue  # stands among the methods too
             losses = [text["loss"] - dense["loss"], *_parts(text, dense)]
             rows.setdefault(text["name"], []).append(Row(*run["shares"][text["name"]], found[text["name"]], *losses))
         for entry in run.get("continued", [])[1:]:
@@ -116,7 +121,7 @@ def _chosen(runs: Runs) -> str:
         for label, text in run["choices"].items():
             if label.startswith("calibrated"):
                 cells.append((label, str(run["seed"]), f"{run['shares'][label][0]:.1%}", _short(text)))
-        for place, record in run["calibrated"].items():
+        for place, record in run["goals"].items():
             cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), "", text) for goal, text in record.items()
                       if isinstance(text, str)]  # fmt: skip
     return _table(("", "seed", "device", "layers"), sorted(cells))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,9 @@ def run_seed(options: argparse.Namespace) -> None:
             continue
         began, at = time.monotonic(), Place(options, tokenizer, seed, int(length))
         content = {"architecture": options.architecture, "seed": seed, "length": at.length, "part": part}
-        content |= {"methods": _methods, "heads": _heads, "adapted": _adapted}[part](model, at)
+        content |= {"calibrated": _calibrated, "methods": _methods, "heads": _heads, "adapted": _adapted}[part](
+            model, at
+        )
         write_results(path, content | {"seconds": round(time.monotonic() - began, 1)}, seed=seed)
         print(f"{path.stem}: {time.monotonic() - began:.0f} s", flush=True)
 
@@ -95,10 +97,9 @@ def _model(options: argparse.Namespace, seed: int, tokenizer: PreTrainedTokenize
 
 
 def _methods(model: PreTrainedModel, at: Place) -> dict[str, Any]:
-    """Every method in all layers and every calibrated allocation, on the test texts."""
-    allocations, calibrated = _calibrate(model, at, POOLED, "methods")
+    """Every method in all layers, those on trial and those that change a cache after the prompt too."""
     rounded = rounded_methods(at.length)
-    choices: dict[str, Any] = {**methods(at.length), **allocations, **rounded}
+    choices = methods(at.length) | rounded
     width = inspect(model, rounded["cca entries of 8 bits"], at.length)[0].width
     shares = {name: _share(model, choice, at.length) for name, choice in choices.items()}
     for name, method in rounded.items():
@@ -117,9 +118,20 @@ def _methods(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     return {
         "choices": {name: described(choice) for name, choice in choices.items()},
         "shares": shares,
-        "calibrated": calibrated,
         **_measured(model, choices, texts, questions),
         "continued": measure(model, {"dense": None, **ways, **bits}, texts, questions, max(1, len(texts) // 2)),
+    }
+
+
+def _calibrated(model: PreTrainedModel, at: Place) -> dict[str, Any]:
+    """Dense attention, and every calibrated allocation."""
+    allocations, goals = _calibrate(model, at, POOLED, "zero-shot")
+    choices: dict[str, Any] = {"dense": condense.Dense(), **allocations}
+    return {
+        "choices": {name: described(choice) for name, choice in choices.items()},
+        "shares": {name: _share(model, choice, at.length) for name, choice in choices.items()},
+        "goals": goals,
+        **_measured(model, choices, *at.held_out()),
     }
 
 
@@ -176,14 +188,22 @@ def _adapted(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     folder = at.options.work / "logs" / f"adapted-{at.options.architecture}-s{at.seed}-{at.length}"
     history = adapt(student, at.seed, at.tokenizer, corpus, TRAINED, at.length, folder, trial=at.options.trial)
     student.eval()
-    allocations, calibrated = _calibrate(student, at, TRAINED, "adapted")
+    allocations, goals = _calibrate(student, at, TRAINED, "adapted")
     choices: dict[str, Any] = {**methods(at.length, TRAINED), **allocations}
     texts, questions = at.held_out()
     return {
         "history": history,
         "choices": {name: described(choice) for name, choice in choices.items()},
         "shares": {name: _share(student, choice, at.length) for name, choice in choices.items()},
-        "calibrated": calibrated,
+        "goals": goals,
         "before": _measured(model, {"dense": condense.Dense()}, texts, questions),
         **_measured(student, choices, texts, questions),
     }
+
+
+_PARTS: Mapping[str, Callable[[PreTrainedModel, Place], dict[str, Any]]] = {
+    "calibrated": _calibrated,
+    "methods": _methods,
+    "heads": _heads,
+    "adapted": _adapted,
+}

@@ -48,7 +48,7 @@ def phases(trial: bool) -> list[PhaseConfig]:
     sizes = (  # length, steps, rate, warm-up, hidden numbers
         (512, 1600, 2e-3, 100, (2, 8)),
         (4096, 400, 1e-3, 20, (4, 36)),
-        (LENGTH, 100, 1e-3, 0, (8, 72)),
+        (LENGTH, 80, 1e-3, 0, (8, 72)),
     )
     found = [
         PhaseConfig(
