@@ -97,7 +97,7 @@ def calibrate(
 
 @torch.no_grad()
 def _check_steps(model: PreTrainedModel, method: Method) -> None:
-    """Raise ValueError for a candidate that reads whole texts and no cache here, such as a store that no kernel reads."""
+    """Raise ValueError for a candidate that reads whole texts, but cannot keep a cache here."""
     try:
         with use(model, method):
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
