@@ -61,7 +61,7 @@ def main() -> None:
         content = {"measured": documents[0]["provenance"], "runs": [document["results"] for document in documents]}
         write_results(options.output, content)
     else:
-        from page import write_page
+        from shares_page import write_page
 
         write_page(options.results, options.output)
 

@@ -44,6 +44,7 @@ def methods(length: int, pooled: CCA = POOLED) -> dict[str, Method]:
         "recall finer index": fine,
         "recall fewer open": fine.replace(num_recall=hosted.num_recall // 2, slots=hosted.slots // 2),
         "recall g=32": coarse(length),
+        "recall drop": hosted.replace(unchosen="drop"),
         "quest": hosted.replace(index_bits=16, unchosen="drop"),
         "recall 8-bit store": stored.replace(store_bits=8),
         "recall 4-bit store": stored.replace(store_bits=4),
