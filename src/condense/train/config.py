@@ -18,6 +18,7 @@ _SCHEDULES = ("cosine", "constant")
 _TRAINED = ("all", "qkv", "qkvo", "lora")
 _LORA_TARGETS = ("qkv", "qkvo", "all-linear")
 _DTYPES = ("float32", "bfloat16")
+_REPORTS = ("none", "tensorboard")
 _GROWING = 2 / 3  # of the steps: by then the groups have their full size
 
 
@@ -130,6 +131,8 @@ class TrainConfig:
     lora_targets: the layers that get one: ``"qkv"``, ``"qkvo"`` or ``"all-linear"``.
     cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``. workers: processes
     that build sequences; 0 builds them in the training process.
+    report_to: ``"tensorboard"``: the log is written for it too, in ``runs`` of each phase's folder and of the finished
+    model.
     save_condensed: the finished model is saved with the last phase's method, so that it loads condensed. shard_size: no
     file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
     Raises ValueError for a run without data, without phases or with two of one name, for both or neither of
@@ -149,6 +152,7 @@ class TrainConfig:
     lora_targets: str = "all-linear"
     cache: Path | None = None
     workers: int = 0
+    report_to: Literal["none", "tensorboard"] = "none"
     save_condensed: bool = False
     shard_size: str = "5GB"
 
@@ -163,6 +167,7 @@ class TrainConfig:
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
         check_choice("dtype", self.dtype, _DTYPES)
         check_choice("train", self.train, _TRAINED)
+        check_choice("report_to", self.report_to, _REPORTS)
         check_choice("lora_targets", self.lora_targets, _LORA_TARGETS)
         check_int("lora_rank", self.lora_rank, 1)
         if self.train == "lora" and (self.pretrained is None or len(self.phases) > 1):

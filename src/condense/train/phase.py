@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,15 @@ from condense.train.data import TrainingSequences
 from condense.train.plan import plan_of
 from condense.train.trainer import COMPLETE, MixedTrainer
 from condense.train.watch import Watch
+
+# a variable of accelerate's, its default, the value that is needed and why
+_SHARDING = (
+    ("FSDP_VERSION", "1", "2", "the first version spreads weights in another way, which is not supported"),
+    ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "SHARDED_STATE_DICT",
+     "others gather weights and optimizer on one process for every checkpoint"),
+    ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "TRANSFORMER_BASED_WRAP",
+     "others do not spread layer by layer, and a step may gather all weights on every GPU"),
+)  # fmt: skip
 
 
 def train_phase(
@@ -117,7 +127,10 @@ def part_size(phase: PhaseConfig, processes: int) -> int:
 
 
 def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
-    """Raise ValueError for settings of FSDP2 that fail later."""
+    """Raise ValueError for settings of FSDP2 that fail later, or that would gather all weights on one GPU."""
+    for name, default, wanted, reason in _SHARDING:
+        if (value := os.environ.get(name, default)) != wanted:
+            raise ValueError(f"{name}: wanted {wanted}, as {reason}, got {value}")
     if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise ValueError(
             "FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false, as each process reads model and teacher itself, got true"

@@ -12,7 +12,7 @@ from condense.train.config import PhaseConfig, TrainConfig
 
 _TEXT_FIELDS = ("pretrained", "method")
 _LIST_FIELDS = ("data", "group_sizes", "keys")
-_RUN_FIELDS = ("dtype", "train", "lora_rank", "lora_targets", "shard_size")
+_RUN_FIELDS = ("dtype", "train", "lora_rank", "lora_targets", "shard_size", "report_to")
 ADAPT_FIELDS = (
     *(field.name for field in dataclasses.fields(PhaseConfig) if field.name not in ("name", "method")),
     *_RUN_FIELDS,
@@ -157,7 +157,7 @@ def adapt(
     other step is dense. The adapted model is saved condensed: it loads with the method it was adapted to.
 
     method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``dtype``,
-    ``train``, ``lora_rank``, ``lora_targets``, ``shard_size`` of `TrainConfig`.
+    ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
     Raises ValueError for another field, and as these two.
     """
     unknown = fields.keys() - set(ADAPT_FIELDS)
