@@ -3,7 +3,8 @@
     python benchmarks/adaptation encode --data TRAIN... --characters 9000000 --output train.npz
     python benchmarks/adaptation study --train train.npz --test test.npz --work WORK --seeds 0,1 --gpus 0,1
     python benchmarks/adaptation gather --work WORK --output STUDY.json
-    python benchmarks/adaptation shape --layers 32 --length 32768 --output SHAPE.json
+    python benchmarks/adaptation shape --shape llama-3.1-8b --train lora --length 32768 --output SHAPE.json
+    python benchmarks/adaptation longest --shape llama-3.2-1b --train all --output LONGEST.json
     python benchmarks/adaptation page --results RESULTS... --output docs/adaptation.md
 
 `study` trains one base per seed, then its arms side by side on the seed's GPU. ``WORK/results`` has one file per arm,
@@ -46,13 +47,17 @@ def main() -> None:
     gather = commands.add_parser("gather")
     gather.add_argument("--work", type=Path, required=True)
     gather.add_argument("--output", type=Path, required=True)
-    shape = commands.add_parser("shape")
-    shape.add_argument("--layers", type=int, default=32)
-    shape.add_argument("--length", type=int, default=32768)
-    shape.add_argument("--output", type=Path, required=True)
+    for name in ("shape", "longest"):
+        command = commands.add_parser(name)
+        command.add_argument("--shape", default="llama-3.1-8b")
+        command.add_argument("--train", default="lora", help="all or lora, of rank 16")
+        command.add_argument("--ways", nargs="+", default=["condensed, distilled", "condensed", "dense"])
+        command.add_argument("--length", type=int, default=32768)
+        command.add_argument("--steps", type=int, default=3, help="of which the first warms up")
+        command.add_argument("--output", type=Path, required=True)
     page = commands.add_parser("page")
     page.add_argument("--results", type=Path, nargs="+", required=True)
-    page.add_argument("--shape", type=Path)
+    page.add_argument("--shapes", type=Path, nargs="*", default=[])
     page.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     if options.command == "study":
@@ -64,11 +69,11 @@ def main() -> None:
     elif options.command == "page":
         from page import write_page
 
-        write_page(options.results, options.shape, options.output)
-    elif options.command == "shape":
-        from shape import measure
+        write_page(options.results, options.shapes, options.output)
+    elif options.command in ("shape", "longest"):
+        import shape
 
-        measure(options.layers, options.length, options.output)
+        {"shape": shape.measure, "longest": shape.longest}[options.command](options)
     else:
         import work
 

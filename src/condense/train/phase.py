@@ -56,6 +56,7 @@ def train_phase(
     FSDP is asked for where it cannot be or would fail; and if training must stop (see `MixedTrainer`).
     """
     interactive, sharded = sys.stderr.isatty(), parse_flag_from_env("ACCELERATE_USE_FSDP")
+    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     low_precision = next(model.parameters()).dtype == torch.bfloat16
     if sharded:
         _check_sharding(adapters=hasattr(model, "disable_adapter"), low_precision=low_precision)
@@ -67,7 +68,7 @@ def train_phase(
         lr_scheduler_type="cosine" if phase.schedule == "cosine" else "constant_with_warmup",
         warmup_steps=phase.warmup_steps,
         max_grad_norm=phase.max_grad_norm,
-        bf16=sharded and low_precision,  # else the weights are bfloat16 themselves
+        bf16=(sharded or deepspeed) and low_precision,  # else the weights are bfloat16 themselves
         seed=seed,
         use_cpu=not torch.accelerator.is_available(),  # without it several processes would not find each other there
         # The dataset is random already; in its own order, a resumed run sees the same sequences.
@@ -101,7 +102,7 @@ def train_phase(
             "or unset it"
         )
     if arguments.process_index == 0:
-        print(plan_of(model, phase, processes=arguments.world_size, sharded=sharded), flush=True)
+        print(plan_of(model, phase, processes=arguments.world_size, sharded=sharded or deepspeed), flush=True)
     if phase.gradient_checkpointing:
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

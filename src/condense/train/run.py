@@ -178,7 +178,8 @@ def _run_phase(
         "history": trainer.state.log_history,
     }
     # gathered from all processes, of which the first writes
-    weights = trainer.accelerator.get_state_dict(model) if trainer.is_fsdp_enabled else None
+    spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if spread else None
     if processes.is_main_process:
         _write_phase(config, phase, prepared, model, weights, folder, report)
     processes.wait_for_everyone()
