@@ -63,6 +63,8 @@ ARMS: Mapping[str, Arm] = {
     "none": Arm("not adapted", train="none"),
     "alternate": Arm("both, every other step dense", fields={**_BOTH, "mix": "alternate"}),
     "lora-16": Arm("both, LoRA of rank 16", train="lora", lora_rank=16, fields=_BOTH),
+    "slow": Arm("both, learning rate 3e-4", fields={**_BOTH, "learning_rate": 3e-4}),
+    "wide": Arm("both, window 2,048", method=OWN.replace(window=2048), fields=_BOTH),
     "dga": Arm(
         "both, DGA, a tenth focal",
         method=DGA(group_size=16, window=512, gamma=0.1, summary="streaming", rep_bias="log_size"),
@@ -101,9 +103,9 @@ def base_phases(most_steps: int) -> tuple[PhaseConfig, ...]:
 def arm_phase(name: str, steps: int) -> PhaseConfig:
     """Adaptation, on 16,384 tokens a step unless the arm says otherwise."""
     arm = ARMS[name]
-    fields: dict[str, Any] = {"mix": "condensed", "batch_size": 2, **arm.fields}
+    fields: dict[str, Any] = {"mix": "condensed", "batch_size": 2, "learning_rate": 1e-3, **arm.fields}
     return PhaseConfig(
-        name=name, steps=steps, sequence_length=LENGTH, method=arm.method, learning_rate=1e-3,
+        name=name, steps=steps, sequence_length=LENGTH, method=arm.method,
         warmup_steps=steps // 20, task_share=0.8, keys=(8, 72), checkpoint_steps=10**6,
         logging_steps=max(1, steps // 20), **fields,
     )  # fmt: skip

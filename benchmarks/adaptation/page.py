@@ -10,13 +10,18 @@ from typing import Any
 
 from arms import ARMS, CHANGES, CONTROLS
 
+from condense.plots import plot_lines, require_matplotlib
+
 Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by arm and seed
 LEARNED = 0.9  # of what the dense control finds in the end
 _SHOWN = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the steps
+_DRAWN = ("dense", "both", "growing", "plain", "distilled", "alternate")
 
 
 def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) -> None:
-    """Fill ``page.md`` with the tables of ``results`` (lists of documents) and of measured shapes."""
+    """Fill ``page.md`` with the tables of ``results`` (lists of documents) and of measured shapes; draw a picture."""
+    picture = output.with_suffix(".png")
+    require_matplotlib(picture)
     documents = [document for path in results for document in json.loads(path.read_text(encoding="utf-8"))]
     bases = {d["results"]["seed"]: d["results"] for d in documents if "phases" in d["results"]}
     found: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in ARMS}
@@ -33,16 +38,27 @@ def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) ->
         f"{', '.join(f'`{path.name}`' for path in [*results, *shapes])}",
         "BASES": _bases(bases),
         "ARMS": _arms(found),
-        "FOUND": _curves(found, "found", 2),
-        "LOSSES": _curves(found, "text_loss", 2),
+        "PICTURE": picture.name,
+        "FOUND": _curves(found),
         "POSITIONS": _positions(found),
         "CHANGED": _changed(found),
-        "SHAPES": "\n\n".join(_shape(json.loads(path.read_text(encoding="utf-8"))["results"]) for path in shapes),
+        "SHAPES": _shapes(shapes),
     }
     page = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
     for name, text in parts.items():
         page = page.replace("{{" + name + "}}", text)
     output.write_text(page, encoding="utf-8")
+    _draw(found, picture)
+
+
+def _draw(found: Results, path: Path) -> None:
+    """What is found on the way, a panel for each seed."""
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for arm in (name for name in _DRAWN if name in found):
+        for seed, run in found[arm].items():
+            steps, shares = ([entry[what] for entry in run["curve"]] for what in ("step", "found"))
+            panels.setdefault(f"seed {seed}", {})[ARMS[arm].title] = steps, shares
+    plot_lines(panels, path, x_label="steps", y_label="found")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -126,15 +142,20 @@ def _learned(found: Results, arm: str, seed: int) -> int | None:
     return next((entry["step"] for entry in found[arm][seed]["curve"] if entry["found"] >= wanted), None)
 
 
-def _curves(found: Results, what: str, digits: int) -> str:
+def _curves(found: Results) -> str:
     steps = [entry["step"] for entry in next(iter(found["dense"].values()))["curve"]]
     chosen = [steps[max(0, round(share * len(steps)) - 1)] for share in _SHOWN]
     rows = []
     for arm, runs in found.items():
-        curves = [{entry["step"]: entry[what] for entry in run["curve"]} for run in runs.values()]
+        curves = [{entry["step"]: entry for entry in run["curve"]} for run in runs.values()]
         if all(curves):
-            rows.append([ARMS[arm].title, *(_each([curve[step] for curve in curves], digits) for step in chosen)])
-    return _table([{"found": "found", "text_loss": "text loss"}[what] + " at step", *map(str, chosen)], rows)
+            cells = [
+                f"{_each([curve[step]['found'] for curve in curves], 2)}; "
+                f"{mean(curve[step]['text_loss'] for curve in curves):.2f}"
+                for step in chosen
+            ]
+            rows.append([ARMS[arm].title, *cells])
+    return _table(["found; mean text loss, at step", *map(str, chosen)], rows)
 
 
 def _positions(found: Results) -> str:
@@ -151,15 +172,22 @@ def _changed(found: Results) -> str:
     names = ("own", *CHANGES, *CONTROLS)
     rows = []
     for arm, runs in found.items():
-        rows.append([
-            ARMS[arm].title,
-            *(
-                f"{_each([_found(run, name) for run in runs.values()], 3, '?')}; "
-                f"{_each([_loss(run, name) for run in runs.values()], 3, '?')}"
-                for name in names
-            ),
-        ])  # fmt: skip
-    return _table(["found; text loss", "as trained", *names[1:]], rows)
+        cells = []
+        for name in names:
+            losses = [loss for run in runs.values() if (loss := _loss(run, name)) is not None]
+            shares = _each([_found(run, name) for run in runs.values()], 2, "?")
+            cells.append(f"{shares}; {mean(losses):.3f}" if losses else "?")
+        rows.append([ARMS[arm].title, *cells])
+    return _table(["found; mean text loss", "as trained", *names[1:]], rows)
+
+
+def _shapes(paths: Sequence[Path]) -> str:
+    if not paths:
+        return ""
+    tables = [_shape(json.loads(path.read_text(encoding="utf-8"))["results"]) for path in paths]
+    head = "## Models of a billion parameters and more"
+    about = "Random weights, activations recomputed; groups of 16, window 1,024, the slowest step but the first."
+    return "\n\n".join([head, about, *tables]) + "\n\n"
 
 
 def _shape(content: Mapping[str, Any]) -> str:

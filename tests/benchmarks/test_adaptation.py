@@ -58,6 +58,7 @@ def test_the_page_shows_every_run(tmp_path):
     # 0.9 of the control's 1.0 is reached at the tenth measurement; 0.9 of the other's 0.9 never
     assert "| distilled, growing groups | 500, never | 0.990, 0.500 | 3.040, 3.300 | 0.040, 0.200 |" in text
     assert "| not adapted |  | 0.100 | 3.500 |" in text
-    assert "0.990, ?; 3.040, ?" in text
+    assert "| 0.99, ?; 3.040 |" in text
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
     assert "| 0 | 1,200 steps: 0.980 | 1,200 steps: 0.980 |" in text
     assert "| condensed | 8,000 | 40.1 GiB |" in text
