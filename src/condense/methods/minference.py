@@ -121,7 +121,9 @@ class MInference(SparsePrefill):
 
     def __post_init__(self) -> None:
         # JSON has lists, the command line a text for all heads
-        given: Any = (self.patterns,) if isinstance(self.patterns, str) else self.patterns
+        given: Any = self.patterns
+        if isinstance(given, str):
+            given = (given,)
         if not isinstance(given, list | tuple) or not given:
             raise ValueError(
                 "patterns must be a list of text, one per query head or one for all, got "

@@ -47,7 +47,7 @@ def attend_recall(
     ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
     `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
-    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query "hopper" or
+    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": on CUDA, for more than one query, "hopper" or
     else "triton" where `condense.ops.recall.limits` allows it; in all other cases "torch". extras: as of
     `condense.ops.attend`; groups are chosen without them.
 
