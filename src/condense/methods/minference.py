@@ -120,9 +120,8 @@ class MInference(SparsePrefill):
     patterns: tuple[str, ...] = ("vertical_slash",)
 
     def __post_init__(self) -> None:
-        # JSON has lists, the command line a text for all heads
         given: Any = self.patterns
-        if isinstance(given, str):
+        if isinstance(given, str):  # as the command line has it
             given = (given,)
         if not isinstance(given, list | tuple) or not given:
             raise ValueError(
