@@ -33,12 +33,13 @@ def test_entries_left_out(chosen):  # noqa: F811
     compare(case, chosen, "hopper")
 
 
-def test_long_prompts_agree_with_the_plain_kernels(chosen):  # noqa: F811
+def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):  # noqa: F811
     """Several tiles per program, so that the rings of keys go on from one to the next."""
     settings = IndexSettings("bounds", 16, 8, 8)
     problem = Problem(Case((32, 8), settings, 5000, 0, 1024, 32, (0,), widths=(128, 128), dtype=torch.bfloat16))
     with torch.no_grad():
-        got, want = (problem.attend(problem.inputs, problem.choice(), x) for x in ("hopper", "triton"))
+        auto, got, want = (problem.attend(problem.inputs, problem.choice(), x) for x in ("auto", "hopper", "triton"))
+    assert all(torch.equal(x, y) for x, y in zip(auto, got, strict=True))
     assert torch.equal(chosen[0], chosen[1])
     # both round weights and outputs to bfloat16
     assert float((got[0].float() - want[0].float()).abs().max()) <= 2**-6 * float(want[0].abs().max())

@@ -47,9 +47,8 @@ def attend_recall(
     ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
     `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
     (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
-    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": "triton" on CUDA for more than one
-    query where `condense.ops.recall.limits` allows it, else "torch". "hopper" is under trial: a test of its kernels
-    with padded rows did not end in time on an H200, so that "auto" never takes it. extras: as of
+    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query "hopper" or
+    else "triton" where `condense.ops.recall.limits` allows it; in all other cases "torch". extras: as of
     `condense.ops.attend`; groups are chosen without them.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
@@ -95,6 +94,8 @@ def _resolve(backend: str, of_hopper: Obstacle, of_triton: Obstacle, *, for_prom
     Raises ValueError if an explicit one cannot run.
     """
     if backend == "auto" and for_prompt:
+        if of_hopper() is None:
+            return "hopper"
         return "torch" if of_triton() else "triton"
     if backend == "hopper" and (obstacle := of_hopper()) is not None:
         raise ValueError(f"backend 'hopper' {obstacle}; use backend='triton'")
