@@ -15,6 +15,7 @@ from condense.ops.recall import (
     IndexChoice,
     IndexSettings,
     Quota,
+    RecallSources,
     attend_recall,
     build_index,
     choose_groups,
@@ -132,10 +133,17 @@ class Problem:
         """Output and log-sum-exp, 0 for queries that see nothing."""
         q, *keys = inputs
         entries, store, window = (Source(k, v) for k, v in zip(keys[::2], keys[1::2], strict=True))
+        sources = RecallSources(entries._replace(bias=self.case.bias), store, window, self.spans)
         out, lse = attend_recall(
-            q, entries._replace(bias=self.case.bias), store, window, self.spans, choice, scale=self.scale,
-            unchosen=self.case.unchosen, backend=backend, return_lse=True, **kwargs,
-        )  # fmt: skip
+            q,
+            sources,
+            choice,
+            scale=self.scale,
+            unchosen=self.case.unchosen,
+            backend=backend,
+            return_lse=True,
+            **kwargs,
+        )
         return out, torch.where(lse == -math.inf, 0.0, lse)
 
     def leaves(self, dtype=None):
@@ -271,6 +279,6 @@ def test_refusals():
     entries = Source(keys[0], keys[1], torch.zeros(1, 1, keys[0].shape[2], device=DEVICE))
     with pytest.raises(ValueError, match="one bias for all entries"):
         attend_recall(
-            q, entries, Source(*keys[2:4]), Source(*keys[4:]), problem.spans, problem.choice(), scale=1.0,
+            q, RecallSources(entries, Source(*keys[2:4]), Source(*keys[4:]), problem.spans), problem.choice(), scale=1.0,
             backend="triton",
         )  # fmt: skip

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.choice import Choice, IndexChoice, chosen_groups
-from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
+from condense.ops.recall.sources import RecallSources
+from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.attend import Tiles, attend, describe, needs_operation, not_empty, results, small_tiles
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
@@ -271,10 +272,7 @@ _KERNELS = Kernels(score, _forward, operation("attend_recall", _forward), attend
 
 def attend_recall(
     q: Tensor,
-    entries: Source,
-    store: Source,
-    window: Source,
-    spans: Spans,
+    sources: RecallSources,
     choice: Choice,
     *,
     scale: float,
@@ -287,6 +285,7 @@ def attend_recall(
 
     Where no group is open, or every one, this is attention over two sources, entries or store, and the window.
     """
+    entries, store, window, spans = sources
     B, L, K, G = q.shape[0], q.shape[2], window.k.shape[1], entries.k.shape[2]
     assert isinstance(spans, RuleSpans), "the backend's limits"
     rule = spans.rule
@@ -298,7 +297,7 @@ def attend_recall(
         if r == 0:
             rule = rule if pool else replace(rule, max_chunks=0)
         else:
-            entries, rule = store, replace(rule, entries=store.k.shape[2] // G)
+            entries, rule = store, replace(rule, entries=sources.group_size)
         return kernels.attend(
             q, [entries, window], replace(spans, rule=rule), scale=scale, softcap=softcap, dropout_p=0.0,
             return_lse=return_lse,

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.recall.choice import Quota
-from condense.ops.recall.index import IndexSettings
 from condense.ops.recall.limits import step_obstacle
-from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState, check_step
-from condense.ops.spans import UniformRule
+from condense.ops.recall.state import NewToken, RecallSettings, RecallState, check_step
+from condense.ops.triton.device.entry import Kind
+from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
 from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_kernels import (
     recall_attend_kernel,
     recall_choose_kernel,
-    recall_close_kernel,
     recall_rank_kernel,
     recall_score_kernel,
 )
+from condense.ops.triton.recall_store_kernels import Form
 from condense.ops.triton.step_kernels import step_join_kernel
+from condense.ops.types import numbered_settings
 
 _close, _score, _rank = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_rank_kernel))
 _choose, _attend, _join = (Launcher(x) for x in (recall_choose_kernel, recall_attend_kernel, step_join_kernel))
@@ -36,33 +37,22 @@ _MOST_RANKED = 512
 
 
 def recall_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: RecallState,
-    settings: RecallSettings,
-    *,
-    scale: float,
-    real: Tensor | None = None,
-    extras: Extras = NO_EXTRAS,
+    token: NewToken, state: RecallState, settings: RecallSettings, *, scale: float, extras: Extras = NO_EXTRAS
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.recall.state`, contiguous;
-    bfloat16, float16 or float32, one dtype; K divides H. ``real`` bool or integer ``[B]``: rows without a token are not
-    touched and give 0 (None: all have one). extras: as of `condense.ops.recall.attend_recall`.
+    token, state as in `condense.ops.recall.state`, the state contiguous; bfloat16, float16 or float32, one dtype; K
+    divides H. Rows without a token are not touched and give 0. extras: as of `condense.ops.recall.attend_recall`.
     Raises ValueError for what `condense.ops.recall.limits.step_obstacle` names and for a state that does not fit.
     """
-    obstacle = step_obstacle(q, k, v, state, settings)
+    obstacle = step_obstacle(token, state, settings)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-    check_step(q, k, v, state, settings, real)
-    rule, index = settings.rule, settings.index
-    assert rule.window is not None
+    check_step(token, state, settings)
+    assert settings.rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
-        q, k, v, *state[:11], real, extras.sink_logits, rule.chunk, rule.window, index.kind, index.size, index.bits,
-        *settings.quota, settings.entries.bias, settings.pool, scale, extras.softcap,
-    )  # fmt: skip
+        *token[:3], *state, token.real, extras.sink_logits, settings.number, scale, extras.softcap
+    )
     return out
 
 
@@ -157,42 +147,65 @@ class _Plan(NamedTuple):
     join: tuple[Any, ...]
 
 
+def _form(settings: RecallSettings, dtype: torch.dtype, D: int, Dv: int) -> Form:
+    form, g = settings.store_format, settings.rule.chunk
+    if form.bits == 16:
+        return Form(16, g, D, Dv, 0, 0.0, 0.0)
+    return Form(
+        form.bits, g, D, Dv, g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
+    )
+
+
+def _kind(settings: RecallSettings, D: int, Dv: int, has_real: bool, early: bool) -> Kind:
+    """How the entry of a group is made: what `condense.ops.triton.device.entry` asks for."""
+    entries = settings.entries
+    return Kind(
+        *split_width(D), *split_width(Dv), False, entries.num_summary > 0, entries.key_pooling, entries.value_pooling,
+        focal=0, tile=1, period=0, has_prompt=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
+        joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=entries.matched,
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step
 def _plan(
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int, int],
     widths: tuple[int, int],
-    sizes: tuple[int, int, int, int],
-    settings: RecallSettings,
+    sizes: tuple[int, int, int, int, int],
+    number: int,
     scores: tuple[float, float],
     has_real: bool,
 ) -> _Plan:
-    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots; scores: their scale
-    and soft cap.
+    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
+    `RecallSettings.number`; scores: their scale and soft cap.
     """
-    (B, H, K), (D, Dv), (G, W, N, S), (scale, softcap) = heads, widths, sizes, scores
+    (B, H, K), (D, Dv), (G, W, N, S, Q), (scale, softcap) = heads, widths, sizes, scores
+    settings: RecallSettings = numbered_settings(number)
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
     of_score, of_attend, early = _table(device, dtype, max(D, Dv))
     BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
     # tile columns for a row of the index: PB where it is written (bytes if quantised), PC where it is read (16-bit
-    # words)
+    # words); for the bytes of a stored token: PS
     PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
+    PS = _padded(max(D, Dv) * min(settings.store_bits, 8) // 8)
     (_, part, of), r, GROUPS = settings.quota, settings.quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = _ranked(G, r)
-    RP = power_of_2(max(r, 1))
+    RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(32, power_of_2(g)))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
     S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
     BC = min(64, PV)
+    form, matched = _form(settings, dtype, D, Dv), settings.entries.matched
     chained = {"launch_pdl": True} if early else {}
     return _Plan(
         (S0, S1),
         (
-            (B * K, 3, 1), (K, G, W, N, window),
-            (g, m, power_of_2(index.size), D, P, Dv, PV, PB, bounds, index.bits, has_real, early), {},
+            (B * K, 4, 1), (K, R, G, W, N, Q, window, scale),
+            (m, power_of_2(index.size), P, PV, PB, PS, bounds, index.bits, form,
+             _kind(settings, D, Dv, has_real, early)), {},
         ),
         (
             (S0, B * K, 1),
@@ -202,7 +215,7 @@ def _plan(
         ),
         (
             (tiles, B * K, 1), (K, R, G, S0, window, settings.entries.bias * LOG2E),
-            (g, GROUPS, BG, C, power_of_2(C), power_of_2(S0), min(4, power_of_2(R)), has_real, early), chained,
+            (g, GROUPS, BG, C, power_of_2(C), power_of_2(S0), min(4, power_of_2(R)), matched, has_real, early), chained,
         ),
         (
             (B * K, 1, 1), (K, G, window, r, part, of),
@@ -211,7 +224,7 @@ def _plan(
         ),
         (
             (S1, B * K, 1), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
-            (S, g, D, P, Dv, PV, BR, of_attend.rows, settings.pool, has_real, precision, softcap * LOG2E, early),
+            (S, form, P, PV, BR, of_attend.rows, BT, settings.pool, has_real, precision, softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
         ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
@@ -233,42 +246,34 @@ def _step(
     slots: Tensor,
     held: Tensor,
     order: Tensor,
+    ring_q: Tensor,
+    biases: Tensor,
     real: Tensor | None,
     sink: Tensor | None,
-    group_size: int,
-    window: int,
-    index: str,
-    index_size: int,
-    index_bits: int,
-    most: int,
-    share_part: int,
-    share_of: int,
-    bias: float,
-    pool: bool,
+    settings: int,
     scale: float,
     softcap: float,
 ) -> Tensor:
-    taken = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen)
+    taken = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen, ring_q, biases)
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         torch.autograd.graph.increment_version((*taken, slots, held, order))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
-    of_index = IndexSettings(index, group_size, index_size, index_bits)  # type: ignore[arg-type]
-    rule, entries = UniformRule(group_size, window), EntrySettings(bias=bias)
-    settings = RecallSettings(rule, of_index, Quota(most, share_part, share_of), entries, pool)
-    sizes = (G, ring_k.shape[2], store.shape[2], S)
+    sizes = (G, ring_k.shape[2], store.shape[2], S, ring_q.shape[2])
     plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, (scale, softcap), real is not None)
-    scratch = _scratch(q, K, G, settings.quota.at(G), plan.splits, Dv)
+    of_settings: RecallSettings = numbered_settings(settings)
+    scratch = _scratch(q, K, G, of_settings.quota.at(G), plan.splits, Dv)
     score, top, total, key, candidate, groups, place, offset, parts, lse = scratch
     out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real.contiguous()
     # kernels start on the current device, which may not be that of the tensors in a model spread over several
     with torch.cuda.device_of(q):
-        _launch(_close, plan.close, (k, v, *taken, counts), (*k.stride()[:2], *v.stride()[:2]))
+        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+        _launch(_close, plan.close, (q, k, v, *taken, counts), strides)
         if G > 0:
-            words = codes if index_bits == 16 else codes.view(torch.int16)
+            words = codes if of_settings.index.bits == 16 else codes.view(torch.int16)
             _launch(_score, plan.score, (q, words, grid, seen, counts, score, top, total), q.stride()[:2])
-            _launch(_rank, plan.rank, (score, top, total, seen, counts, key, candidate, offset), ())
+            _launch(_rank, plan.rank, (score, top, total, biases, seen, counts, key, candidate, offset), ())
             chosen = (key, candidate, held, order, seen, counts, groups, place, offset)
             _launch(_choose, plan.choose, chosen, ())
         keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
@@ -291,7 +296,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
 def _register() -> torch.library.Library:
     """Define the torch operation; not by `torch.library.custom_op`, see `condense.ops.triton.step`."""
     library = torch.library.Library("condense", "FRAGMENT")
-    schema = torch.library.infer_schema(_step, mutates_args=RecallState._fields[:11], op_name="recall_step")
+    schema = torch.library.infer_schema(_step, mutates_args=RecallState._fields, op_name="recall_step")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("recall_step", _step, "CompositeExplicitAutograd")
     torch.library.register_fake("condense::recall_step", _fake, lib=library)
