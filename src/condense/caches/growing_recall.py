@@ -8,6 +8,7 @@ same buffers. Shapes as in `condense.ops.recall.state`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from condense.caches.token_store import (
     with_pinned_store,
 )
 from condense.methods import Method, Recall
-from condense.ops import Extras, StepSettings
-from condense.ops.recall import NewToken, RecallState, recall_step
+from condense.ops import Extras
+from condense.ops.recall import NewToken, RecallSettings, RecallState, recall_step
 from condense.ops.tensors.per_row import PerRow
 from condense.state import LayerState
 
@@ -40,10 +41,10 @@ class RecallRing(PinnedCopies, RingState):
     buffers: RecallState
     method: Recall
 
-    def __init__(self, method: Recall, settings: StepSettings, state: LayerState, latent: int) -> None:
-        """As `RingState`."""
-        self.recall_settings = method.step_settings
-        super().__init__(method, settings, state, latent)
+    @cached_property
+    def recall_settings(self) -> RecallSettings:
+        """The settings of every step."""
+        return self.method.step_settings
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
         queries = max(self.settings.num_summary, self._most_queries)

@@ -39,8 +39,6 @@ def attend_obstacle(q: Tensor, sources: RecallSources, choice: Choice) -> str | 
     on_gpu = q.device.type == "cuda"
     if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
         return f"takes the spans of a uniform rule, got {spans}"
-    if isinstance(entries.bias, Tensor):
-        return f"takes one bias for all entries, got a tensor of shape {tuple(entries.bias.shape)}"
     if q.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
     if on_gpu and (D not in WIDTHS or Dv not in WIDTHS):
@@ -61,7 +59,9 @@ def hopper_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softca
         return f"{hopper_limits.NO_SOFTCAP}, got a cap of {softcap}"
     if (obstacle := attend_obstacle(q, sources, choice)) is not None:
         return obstacle
-    window = sources.window
+    bias, window = sources.entries.bias, sources.window
+    if isinstance(bias, Tensor):
+        return f"takes one bias for all entries, got a tensor of shape {tuple(bias.shape)}"
     widths, R = (q.shape[3], window.v.shape[3]), q.shape[1] // window.k.shape[1]
     if q.device.type != "cuda" or gpu_of(q.device).capability != (9, 0):
         return "needs a GPU of compute capability 9.0 (H100, H200)"
