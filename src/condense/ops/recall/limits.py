@@ -14,7 +14,7 @@ from condense.ops.recall.sources import RecallSources
 from condense.ops.recall.state import NewToken, RecallSettings, RecallState
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.host import gpu_of
-from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, WIDTHS, absence
+from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
 MAX_GROUPS = 2**15
@@ -24,8 +24,8 @@ MAX_PAIRS = 2**16
 MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 
 
-# float32 tiles have 32 rows
-MAX_HEADS_FLOAT32 = 32
+# float32 tiles have 32 rows; those of wide latents 16, whose outputs stand in registers
+MAX_HEADS_FLOAT32, MAX_WIDE_HEADS = 32, 16
 # keys and values of Hopper's kernels; groups are loaded by rows of eight, and a block of 64 keys holds whole groups
 HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
@@ -82,8 +82,9 @@ def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings,
     if obstacle is not None:
         return obstacle
     R, G, S = token.q.shape[1] // token.k.shape[1], state.entries_k.shape[2], state.held.shape[2]
-    if R > MAX_HEADS:
-        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
+    most = MAX_WIDE_HEADS if latent > MAX_STEP_WIDTH else MAX_HEADS
+    if most < R:
+        return f"takes up to {most} query heads per KV head of width {latent or token.v.shape[3]}, got {R}"
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
     if S * settings.quota.at(G) > MAX_PAIRS:
@@ -98,9 +99,11 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
     D, Dv, index = k.shape[3], v.shape[3], settings.index
     if k.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
-    if latent:
-        return f"recalls keys with values of their own, got latents of {latent} columns"
-    if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
+    if latent and (latent > MAX_STEP_LATENT or D > MAX_STEP_LATENT + MAX_STEP_WIDTH):
+        return (
+            f"takes latents of up to {MAX_STEP_LATENT} columns, with up to {MAX_STEP_WIDTH} others, got {latent} of {D}"
+        )
+    if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
     if D * index.bits % 16:
         return f"reads an index of {index.bits} bits in words of 16, got keys of width {D}"
