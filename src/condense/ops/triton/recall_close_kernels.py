@@ -192,13 +192,14 @@ def recall_close_kernel(
             else:
                 put_keys(ring_k_ptr, k_ptr, store_ptr, first, t, W, FORM, PS)
         _put_token(k_ptr, ring_k_ptr, t, W, D, P)
-    if live & (work == 1) & (DV > 0):
-        if closes:
-            if FORM.bits == 16:
-                _put_group(ring_v_ptr, v_ptr, store_ptr + D, first, t, W, g, DV, PV, D + DV)
-            else:
-                put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
-        _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
+    if DV > 0:  # latents have no values of their own
+        if live & (work == 1):
+            if closes:
+                if FORM.bits == 16:
+                    _put_group(ring_v_ptr, v_ptr, store_ptr + D, first, t, W, g, DV, PV, D + DV)
+                else:
+                    put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
+            _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
     if closes & (work == 2):
         F: tl.constexpr = 2 * m if BOUNDS else m
         C: tl.constexpr = D // 2 if BITS == 4 else D
