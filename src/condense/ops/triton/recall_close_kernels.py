@@ -192,7 +192,7 @@ def recall_close_kernel(
             else:
                 put_keys(ring_k_ptr, k_ptr, store_ptr, first, t, W, FORM, PS)
         _put_token(k_ptr, ring_k_ptr, t, W, D, P)
-    if DV > 0:  # latents have no values of their own
+    if DV > 0:  # noqa: SIM102 - latents have no values of their own
         if live & (work == 1):
             if closes:
                 if FORM.bits == 16:
