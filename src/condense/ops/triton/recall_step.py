@@ -207,7 +207,7 @@ def _plan(
     PS = _padded(max(D, Dv) * min(settings.store_bits, 8) // 8)
     (_, part, of), r, GROUPS = settings.quota, settings.quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = _ranked(G, r)
-    RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(32, power_of_2(g)))
+    RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(16, power_of_2(g)))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
     S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
