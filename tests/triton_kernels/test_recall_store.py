@@ -46,10 +46,12 @@ def test_entries_that_a_summary_weighs(entries, scratch):  # noqa: F811
 @pytest.mark.parametrize(("latent", "D"), [(16, 24), (512, 576), (256, 288)] if CUDA else [(16, 24)], ids=str)
 @pytest.mark.parametrize("bits", [16, 8])
 def test_latents(latent, D, bits, scratch):  # noqa: F811
-    """Values are columns of the keys, entries pooled whole, one KV head for all query heads."""
+    """Values are columns of the keys, entries pooled whole, one KV head for all query heads, of which there are two
+    tiles.
+    """
     entries = EntrySettings("weighted", num_summary=4, matched=True)
     settings = with_fields("bounds-8", store_bits=bits, entries=entries)
-    compare(*random_qkv(1, 6, 1, 30, D, 0), settings, scratch, latent=latent)
+    compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

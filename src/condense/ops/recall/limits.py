@@ -24,8 +24,8 @@ MAX_PAIRS = 2**16
 MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 
 
-# float32 tiles have 32 rows; those of wide latents 16, whose outputs stand in registers
-MAX_HEADS_FLOAT32, MAX_WIDE_HEADS = 32, 16
+# float32 tiles have 32 rows
+MAX_HEADS_FLOAT32 = 32
 # keys and values of Hopper's kernels; groups are loaded by rows of eight, and a block of 64 keys holds whole groups
 HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
@@ -81,10 +81,7 @@ def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings,
     obstacle = store_obstacle(token.k, token.v, settings, latent=latent)
     if obstacle is not None:
         return obstacle
-    R, G, S = token.q.shape[1] // token.k.shape[1], state.entries_k.shape[2], state.held.shape[2]
-    most = MAX_WIDE_HEADS if latent > MAX_STEP_WIDTH else MAX_HEADS
-    if most < R:
-        return f"takes up to {most} query heads per KV head of width {latent or token.v.shape[3]}, got {R}"
+    G, S = state.entries_k.shape[2], state.held.shape[2]
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
     if S * settings.quota.at(G) > MAX_PAIRS:

@@ -72,25 +72,26 @@ class _Tiles(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend; ``early``: kernels are launched before the one ahead of them has
-    ended (programmatic dependent launch).
+    """Tiles of the kernels that score and attend, and the most query heads of these; ``early``: kernels are launched
+    before the one ahead of them has ended (programmatic dependent launch).
     """
 
     score: _Tiles
     attend: _Tiles
+    heads: int
     early: bool
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
     if device.type != "cuda":  # the interpreter
-        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), False)
+        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 16, False)
     early = gpu_of(device).capability >= (9, 0)
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
-        return _Table(_Tiles(rows, 8, 1, 1), _Tiles(rows, 8 if rows == 16 else 4, 2, 1), early)
+        return _Table(_Tiles(rows, 8, 1, 1), _Tiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early)
     if dtype == torch.float32 or width > 128:
-        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), early)
-    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), early)
+        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 64, early)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), 64, early)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -198,9 +199,10 @@ def _plan(
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
-    of_score, of_attend, early = _table(device, dtype, max(D, Dv))
+    of_score, of_attend, most, early = _table(device, dtype, max(D, Dv))
     V, parts = latent or Dv, _parts(D, Dv, latent)
-    BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
+    BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
+    head_tiles = cdiv(R, BR)
     # tile columns for a row of the index: PB where it is written (bytes if quantised), PC where it is read (16-bit
     # words); for the bytes of a stored token: PS
     PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
@@ -209,8 +211,8 @@ def _plan(
     BG, C, tiles = _ranked(G, r)
     RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(16, power_of_2(g)))
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
-    S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
+    S0 = _num_splits(device, B * K * head_tiles, cdiv(G, of_score.rows), of_score.waves)
+    S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
     BC = min(64, power_of_2(V))
     form, matched = _form(settings, dtype, D, Dv, latent), settings.entries.matched
     chained = {"launch_pdl": True} if early else {}
@@ -222,7 +224,7 @@ def _plan(
              _kind(settings, parts, latent, has_real, early)), {},
         ),
         (
-            (S0, B * K, 1),
+            (S0, B * K, head_tiles),
             (K, R, G, window, scale * LOG2E),
             (g, m, D, PC, BR, of_score.rows, GROUPS, bounds, index.bits, has_real, precision, early),
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
@@ -237,7 +239,7 @@ def _plan(
             {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
         ),
         (
-            (S1, B * K, 1), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
+            (S1, B * K, head_tiles), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
             (S, form, BR, of_attend.rows, BT, settings.pool, has_real, precision, softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),

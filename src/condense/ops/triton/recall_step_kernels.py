@@ -44,12 +44,11 @@ def _first_column(part, D, BITS):
 
 @triton.jit
 def _queries(
-    q_ptr, s_qh, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, part: tl.constexpr,
-    BITS: tl.constexpr,
-):  # fmt: skip
-    """Query columns ``[BR, P]`` of one KV head that go with one part of the index's words."""
+    q_ptr, s_qh, r, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, part: tl.constexpr, BITS: tl.constexpr
+):
+    """Columns ``[BR, P]`` of query heads r of one KV head that go with one part of the index's words."""
     STRIDE: tl.constexpr = 1 if BITS == 16 else 2
-    r, d = tl.arange(0, BR), _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
+    d = _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
     there = (r < R)[:, None] & (tl.arange(0, P) < C)[None, :]
     return tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=there, other=0.0)
 
@@ -118,7 +117,8 @@ def recall_score_kernel(
     """Index scores of closed groups, float32 ``[B, H, GROUPS]``; of every split the largest and the sum of
     ``2 ** (score - largest)``.
 
-    Grid (S, B * K). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
+    Grid (S, B * K, tiles of BR query heads). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q .
+    code)``.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -127,12 +127,13 @@ def recall_score_kernel(
     F: tl.constexpr = 2 * m if BOUNDS else m
     PARTS: tl.constexpr = 16 // BITS
     C: tl.constexpr = D // PARTS
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
     q_ptr += b * s_qb + kvh * R * s_qh
     codes_ptr += head * G * F * C
     grid_ptr += head * G * 2
     queries = ()
     for part in tl.static_range(PARTS):
-        queries = queries + (_queries(q_ptr, s_qh, R, D, C, PC, BR, part, BITS),)  # noqa: RUF005
+        queries = queries + (_queries(q_ptr, s_qh, r, R, D, C, PC, part, BITS),)  # noqa: RUF005
     sum_q = tl.zeros([BR], tl.float32)
     unit = tl.full([BR], 1.0, tl.float32)
     if BITS < 16:
@@ -148,7 +149,6 @@ def recall_score_kernel(
             queries = [(x.to(tl.float32) / unit[:, None]).to(tl.float16) for x in queries]
     up, down = _positive(queries), _negative(queries)
     _after_the_last(EARLY)
-    r = tl.arange(0, BR)
     top = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
     for tile in range(tiles * split // S, tiles * (split + 1) // S):
@@ -356,7 +356,9 @@ def recall_attend_kernel(
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
     POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K).
+    """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
+
+    Grid (S, B * K, tiles of BR query heads).
 
     A split has its share of the tiles of entries, whose scores get an offset each (-inf where the group is open), and
     of the ring's tokens of groups that are not closed, counted through; then its share of the open groups, BT tokens at
@@ -373,7 +375,7 @@ def recall_attend_kernel(
     tokens = tl.where(live, t + 1 - first, 0)
     entry_tiles = tl.cdiv(entries, BN)
     tiles = entry_tiles + tl.cdiv(tokens, BN)
-    r = tl.arange(0, BR)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
     q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
     _after_the_last(EARLY)
     offset_ptr += head * G
