@@ -164,11 +164,11 @@ def _parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
 
 def _form(settings: RecallSettings, dtype: torch.dtype, D: int, Dv: int, latent: int) -> Form:
     form, g = settings.store_format, settings.rule.chunk
-    sizes = (form.bits, g, D, Dv, *_parts(D, Dv, latent), g * form.width(D, Dv, dtype.itemsize))
-    return Form(*sizes, form.step_unit(dtype), torch.finfo(dtype).tiny)
+    piece, unit, tiny = g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
+    return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, unit, tiny)
 
 
-def _kind(settings: RecallSettings, parts: tuple[int, ...], latent: int, has_real: bool, early: bool) -> Kind:
+def _kind(settings: RecallSettings, parts: tuple[int, int, int, int], latent: int, has_real: bool, early: bool) -> Kind:
     """How the entry of a group is made: what `condense.ops.triton.device.entry` asks for."""
     entries = settings.entries
     # of latents, whole entries are pooled as keys
