@@ -11,7 +11,8 @@ from condense.ops.recall.choice import (
     index_scores,
 )
 from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
-from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
+from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.state import EntrySettings, NewToken, RecallSettings, RecallState
 from condense.ops.recall.store import STORE_BITS, StoreFormat
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
     "IndexChoice",
     "IndexKind",
     "IndexSettings",
+    "NewToken",
     "Quota",
     "RecallSettings",
+    "RecallSources",
     "RecallState",
     "StoreFormat",
     "Unchosen",
