@@ -51,7 +51,8 @@ def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
     index = IndexSettings("bounds", 16, 8, 8)
     hopper_recall.attend_recall_hopper(
         q, Source(groups.mean(3), groups.mean(3)), Source(k, k), Source(k, k), RuleSpans(UniformRule(16, 64), 0, 0),
-        IndexChoice(q, build_index(groups, index), index, 0.1, Quota(8)), scale=0.1, pool=True, return_lse=False,
+        IndexChoice(q, build_index(groups, index), index, 0.1, Quota(8)), scale=0.1, softcap=0.0, pool=True,
+        return_lse=False,
     )  # fmt: skip
     assert len(compiled) == 6
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)

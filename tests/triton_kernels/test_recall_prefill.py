@@ -22,6 +22,7 @@ from condense.ops.recall import (
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import recall_attend, recall_choice
+from condense.ops.triton.attend import describe
 from condense.ops.triton.limits import DTYPES
 from condense.testing.budget import judge
 
@@ -274,3 +275,39 @@ def test_refusals():
             q, entries, Source(*keys[2:4]), Source(*keys[4:]), problem.spans, problem.choice(), scale=1.0,
             backend="triton",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ratio-1", "ratio-7"])
+def test_compiled_as_one_graph(name):
+    """The choice too is an operation, of which torch.compile traces no kernel."""
+    problem = Problem(CASES[name])
+    groups = []
+
+    def attend(*inputs):
+        out, lse = problem.attend(inputs, problem.choice(), "triton")
+        return out, lse, *torch.autograd.grad(out.square().sum(), inputs)
+
+    def graph(module, _):
+        groups.extend(node.name for node in module.graph.nodes if "choose_recall" in str(node.target))
+        return module
+
+    torch._dynamo.reset()
+    want = attend(*problem.leaves())
+    inputs = problem.leaves()
+    compiled = torch.compile(lambda *x: problem.attend(x, problem.choice(), "triton"), fullgraph=True, backend=graph)
+    got = compiled(*inputs)
+    assert len(groups) == 1
+    for x, y in zip((*got, *torch.autograd.grad(got[0].square().sum(), inputs)), want, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_choice_is_a_whole_operation():
+    """Its schema, and what it says of its result before it runs."""
+    problem = Problem(CASES["a-fifth-padded"])
+    asked = problem.choice()
+    starts, rule = describe(problem.spans, 2, problem.case.L, torch.device(DEVICE))
+    arguments = recall_choice.choice_arguments(
+        asked.q, asked.index, asked.settings, recall_choice.Positions(starts, tuple(rule)), scale=asked.scale,
+        quota=asked.quota, closed=int(problem.closed.max()),
+    )  # fmt: skip
+    torch.library.opcheck(recall_attend._KERNELS.choice, arguments)

@@ -9,8 +9,8 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups, r groups that a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from condense.ops.recall.choice import Quota
-from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.recall.index import GroupIndex, IndexKind, IndexSettings
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
@@ -228,6 +228,37 @@ def choose(
                 {"num_warps": _warps(looked)},
             )  # fmt: skip
     return groups
+
+
+def choice_operation(name: str, score: Callable[[Scoring], None] = score) -> Callable[..., Tensor]:
+    """`choose` with this scoring as a torch operation of `choice_arguments`, so that torch.compile keeps it whole."""
+
+    @torch.library.custom_op(f"condense::{name}", mutates_args=())
+    def op(
+        q: Tensor, codes: Tensor, grid: Tensor, kind: str, sizes: Sequence[int], starts: Tensor | None,
+        rule: Sequence[int], scale: float, quota: Sequence[int], closed: int,
+    ) -> Tensor:  # fmt: skip
+        index_kind: IndexKind = "bounds" if kind == "bounds" else "sub_means"
+        return choose(
+            q, GroupIndex(codes, grid), IndexSettings(index_kind, *sizes), Positions(starts, tuple(rule)), scale=scale,
+            quota=Quota(*quota), closed=closed, score=score,
+        )  # fmt: skip
+
+    @op.register_fake
+    def _(q: Tensor, codes: Tensor, *others: Any) -> Tensor:
+        *_, quota, closed = others
+        return q.new_empty(q.shape[0], codes.shape[1], q.shape[2], Quota(*quota).at(closed), dtype=torch.int32)
+
+    return op
+
+
+def choice_arguments(
+    q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, quota: Quota,
+    closed: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of `choose` in types that an operation takes."""
+    sizes = [settings.group_size, settings.size, settings.bits]
+    return q, *index, settings.kind, sizes, positions.starts, positions.rule, scale, list(quota), closed
 
 
 class Opened(NamedTuple):
