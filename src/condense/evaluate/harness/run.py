@@ -6,7 +6,6 @@ answers, by which an interrupted run goes on), and at the end ``predictions.json
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.evaluate.bootstrap import Interval, bootstrap
@@ -25,7 +23,7 @@ from condense.evaluate.harness.tasks import LoadedTasks, load_tasks, require_har
 from condense.evaluate.modes import in_eval_mode
 from condense.files import whole_file
 from condense.models import MethodChoice, methods_of
-from condense.results import plain, provenance, write_results
+from condense.results import fingerprint, plain, provenance, write_results
 
 
 @dataclass(frozen=True)
@@ -112,16 +110,6 @@ def evaluate(
         file.writelines(json.dumps(plain(line), ensure_ascii=False).encode() + b"\n" for line in lines)
     write_results(output / "metrics.json", {"run": source, "scores": scores}, device=model.device)
     return scores
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A short hash of the names, shapes, dtypes and first and last numbers of all parameters."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        ends = torch.cat([flat[:8], flat[-8:]]).double().tolist()
-        digest.update(json.dumps([name, list(parameter.shape), str(parameter.dtype), ends]).encode())
-    return digest.hexdigest()[:16]
 
 
 def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
