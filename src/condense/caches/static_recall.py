@@ -33,7 +33,7 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
         self.recall = method
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
-        check_store(self.recall, k, v, self.latent_width)
+        check_store(self.recall, k, v, self.latent_width, groups=M)
         return empty_recall_buffers(self.recall, k, v, M, W, stored=M, Q=self.settings.num_summary)
 
     def _decode(

@@ -88,8 +88,13 @@ def step_obstacle(
         return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
-    if S * settings.quota.at(G) > MAX_PAIRS:
-        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {settings.quota.at(G)} times {S}"
+    return pairs_obstacle(settings.quota.at(G), S)
+
+
+def pairs_obstacle(opened: int, slots: int) -> str | None:
+    """Why the kernels cannot look for so many open groups in so many slots of a KV head, None if they can."""
+    if opened * slots > MAX_PAIRS:
+        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {opened:,} times {slots:,}"
     return None
 
 
