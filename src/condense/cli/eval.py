@@ -98,6 +98,7 @@ def eval_command(
         chat=chat,
         data=data,
         run_generated_code=run_generated_code,
+        trust_remote_code=trust_remote_code,
     )
     err = Console(stderr=True, highlight=False)
     scores = evaluate(

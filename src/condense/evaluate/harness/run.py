@@ -32,7 +32,8 @@ class Settings:
 
     tasks: names of the harness's tasks, groups and tags, and of our own. lengths: tokens, for tasks that come in
     several. limit: first documents of each task only. num_fewshot: None means each task's own. max_length: tokens that
-    the model may read, None for what its configuration says. data: folder of local files.
+    the model may read, None for what its configuration says. data: folder of local files. trust_remote_code: tasks
+    that read the tokenizer may run the code that comes with it.
     """
 
     tasks: tuple[str, ...]
@@ -44,6 +45,7 @@ class Settings:
     chat: bool = False
     data: Path | None = None
     run_generated_code: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def evaluate(
             pass
     metadata = {"tokenizer": tokenizer.name_or_path, "max_seq_lengths": list(settings.lengths)}
     metadata |= {"data": str(settings.data)} if settings.data else {}
+    metadata["trust_remote_code"] = settings.trust_remote_code
     source = {"settings": plain(settings), "methods": {k: plain(v) for k, v in methods.items()}}
     source["model"] = fingerprint(model)
     tasks = load_tasks(settings.tasks, metadata, data=settings.data, run_generated_code=settings.run_generated_code)
