@@ -138,8 +138,7 @@ class RingState:
 
     def _longer_entries(self, buffers: Buffers, slots: int) -> Buffers:
         assert isinstance(buffers, StepState)
-        names = ("entries_k", "entries_v", "biases")
-        new = {name: longer(x, slots) for name, x in zip(names, buffers.entries, strict=False)}
+        new = {name: longer(x, slots) for name, x in zip(buffers.entry_names, buffers.entries, strict=True)}
         return buffers._replace(**new)
 
     def _entry_slots(self, entries: int) -> int:

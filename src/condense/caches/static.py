@@ -196,11 +196,10 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def _enlarge(self, buffers: StepState, capacity: int) -> None:
         """Buffers with room for more entries; nothing stands in the old ones."""
-        old = (buffers.entries_k, buffers.entries_v)
-        entries_k, entries_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in old)
-        self.buffers = buffers._replace(entries_k=entries_k, entries_v=entries_v)
+        larger = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in buffers.entries]
+        self.buffers = buffers._replace(**dict(zip(buffers.entry_names, larger, strict=True)))
         self.bias = static_bias(self.method, self.batch_size, capacity, self.device)
-        for tensor in (entries_k, entries_v):
+        for tensor in larger:
             torch._dynamo.mark_static_address(tensor)
 
     def _refuse_length(self, num_slots: int, L: int) -> NoReturn:

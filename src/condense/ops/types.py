@@ -141,7 +141,12 @@ class StepState(NamedTuple):
     @property
     def entries(self) -> tuple[Tensor, ...]:
         """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
-        return (self.entries_k, self.entries_v, self.biases)[: 3 if self.biases.shape[2] > 0 else 2]
+        return tuple(getattr(self, name) for name in self.entry_names)
+
+    @property
+    def entry_names(self) -> tuple[str, ...]:
+        """The names of the `entries`."""
+        return ("entries_k", "entries_v", "biases")[: 3 if self.biases.shape[2] > 0 else 2]
 
 
 @dataclass(frozen=True)
