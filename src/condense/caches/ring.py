@@ -16,7 +16,7 @@ from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_buffers, read_state, write_state
 from condense.methods import Method
-from condense.ops import NO_EXTRAS, Extras, StepSettings, StepState, decode_step
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepSettings, StepState, decode_step
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries, prompt_entries
 
@@ -94,7 +94,7 @@ class RingState:
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
         assert isinstance(self.buffers, StepState)
         return decode_step(
-            q, k, v, self.buffers, self.settings, scale=scale, real=real, represent=self.method.represent,
+            NewToken(q, k, v, real), self.buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent),
             latent=self.latent, extras=extras, backend="triton",
         )  # fmt: skip
 

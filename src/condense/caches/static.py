@@ -21,7 +21,7 @@ from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_
 from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
-from condense.ops import NO_EXTRAS, Extras, StepState, decode_step, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepState, decode_step, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, most_entries, num_entries
 
@@ -117,9 +117,10 @@ class StaticCondensedLayer(CacheLayerMixin):
     ) -> Tensor:
         """The step itself, which changes the buffers; arguments as of `step`."""
         assert isinstance(buffers, StepState)
+        own = OwnEntries(self.latent_method.represent, self.bias)
         return decode_step(
-            q, k, v, buffers, self.settings, scale=scale, real=real, represent=self.latent_method.represent,
-            entry_bias=self.bias, latent=self.latent_width, extras=extras, backend=self.backend,
+            NewToken(q, k, v, real), buffers, self.settings, scale=scale, own=own, latent=self.latent_width,
+            extras=extras, backend=self.backend,
         )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:

@@ -1,7 +1,7 @@
 """The contract of one decode step: the state that it changes in place, and its fixed settings.
 
-A backend's ``step(q, k, v, state, settings, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also
-takes ``represent`` and ``entry_bias``, for methods whose settings do not say how entries are made):
+A backend's ``step(token, state, settings, *, scale, latent, extras) -> out`` reads one token per row
+(PyTorch's also takes `OwnEntries`, for methods whose settings do not say how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
@@ -61,6 +61,29 @@ class Chunks(NamedTuple):
 
 # `condense.Method.represent`
 Represent = Callable[..., tuple[Tensor, ...]]
+
+
+class NewToken(NamedTuple):
+    """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
+
+    Dv is 0 of latents, whose values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
+    None: all.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    real: Tensor | None = None
+
+
+class OwnEntries(NamedTuple):
+    """A method's own entries, where `StepSettings` do not describe them.
+
+    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, in place of the settings' bias; None: that.
+    """
+
+    represent: Represent
+    bias: Tensor | None = None
 
 
 class SummarySpans(NamedTuple):

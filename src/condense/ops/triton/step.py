@@ -23,7 +23,7 @@ from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
 from condense.ops.types import numbered_settings
 
 if TYPE_CHECKING:
-    from condense.ops.types import StepSettings, StepState
+    from condense.ops.types import NewToken, StepSettings, StepState
 
 # stands for "no limit": positions are int32
 _NEVER = 2**31 - 1
@@ -36,22 +36,18 @@ _JOINED_AT_ONCE = 2**13
 
 
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: StepState,
     settings: StepSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``, state as in `condense.ops.types.StepState`; bfloat16,
-    float16 or float32, one dtype; K divides H; any strides, the state's last dimensions contiguous. ``real`` bool
-    or integer ``[B]``: rows without a token are not touched and give 0 (None: all have one).
+    bfloat16, float16 or float32, one dtype; K divides H; any strides, the state's last dimensions contiguous. Rows
+    without a token are not touched and give 0.
     latent: values are the first ``latent`` columns of the keys (absorbed MLA: 512 of 576), Dv of v and state is 0 and
     the output ``latent`` wide; an entry's latent is pooled by value_pooling, the rest by key_pooling.
     extras: as of `condense.ops.attend`.
@@ -60,16 +56,16 @@ def step(
     made, chunks of more than 128 tokens with focal ones, a width above 256 (512 of a latent) and a state that does not
     fit.
     """
-    _check(q, k, v, state, settings, real, latent)
+    _check(token, state, settings, latent)
+    q, k, v, real = token
     out: Tensor = torch.ops.condense.step.default(
         q, k, v, *state, real, extras.sink_logits, settings.number, scale, latent, extras.softcap
     )
     return out
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, state: StepState, settings: StepSettings, real: Tensor | None, latent: int
-) -> None:
+def _check(token: NewToken, state: StepState, settings: StepSettings, latent: int) -> None:
+    q, k, v, real = token
     D, Dv = k.shape[3], v.shape[3]
     obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings, latent=latent)
     if obstacle is not None:
