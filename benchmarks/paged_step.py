@@ -18,7 +18,7 @@ import condense
 from condense.methods import step_settings
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.ops.triton import step as contiguous
-from condense.ops.types import StepState
+from condense.ops.types import NewToken, StepState
 from condense.results import write_results
 from condense.serving.plan import serving_plan
 
@@ -88,7 +88,9 @@ def contiguous_steps(rows, copies):
             torch.zeros(rows, K, 0, 1, device="cuda"),
         )
         q, k, v = (x[:, :, None] for x in tokens(rows))
-        steps.append(lambda q=q, k=k, v=v, state=state: contiguous.step(q, k, v, state, settings, scale=D**-0.5))
+        steps.append(
+            lambda q=q, k=k, v=v, state=state: contiguous.step(NewToken(q, k, v), state, settings, scale=D**-0.5)
+        )
     return steps
 
 

@@ -13,6 +13,7 @@ from condense.functional import extend
 from condense.ops import UniformRule
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import step as triton_step
+from condense.ops.triton import step_plan
 from condense.ops.types import NewToken, OwnEntries, StepSettings, StepState
 from condense.plan import ForwardPlan
 from condense.state import most_entries, num_entries
@@ -505,9 +506,9 @@ def test_a_window_longer_than_any_text(window):
         state = empty_state(condense.CCA(group_size=8, window=20), 1, 1, 16, 16, 20, dtype=torch.float32)
         outs.append(decode(method, q, k, v, state))
     assert torch.equal(*outs)
-    sizes = triton_step._Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
+    sizes = step_plan.Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
     settings = plan_of(condense.CCA(group_size=8, window=window))
-    numbers = triton_step._launch(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).numbers
+    numbers = step_plan.launch_of(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).numbers
     assert max(numbers) < 2**31
 
 
