@@ -66,12 +66,10 @@ def paged_steps(rows, copies):
             for row in table:
                 row[width - count :] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
             kinds.append(Pages(cache, table.cuda()))
-        q, k, v = tokens(rows)
-        out, state = torch.empty_like(q), PagedState(*kinds)
+        qkv = tuple(tokens(rows))
+        out, state = torch.empty_like(qkv[0]), PagedState(*kinds)
         steps.append(
-            lambda q=q, k=k, v=v, out=out, state=state: read_paged(
-                q, k, v, state, new, plan.settings, scale=D**-0.5, out=out
-            )
+            lambda qkv=qkv, out=out, state=state: read_paged(qkv, state, new, plan.settings, scale=D**-0.5, out=out)
         )
     return steps
 

@@ -143,7 +143,6 @@ class StaticCondensedLayer(CacheLayerMixin):
             # nothing was read: a first call leaves no memory behind, nor the rows and dtype that it was taken for
             self.buffers, self.is_initialized = held, held is not None
             raise
-        assert after is not None
         write_state(self.method, buffers, before, after)
         if fresh and self.method.prompt_reader is not None:
             self._set_bias(after.prompt_tokens)
