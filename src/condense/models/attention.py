@@ -176,8 +176,10 @@ class CacheProxy:
         documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
         if documents is not None:
             refuse_cached_documents(call.module, self.cache, seen)
-            parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             no_cache = Target(call, None, 0)
+            if method_of(call.module).reads_packed:
+                return condensed(no_cache._replace(plan=forward.plan(documents=documents)), *tensors)
+            parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
         target = Target(call, self.cache, self.layer_idx, padding, forward.plan(padding))
         if padding is None:

@@ -17,7 +17,7 @@ from condense.models.families import is_chunked, sliding_window
 from condense.models.forward import AttentionCall, ForwardBoard, refuse_cached_documents
 from condense.models.padding import is_real
 from condense.ops import RuleSpans, Source, UniformRule, attend
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,13 @@ class StockAttention:
         if mask is not None and real is not None:
             sees = sees & mask | pad
         out, lse = attend_block(
-            q, k, call.v, sees, pad, None, scale=call.scale, softcap=call.extras.softcap, dropout_p=call.dropout,
+            q,
+            BlockKeys(k, call.v, sees, pad, None),
+            scale=call.scale,
+            softcap=call.extras.softcap,
+            dropout_p=call.dropout,
             return_lse=call.extras.needs_lse,
-        )  # fmt: skip
+        )
         return call.extras.finish(out, lse)
 
     def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from condense.ops.api import (
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
+from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
 from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
 from condense.ops.types import (
     POOLINGS,
@@ -22,6 +22,7 @@ from condense.ops.types import (
     Problem,
     StepSettings,
     StepState,
+    SummaryColumns,
     SummarySpans,
 )
 
@@ -44,10 +45,12 @@ __all__ = [
     "SparseKeys",
     "StepSettings",
     "StepState",
+    "SummaryColumns",
     "SummarySpans",
     "UniformRule",
     "attend",
     "decode_step",
+    "document_spans",
     "group_scores",
     "importance",
     "pool",
