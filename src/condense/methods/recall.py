@@ -45,6 +45,7 @@ from condense.ops.recall import (
     IndexSettings,
     Quota,
     RecallSettings,
+    RecallSources,
     StoreFormat,
     Unchosen,
     attend_recall,
@@ -239,10 +240,7 @@ class Recall(Method):
             )  # fmt: skip
         return attend_recall(
             q,
-            context.entries,
-            tokens,
-            context.window,
-            context.spans,
+            RecallSources(context.entries, tokens, context.window, context.spans),
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.quota),
             scale=scale,
             unchosen=self.unchosen,

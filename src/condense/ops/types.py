@@ -26,7 +26,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -189,8 +189,25 @@ class StepState(NamedTuple):
         return ("entries_k", "entries_v", "biases")[: 3 if self.biases.shape[2] > 0 else 2]
 
 
+class Numbered:
+    """Mixin for frozen dataclasses of settings: each has a number, by which kernels' torch operations take it."""
+
+    def __post_init__(self) -> None:
+        """Enter the settings into the table that `numbered_settings` looks them up in."""
+        assert _NUMBERED.setdefault(self.number, self) == self
+
+    @functools.cached_property
+    def number(self) -> int:
+        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        """Unpickle by calling the class, so that the settings enter the table of that process."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class StepSettings:
+class StepSettings(Numbered):
     """The settings of a method that a decode step needs.
 
     key_pooling, value_pooling: how a chunk's last entry is made; None if only ``represent`` can make it.
@@ -212,28 +229,15 @@ class StepSettings:
     reads_prompt: bool = False
     matched: bool = False
 
-    def __post_init__(self) -> None:
-        """Enter the settings into the table that `numbered_settings` looks them up in."""
-        assert _NUMBERED.setdefault(self.number, self) == self
-
-    @functools.cached_property
-    def number(self) -> int:
-        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
-
-    def __reduce__(self) -> tuple[type[StepSettings], tuple[Any, ...]]:
-        """Unpickle by calling the class, so that the settings enter the table of that process."""
-        return StepSettings, tuple(getattr(self, field.name) for field in fields(self))
-
     @property
     def bias_differs(self) -> bool:
         """True if some entries have ``bias`` and others none."""
         return self.bias != 0.0 and (self.num_focal > 0 or self.reads_prompt)
 
 
-_NUMBERED: dict[int, StepSettings] = {}
+_NUMBERED: dict[int, Any] = {}
 
 
-def numbered_settings(number: int) -> StepSettings:
+def numbered_settings(number: int) -> Any:
     """The settings that a number stands for."""
     return _NUMBERED[number]

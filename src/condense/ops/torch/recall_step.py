@@ -20,26 +20,23 @@ from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.torch.pool import group_scores, pool
 from condense.ops.torch.step import _read, _write, newest_mean
+from condense.ops.types import NewToken
 
 
 def recall_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: RecallState,
     settings: RecallSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.recall.state`.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``,
-    None: all rows are. latent: if > 0, values are the first ``latent`` columns of the keys, Dv is 0 (absorbed MLA).
+    latent: if > 0, values are the first ``latent`` columns of the keys, Dv is 0 (absorbed MLA).
     """
-    t = state.seen
+    (q, k, v, real), t = token, state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
     _write(state.ring_k, t, k, alive)
