@@ -115,9 +115,7 @@ class Figures:
         return next(f"{x['exact']['share']:.3f}" for x in entries if x["name"] == method)
 
     def sparse(self, rho: str, last: str = "") -> str:
-        """P_sparse by length, or table of times, if ``rho`` is "times"."""
-        if rho == "times":
-            return self.sparse_times()
+        """P_sparse by length."""
         layers = self.read("analysis-sparsity-cpu.json")["layers"]
         lengths = list(layers[0]["sparse"][rho])
         means = [sum(x["sparse"][rho][n] for x in layers) / len(layers) for n in lengths]
@@ -143,37 +141,41 @@ class Figures:
     def layer4(self, form: str) -> str:
         return f"{self.read('analysis-conditioning-cpu.json')['layers']['4'][form]:.3g}"
 
-    def retrieval(self, what: str) -> str:
-        results = self.read("sparse-prefill-retrieval-cpu.json")["results"]
-        if what == "total":
-            return str(results[0]["exact"]["total"])
-        lines = [
-            f"| {x['name']} | {x['exact']['share']:.3f} [{x['exact']['low']:.3f}, {x['exact']['high']:.3f}] |"
-            for x in results
-        ]
-        return "\n".join(["| 4,096 tokens | found, 95 % |", "|---|---|", *lines])
+    def retrieval(self, method: str) -> str:
+        """How many questions a method was asked."""
+        return str(self.found()[method]["total"])
 
-    def snapkv(self, _: str) -> str:
-        results = self.read("sparse-prefill-retrieval-cpu.json")["results"]
-        return next(str(x["exact"]["total"]) for x in results if x["name"] == "snapkv")
+    def found(self) -> dict[str, Any]:
+        """What each method finds of the numbers hidden in 4,096 tokens."""
+        content = self.read("sparse-prefill-retrieval-cpu.json")
+        return {"cudnn" if x["name"] == "dense" else x["name"]: x["exact"] for x in content["results"]}
 
-    def sparse_times(self) -> str:
-        """Times and shares of sparse prefill, from the newest file."""
-        newest = max(self.folder.glob("sparse-prefill-h200-*.json"))
-        content, tables = self.read(newest.name), []
-        titles = {
-            "bundled": "Bundled model, its 8 layers' attention on a long text (5 heads of 64)",
-            "llama-3.1-8b": "One layer of Llama-3.1-8B's shape, random inputs",
-        }
-        for key, title in titles.items():
-            lines = [f"| {title} | tokens | time | against cuDNN | weights kept |", "|---|---|---|---|---|"]
-            for row in content[key]:
-                share = f"{row['share']:.3f}" if row.get("share") is not None else ""
-                time = "out of memory" if "error" in row else milliseconds(row["ms"])
-                ratio = f"{row['speedup']:.2f}x" if "speedup" in row else ""
-                lines.append(f"| {row['method']} | {row['length']:,} | {time} | {ratio} | {share} |")
-            tables.append("\n".join(lines))
-        return "\n\n".join([*tables, content["note"]])
+    def prefill(self, shape: str) -> str:
+        """Sparse prefill from the newest file: a line per method, times and shares kept by length; or one number."""
+        content = self.read(max(self.folder.glob("sparse-prefill-h200-*.json")).name)
+        if shape == "search":
+            return f"{content['search_seconds']:.0f}"
+        with_share, found = shape == "bundled", self.found()
+        rows = {(row["method"], row["length"]): row for row in content[shape]}
+        lengths = list(dict.fromkeys(length for _, length in rows))
+        names = list(dict.fromkeys(name for name, _ in rows))
+        head = ["method", *(["found"] if with_share else [])]
+        for length in lengths:
+            head += [f"{length:,} tokens", "of it index", *(["weights kept"] if with_share else [])]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for name in [*names, *(["snapkv"] if with_share else [])]:
+            cells = [name]
+            if with_share:
+                x = found[name]
+                cells.append(f"{x['share']:.3f} [{x['low']:.3f}, {x['high']:.3f}]")
+            for length in lengths:
+                row = rows.get((name, length), {})
+                ratio = f" ({row['speedup']:.2f}x)" if "speedup" in row else ""
+                time = milliseconds(row["ms"]) + ratio if "ms" in row else "failed" if "error" in row else ""
+                cells += [time, milliseconds(row["index_ms"]) if "index_ms" in row else ""]
+                cells += [f"{row['share']:.3f}" if "share" in row else ""] if with_share else []
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
 
     def files(self) -> str:
         lines = []
