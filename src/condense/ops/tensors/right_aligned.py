@@ -95,6 +95,8 @@ def newest(x: Tensor, count: int) -> Tensor:
 
 def detach_compact(x: Tensor) -> Tensor:
     """Detach, and copy a view of a larger storage: the view would keep the whole storage alive."""
+    if torch.compiler.is_compiling():
+        return detach_copy(x)  # storages have no sizes there
     x = x.detach()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 
