@@ -46,10 +46,11 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
 def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
     """Those for Hopper: they fit, and tensor cores multiply."""
     from condense.ops.hopper import recall as hopper_recall
-    from condense.ops.triton import recall_attend, recall_choice
+    from condense.ops.triton import recall_attend, recall_choice, recall_opened
 
     for module, name, place in (
-        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "_queries", 1),
+        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "queries_per_program", 1),
+        (recall_opened, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(

@@ -33,16 +33,8 @@ from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend_kernels import recall_dq_kernel, recall_fwd_kernel
 from condense.ops.triton.recall_backward_kernels import recall_dkv_kernel, recall_store_kernel
-from condense.ops.triton.recall_choice import (
-    Opened,
-    Positions,
-    Scoring,
-    choice_arguments,
-    choice_operation,
-    choose,
-    opened,
-    score,
-)
+from condense.ops.triton.recall_choice import Positions, Scoring, choice_arguments, choice_operation, choose, score
+from condense.ops.triton.recall_opened import Opened, opened
 
 _FORWARD, _DQ = Launcher(recall_fwd_kernel), Launcher(recall_dq_kernel)
 _DKV, _DSTORE = Launcher(recall_dkv_kernel), Launcher(recall_store_kernel)
