@@ -431,6 +431,9 @@ def test_generate_uses_the_layers_of_a_saved_model(saved: Path, monkeypatch: pyt
         assert used == [expected] * 2
 
 
+PIPE = 4096  # bytes that wait to be read
+
+
 def interrupt(
     *arguments: str, wait: float, after: Path | None = None, text: bytes | None = None, how: int = signal.SIGINT
 ) -> int:
@@ -439,7 +442,7 @@ def interrupt(
     # a shell starts background jobs, and so maybe this test run, with the interrupt ignored; children inherit that
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **pipes, preexec_fn=listen) as process:
+    with subprocess.Popen(command, **pipes, pipesize=PIPE, preexec_fn=listen) as process:
         if text is not None:
             process.stdin.write(text)
         process.stdin.close()
@@ -454,8 +457,9 @@ def interrupt(
 def test_ctrl_c_leaves_no_result_files(tmp_path: Path) -> None:
     outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
     # more than a pipe holds: however slow the imports are, the command is past them once it has taken this
-    text = b"The harbour lay quiet under the moon. " * 2000
-    assert interrupt("compare", "--text", "-", "--max-new-tokens", "1000", *outputs, text=text, wait=2) == 130
+    text = b"The harbour lay quiet under the moon. " * 600
+    assert len(text) > 4 * PIPE
+    assert interrupt("compare", "--text", "-", "--max-new-tokens", "1000", *outputs, text=text, wait=1) == 130
     assert not list(tmp_path.iterdir())
 
 
