@@ -22,6 +22,12 @@ from condense.bench.report import milliseconds  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATE, PAGE = ROOT / "benchmarks" / "paper_results.md", ROOT / "docs" / "results.md"
+PREFILL = {
+    "bundled": "Bundled model, its 8 layers' attention on a book",
+    "llama-3.1-8b": "One layer of Llama-3.1-8B's shape (32 query and 8 KV heads of 128), random inputs",
+    "deepseek-v2-lite": "One layer of DeepSeek-V2-Lite's shape, over the keys that its latents expand to (16 heads of "
+    "192, values of 128), random inputs",
+}
 FIGURE = re.compile(r"\[\[(\w[^\]]*)\]\]")
 
 
@@ -150,29 +156,42 @@ class Figures:
         content = self.read("sparse-prefill-retrieval-cpu.json")
         return {"cudnn" if x["name"] == "dense" else x["name"]: x["exact"] for x in content["results"]}
 
-    def prefill(self, shape: str) -> str:
-        """Sparse prefill from the newest file: a line per method, times and shares kept by length; or one number."""
-        content = self.read(max(self.folder.glob("sparse-prefill-h200-*.json")).name)
-        if shape == "search":
-            return f"{content['search_seconds']:.0f}"
+    @cached_property
+    def sparse_prefill(self) -> dict[str, Any]:
+        return self.read(max(self.folder.glob("sparse-prefill-h200-*.json")).name)
+
+    def prefill(self, what: str, method: str = "") -> str:
+        """Sparse prefill: all tables of the newest file, or of the bundled model at 128K tokens a ratio or a share."""
+        if what != "tables":
+            rows = self.sparse_prefill["bundled"]
+            row = next(row for row in rows if row["method"] == method and row["length"] == 131072)
+            return f"{row['speedup']:.1f} times" if what == "ratio" else f"{row['share']:.2f}"
+        tables = [
+            f"{PREFILL[shape]}:\n\n{self.prefill_table(shape)}" for shape in PREFILL if shape in self.sparse_prefill
+        ]
+        note = self.sparse_prefill.get("note")
+        return "\n\n".join([*tables, *([note] if note else [])])
+
+    def prefill_table(self, shape: str) -> str:
+        """A line per method: what it finds, times and shares kept by length."""
         with_share, found = shape == "bundled", self.found()
-        rows = {(row["method"], row["length"]): row for row in content[shape]}
+        rows = {(row["method"], row["length"]): row for row in self.sparse_prefill[shape]}
         lengths = list(dict.fromkeys(length for _, length in rows))
-        names = list(dict.fromkeys(name for name, _ in rows))
+        names = [*dict.fromkeys(name for name, _ in rows), *(["snapkv"] if with_share else [])]
         head = ["method", *(["found"] if with_share else [])]
         for length in lengths:
-            head += [f"{length:,} tokens", "of it index", *(["weights kept"] if with_share else [])]
+            head += [f"{length:,} tokens: time", "index", "computed", *(["kept"] if with_share else [])]
         lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        for name in [*names, *(["snapkv"] if with_share else [])]:
-            cells = [name]
+        for name in names:
+            cells = ["dense, cuDNN" if name == "cudnn" else name]
             if with_share:
-                x = found[name]
-                cells.append(f"{x['share']:.3f} [{x['low']:.3f}, {x['high']:.3f}]")
+                cells.append("{share:.3f} [{low:.3f}, {high:.3f}]".format(**found[name]) if name in found else "")
             for length in lengths:
                 row = rows.get((name, length), {})
                 ratio = f" ({row['speedup']:.2f}x)" if "speedup" in row else ""
-                time = milliseconds(row["ms"]) + ratio if "ms" in row else "failed" if "error" in row else ""
-                cells += [time, milliseconds(row["index_ms"]) if "index_ms" in row else ""]
+                cells.append(milliseconds(row["ms"]) + ratio if "ms" in row else "failed" if "error" in row else "")
+                cells.append(milliseconds(row["index_ms"]) if "index_ms" in row else "")
+                cells.append(f"{row['computed']:.3f}" if "computed" in row else "")
                 cells += [f"{row['share']:.3f}" if "share" in row else ""] if with_share else []
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)

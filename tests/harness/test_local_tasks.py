@@ -137,7 +137,8 @@ def test_answers_of_olympiadbench(said, wanted, several, right):
     [
         ("olympiadbench", ["olympiadbench*.jsonl", "hf download --repo-type dataset Hothan/OlympiadBench"]),
         ("longbench_qasper_e", ["longbench/qasper_e.jsonl", "hf download --repo-type dataset Xnhyacinth/LongBench"]),
-        ("longbench_fewshot", ["data of longbench_triviaqa", "has those of longbench_trec, which can be named"]),
+        ("longbench_fewshot", ["longbench/triviaqa.jsonl", "has those of longbench_trec, which can be named"]),
+        ("niah_single_2", ["--local-dir FOLDER/baber/paul_graham_essays"]),
     ],
 )
 def test_missing_data_are_named(base, command, data, tmp_path, task, messages):

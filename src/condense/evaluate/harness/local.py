@@ -95,13 +95,17 @@ def has(folder: Path, path: str, name: str | None) -> bool:
 
 
 @contextmanager
-def local_datasets(folder: Path | None) -> Iterator[None]:
-    """Inside the block `datasets.load_dataset` looks into the folder first, then where it always does."""
+def local_datasets(folder: Path | None) -> Iterator[list[tuple[str, str | None]]]:
+    """Inside the block `datasets.load_dataset` looks into the folder first, then where it always does.
+
+    Gives a list to which name and configuration of every data set are added that is asked for.
+    """
     import datasets
 
-    stock = datasets.load_dataset
+    stock, asked = datasets.load_dataset, []
 
     def load(path: str, name: str | None = None, *args: Any, **settings: Any) -> Any:
+        asked.append((path, name))
         found = None if folder is None else _read(folder, path, name)
         if found is not None:
             split = settings.get("split")
@@ -112,7 +116,7 @@ def local_datasets(folder: Path | None) -> Iterator[None]:
 
     datasets.load_dataset = load
     try:
-        yield
+        yield asked
     finally:
         datasets.load_dataset = stock
 

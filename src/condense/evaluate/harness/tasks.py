@@ -58,14 +58,14 @@ def load_tasks(
             "machine where they can do no harm"
         )
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    with local_datasets(data):
+    with local_datasets(data) as asked:
         for name in names:
-            for part, found in _load(manager, name, data).items():
+            for part, found in _load(manager, name, data, asked).items():
                 loaded[part].update(found)
     return LoadedTasks(manager, loaded)
 
 
-def _load(manager: Any, name: str, data: Path | None) -> Any:
+def _load(manager: Any, name: str, data: Path | None, asked: Sequence[tuple[str, str | None]]) -> Any:
     try:
         return manager.load([name])
     except ImportError as error:
@@ -75,18 +75,19 @@ def _load(manager: Any, name: str, data: Path | None) -> Any:
     except Exception as error:
         # datasets raises many kinds for data that cannot be had: ConnectionError, FileNotFoundError, its own
         logging.getLogger(__name__).debug("loading %s", name, exc_info=True)
-        raise ValueError(_missing(manager.task_index, name, data, error)) from error
+        missing = asked[-1] if asked else ("OWNER/NAME", None)
+        raise ValueError(_missing(manager.task_index, name, data, missing, error)) from error
 
 
-def _missing(index: Any, name: str, data: Path | None, error: Exception) -> str:
-    """Which data there are not, and what to put where."""
+def _missing(index: Any, name: str, data: Path | None, missing: tuple[str, str | None], error: Exception) -> str:
+    """Which data set there is not, what to put where, and which parts of a group have theirs."""
+    repository, configuration = missing
+    files = "".join(f"{file} or " for file in names_of_files(repository, configuration))
     parts = [(task, s["dataset_path"], s.get("dataset_name")) for task, s in _leaves([name], index) if _is_on_hub(s)]
     there = [task for task, *of in parts if data is not None and has(data, *of)]
-    task, repository, configuration = next((part for part in parts if part[0] not in there), (name, "OWNER/NAME", None))
-    files = "".join(f"{file} or " for file in names_of_files(repository, configuration))
     rest = f"; {data} has those of {', '.join(there)}, which can be named instead" if there else ""
     return (
-        f"task: the data of {task} cannot be had: {_line(error)}; offline, put {files}a copy of the data set into "
+        f"task: the data of {name} cannot be had: {_line(error)}; offline, put {files}a copy of the data set into "
         f"--data FOLDER: hf download --repo-type dataset {repository} --local-dir FOLDER/{repository}{rest}"
     )
 
