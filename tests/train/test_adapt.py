@@ -250,9 +250,10 @@ def test_the_plan_counts_bytes():
     assert (plan.parameters, plan.trained, plan.tokens) == (count, count, 10 * 8 * 128)
     assert (plan.weights, plan.gradients, plan.optimizer, plan.teacher) == (2 * count, 2 * count, 12 * count, 2 * count)
     assert plan.logits == 2 * 4 * 128 * 100 * 2
-    spread = plan_of(model, phase, processes=4, sharded=True)
+    spread = plan_of(model, phase, processes=4, sharded=True, sharded_teacher=True)
     assert (spread.weights, spread.gradients, spread.optimizer) == (count, count, 2 * count)
     assert (spread.teacher, spread.logits) == (count // 2, plan.logits // 4)
+    assert plan_of(model, phase, processes=4, sharded=True).teacher == 2 * count
     assert "trains 5.81K of 5.81K parameters, 10 steps, 10.2K tokens" in str(plan)
 
 

@@ -102,7 +102,10 @@ def train_phase(
             "or unset it"
         )
     if arguments.process_index == 0:
-        print(plan_of(model, phase, processes=arguments.world_size, sharded=sharded or deepspeed), flush=True)
+        plan = plan_of(
+            model, phase, processes=arguments.world_size, sharded=sharded or deepspeed, sharded_teacher=sharded
+        )
+        print(plan, flush=True)
     if phase.gradient_checkpointing:
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
