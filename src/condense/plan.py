@@ -124,11 +124,14 @@ class ForwardPlan:
 
 
 def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int | Tensor:
-    """A number of each chunk, as `condense.ops.Chunks` has them: of a row's first one, and ``step`` more of each."""
+    """A number of each chunk, as `condense.ops.Chunks` has them: of a row's first one, and ``step`` more of each.
+
+    A row with fewer chunks than another has numbers of no chunks, which may lie before its window: 0 stands for those.
+    """
     first = int_if_equal(first)
     if not isinstance(first, Tensor):
         return first
-    return (first[:, None] + step * torch.arange(num)).to(device, non_blocking=True)
+    return (first[:, None] + step * torch.arange(num)).clamp(min=0).to(device, non_blocking=True)
 
 
 def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Reading:
