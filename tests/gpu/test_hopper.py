@@ -5,9 +5,9 @@ import torch
 from triton_kernels import test_attend as plain
 
 import condense
-from condense.ops import resolve_backend
+from condense.ops import Problem, resolve_backend
 from condense.ops.backends import BACKENDS
-from condense.ops.hopper import limits
+from condense.ops.hopper import attend_forward, limits
 from condense.testing import oracle
 
 HALF = [dtype for dtype in plain.DTYPES if dtype != torch.float32]
@@ -54,13 +54,20 @@ def test_a_later_token_leaves_earlier_outputs_bit_equal():
     plain.test_a_later_token_leaves_earlier_outputs_bit_equal()
 
 
+@pytest.mark.parametrize("name", ["cca", "dense"])
+def test_blocks_of_128_keys_that_long_texts_take(name, monkeypatch):
+    monkeypatch.setattr(attend_forward, "_LONG", 0)
+    plain.test_output_lse_and_gradients_within_budget(name, "ratio3", torch.bfloat16, 128, 128)
+
+
 @pytest.mark.parametrize(("H", "K", "D", "Dv"), [(32, 8, 128, 128), (16, 16, 192, 128), (40, 40, 96, 64)])
 def test_is_chosen_for_long_sequences_and_agrees_with_the_plain_kernel(H, K, D, Dv, monkeypatch):
     """Several tiles per program, so that the ring of keys goes on from one to the next."""
     monkeypatch.undo()
     q, k, v = (x.cuda() for x in oracle.random_qkv(1, H, K, 5000, D, Dv, dtype=torch.bfloat16))
-    assert resolve_backend("auto", q.device, q.dtype, (D, Dv), num_queries=5000, heads=(1, H, K)) == "hopper"
-    assert resolve_backend("auto", q.device, q.dtype, (D, Dv), num_queries=50, heads=(1, H, K)) == "triton"
+    problem = Problem(q.device, q.dtype, (D, Dv), 5000, rows=1, heads=H, kv_heads=K)
+    assert resolve_backend("auto", problem) == "hopper"
+    assert resolve_backend("auto", problem._replace(num_queries=50)) == "triton"
     for method in (condense.CCA(), condense.CCA(window=100, rep_bias="log_size"), condense.StreamingLLM(window=500)):
         got = condense.attention(q, k, v, method=method, return_lse=True)
         named = condense.attention(q, k, v, method=method, return_lse=True, backend="hopper")

@@ -12,6 +12,12 @@ from condense.caches.token_store import new_store
 
 DEVICE_STORE = condense.Recall(group_size=4, window=8, num_recall=3)
 SLOTS = (0, 2, 12, 100)
+# what is kept of groups
+KEPT = {
+    "defaults": {},
+    "8-bits": {"store_bits": 8},
+    "4-bits-matched": {"store_bits": 4, "key_pooling": "weighted", "rep_bias": "matched"},
+}
 IDS = tiny.tokens(2, 90, seed=4)
 
 
@@ -49,9 +55,10 @@ def test_chunks_and_steps(model, cache_of, slots):
         assert buffers.slots.is_cuda
 
 
-def test_graph_of_two_prompts(model):
-    outs = []
-    for method in (DEVICE_STORE, DEVICE_STORE.replace(store="host", slots=2), DEVICE_STORE.replace(store="host")):
+@pytest.mark.parametrize("of_groups", KEPT.values(), ids=KEPT)
+def test_graph_of_two_prompts(model, of_groups):
+    outs, on_device = [], DEVICE_STORE.replace(**of_groups)
+    for method in (on_device, on_device.replace(store="host", slots=2), on_device.replace(store="host")):
         with condense.use(model, method):
             decoder = condense.GraphDecoder(model, batch_size=2, max_length=300)
             assert decoder.model is model
@@ -81,10 +88,13 @@ def test_memory_that_the_host_cannot_pin():
         new_store(torch.empty(1, 8, 1, 128, device="cuda"), 2**35, 256, torch.float32, on_host=True)
 
 
-def test_latents_are_refused():
-    model = tiny.model("deepseek_v2", torch.float32).to("cuda")
-    with (
-        condense.use(model, DEVICE_STORE.replace(store="host")),
-        pytest.raises(ValueError, match=r"got latents.*use store='device'"),
-    ):
-        model(IDS[:, :30].cuda(), use_cache=True)
+def test_latents():
+    """The bits of a store on the device."""
+    latents = tiny.model("deepseek_v2", torch.float32, max_position_embeddings=1024).to("cuda")
+    sizes = [30, 1, 1, 17, *[1] * 41]
+    for cache_of in (_static, _growing):
+        want, _ = _logits(latents, DEVICE_STORE, cache_of, sizes)
+        got, cache = _logits(latents, DEVICE_STORE.replace(store="host", slots=2), cache_of, sizes)
+        assert torch.equal(got, want)
+        buffers = cache.layers[-1].buffers if cache_of is _static else cache.layers[-1]._ring.buffers
+        assert buffers.store.is_pinned()

@@ -14,6 +14,7 @@ from condense.ops.recall import (
     IndexChoice,
     IndexSettings,
     Quota,
+    RecallSources,
     attend_recall,
     build_index,
     choose_groups,
@@ -64,7 +65,13 @@ def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backe
     if choice is None:
         choice = IndexChoice(q.detach(), build_index(groups_k, settings), settings, SCALE, quota_of(r))
     out = attend_recall(
-        q, entries, store, Source(k, v), spans, choice, scale=SCALE, unchosen=unchosen, backend=backend, return_lse=lse
+        q,
+        RecallSources(entries, store, Source(k, v), spans),
+        choice,
+        scale=SCALE,
+        unchosen=unchosen,
+        backend=backend,
+        return_lse=lse,
     )
     return out if lse else out[0]
 
@@ -199,7 +206,7 @@ def test_queries_in_pieces_equal_the_whole(backend):
         window = Source(*(x[:, :, first:stop] for x in (k, v)))
         spans = RuleSpans(UniformRule(g, w), start, first)
         choice = IndexChoice(part, index, settings, SCALE, Quota(2))
-        out, _ = attend_recall(part, entries, store, window, spans, choice, scale=SCALE, backend=backend)
+        out, _ = attend_recall(part, RecallSources(entries, store, window, spans), choice, scale=SCALE, backend=backend)
         torch.testing.assert_close(out, whole[:, :, start:stop], **EXACT)
 
 
@@ -384,4 +391,4 @@ def test_bad_input():
     three, mask = Source(k[:, :, :3], v[:, :, :3]), torch.ones(2, 1, 8, 3, dtype=torch.bool)
     spans = RuleSpans(UniformRule(4, 1), 0, 0)
     with pytest.raises(ValueError, match="store must hold"):
-        attend_recall(q, three, Source(k, v), Source(k, v), spans, ArrayChoice(mask), scale=1.0)
+        attend_recall(q, RecallSources(three, Source(k, v), Source(k, v), spans), ArrayChoice(mask), scale=1.0)

@@ -5,10 +5,20 @@ import torch
 from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
 from ops.test_recall_step import empty_state
 
-from condense.ops.recall import EntrySettings, IndexChoice, IndexSettings, Quota, RecallSettings, build_index, limits
+from condense.ops.recall import (
+    EntrySettings,
+    IndexChoice,
+    IndexSettings,
+    Quota,
+    RecallSettings,
+    RecallSources,
+    build_index,
+    limits,
+)
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import host
 from condense.ops.triton import recall_step as triton_step
+from condense.ops.types import NewToken
 
 
 @pytest.mark.parametrize(("bits", "slots"), [(8, 0), (4, 16)])
@@ -20,9 +30,9 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     monkeypatch.setattr(limits, "absence", lambda device: None)
     settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), Quota(8), EntrySettings())
     state = empty_state(settings, 1024, 2, rows=1, widths=(128, 128), dtype=torch.bfloat16, slots=slots)
-    q, k, v = (torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    token = NewToken(*(torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)))
     triton_step._plan.cache_clear()
-    triton_step.recall_step(q, k, v, state, settings, scale=0.1)
+    triton_step.recall_step(token, state, settings, scale=0.1)
     triton_step._plan.cache_clear()
     score = compiled[1]
     assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16" in score.asm["ptx"]
@@ -36,10 +46,11 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
 def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
     """Those for Hopper: they fit, and tensor cores multiply."""
     from condense.ops.hopper import recall as hopper_recall
-    from condense.ops.triton import recall_attend, recall_choice
+    from condense.ops.triton import recall_attend, recall_choice, recall_opened
 
     for module, name, place in (
-        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "_queries", 1),
+        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "queries_per_program", 1),
+        (recall_opened, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(
@@ -49,9 +60,11 @@ def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
     q, k = (torch.zeros(1, heads, 2048, width, dtype=torch.bfloat16) for heads in (8, 2))
     groups = k.unflatten(2, (-1, 16))
     index = IndexSettings("bounds", 16, 8, 8)
+    spans = RuleSpans(UniformRule(16, 64), 0, 0)
     hopper_recall.attend_recall_hopper(
-        q, Source(groups.mean(3), groups.mean(3)), Source(k, k), Source(k, k), RuleSpans(UniformRule(16, 64), 0, 0),
-        IndexChoice(q, build_index(groups, index), index, 0.1, Quota(8)), scale=0.1, pool=True, return_lse=False,
+        q, RecallSources(Source(groups.mean(3), groups.mean(3)), Source(k, k), Source(k, k), spans),
+        IndexChoice(q, build_index(groups, index), index, 0.1, Quota(8)), scale=0.1, softcap=0.0, pool=True,
+        return_lse=False,
     )  # fmt: skip
     assert len(compiled) == 6
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)

@@ -21,6 +21,7 @@ from condense.ops.recall import (
 from condense.ops.recall import recall_step as dispatched_step
 from condense.ops.spans import UniformRule
 from condense.ops.torch.recall_step import recall_step
+from condense.ops.types import NewToken
 
 # group size, window, index, index_size, index_bits, num_recall
 CASES = {
@@ -42,6 +43,11 @@ def settings_of(case, unchosen="pool"):
     return RecallSettings(UniformRule(g, w), index, quota_of(r), entries, unchosen == "pool")
 
 
+def new_token(qkv, t, real=None):
+    """Token t of every row; real bool ``[B, L]``."""
+    return NewToken(*(x[:, :, t : t + 1] for x in qkv), None if real is None else real[:, t].to(qkv[0].device))
+
+
 def empty_state(
     settings, length, K, *, rows=B, widths=(D, DV), dtype=torch.float64, groups=None, slots=0, device="cpu"
 ):
@@ -50,20 +56,21 @@ def empty_state(
     G = settings.rule.closed(length) if groups is None else groups
     W = min(settings.rule.window + g, length)
     num_codes, num_grid = settings.index.widths(width)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide, form = torch.promote_types(dtype, torch.float32), settings.store_format
+    C, stored = form.width(*widths, dtype.itemsize), form.dtype(dtype)
     codes = dtype if settings.index.bits == 16 else torch.uint8
     return RecallState(
         *(torch.zeros(rows, K, G, x, dtype=dtype, device=device) for x in widths),
         torch.zeros(rows, K, G, num_codes, dtype=codes, device=device),
         torch.zeros(rows, K, G, num_grid, dtype=wide, device=device),
-        torch.zeros(rows, K, G * g, sum(widths), dtype=dtype, device=device),
+        torch.zeros(rows, K, G * g, C, dtype=stored, device=device),
         *(torch.zeros(rows, K, W, x, dtype=dtype, device=device) for x in widths),
         torch.zeros(rows, dtype=torch.int64, device=device),
-        torch.zeros(rows, K, slots * g, sum(widths), dtype=dtype, device=device),
+        torch.zeros(rows, K, slots * g, C, dtype=stored, device=device),
         torch.full((rows, K, slots), -1, dtype=torch.int32, device=device),
         torch.arange(slots, dtype=torch.int32, device=device).repeat(rows, K, 1),
-        torch.zeros(rows, K, 0, width, dtype=dtype, device=device),
-        torch.zeros(rows, K, 0, 0, dtype=wide, device=device),
+        torch.zeros(rows, K, settings.entries.num_summary, width, dtype=dtype, device=device),
+        torch.zeros(rows, K, *((G, 1) if settings.entries.matched else (0, 0)), dtype=wide, device=device),
     )
 
 
@@ -84,7 +91,7 @@ def check_steps(case, unchosen, L):
     want = recall(*qkv, g=g, w=w, r=settings.quota, settings=settings.index, unchosen=unchosen)
     state = empty_state(settings, L, 2)
     addresses = [x.data_ptr() for x in state]
-    out = [recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE) for t in range(L)]
+    out = [recall_step(new_token(qkv, t), state, settings, scale=SCALE) for t in range(L)]
     torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
     assert state.seen.tolist() == [L] * B
     assert [x.data_ptr() for x in state] == addresses
@@ -100,9 +107,10 @@ def test_rows_that_are_not_real(integer):
     state, outs = empty_state(settings, L, 2, rows=3), []
     for t in range(L):
         dead = ~real[:, t]
-        new = [x[:, :, t : t + 1].masked_fill(dead[:, None, None, None], torch.nan) for x in qkv]
+        new = [x.masked_fill(dead[:, None, None, None], torch.nan) for x in new_token(qkv, t)[:3]]
         before = [x[dead].clone() for x in state]
-        outs.append(recall_step(*new, state, settings, scale=SCALE, real=real[:, t].int() if integer else real[:, t]))
+        token = NewToken(*new, real[:, t].int() if integer else real[:, t])
+        outs.append(recall_step(token, state, settings, scale=SCALE))
         assert all(torch.equal(x[dead], y) for x, y in zip(state, before, strict=True))
         assert not outs[-1][dead].any()
     out = torch.cat(outs, dim=2)
@@ -118,7 +126,7 @@ def test_groups_beyond_the_capacity_are_never_seen():
     state = empty_state(settings, 60, 1, groups=3)
     before = None
     for t in range(60):
-        out = recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE)
+        out = recall_step(new_token(qkv, t), state, settings, scale=SCALE)
         if t == 20:
             before = [x.clone() for x in (state.entries_k, state.codes, state.store)]
     assert all(torch.equal(x, y) for x, y in zip(before, (state.entries_k, state.codes, state.store), strict=True))
@@ -131,10 +139,7 @@ def test_latents():
     settings = settings_of(CASES["bounds-8"])
     want = recall(q, k, k[..., :4], g=4, w=9, r=settings.quota, settings=settings.index)
     state, none = empty_state(settings, 80, 1, widths=(D, 0)), k[..., :0]
-    out = [
-        recall_step(*(x[:, :, t : t + 1] for x in (q, k, none)), state, settings, scale=SCALE, latent=4)
-        for t in range(80)
-    ]
+    out = [recall_step(new_token((q, k, none), t), state, settings, scale=SCALE, latent=4) for t in range(80)]
     torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
 
 
@@ -150,21 +155,21 @@ def test_one_graph():
     compiled = torch.compile(recall_step, backend=backend, fullgraph=True)
     states = [empty_state(settings, 40, 2, dtype=torch.float32) for _ in range(2)]
     for t in range(40):
-        new = [x[:, :, t : t + 1] for x in qkv]
-        out, want = (f(*new, s, settings, scale=SCALE) for f, s in zip((compiled, recall_step), states, strict=True))
+        new = new_token(qkv, t)
+        out, want = (f(new, s, settings, scale=SCALE) for f, s in zip((compiled, recall_step), states, strict=True))
         assert torch.equal(out, want)
     assert len(traces) == 1
 
 
 def test_backends_of_a_step():
     settings = settings_of(CASES["bounds-8"])
-    qkv = [x[:, :, :1] for x in tensors(4, 2, 40)]
-    want = recall_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE)
-    assert torch.equal(dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE), want)
+    new = new_token(tensors(4, 2, 40), 0)
+    want = recall_step(new, empty_state(settings, 40, 2), settings, scale=SCALE)
+    assert torch.equal(dispatched_step(new, empty_state(settings, 40, 2), settings, scale=SCALE), want)
     with pytest.raises(ValueError, match="backend must be"):
-        dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="reference")
+        dispatched_step(new, empty_state(settings, 40, 2), settings, scale=SCALE, backend="reference")
     with pytest.raises(ValueError, match="backend 'triton'"):  # no CUDA, or float64
-        dispatched_step(*qkv, empty_state(settings, 40, 2), settings, scale=SCALE, backend="triton")
+        dispatched_step(new, empty_state(settings, 40, 2), settings, scale=SCALE, backend="triton")
 
 
 @pytest.mark.parametrize("name", ["bounds-8", "sub_means-8", "g-1", "none-open", "all-open"])
@@ -174,8 +179,7 @@ def test_slots_change_no_bit(name):
     qkv, real = tensors(4, 2, 90), torch.rand(B, 90, generator=torch.Generator().manual_seed(2)) < 0.9
     states = [empty_state(settings, 90, 2, slots=n) for n in (0, 1, 3, 5, 120)]
     for t in range(90):
-        new = [x[:, :, t : t + 1] for x in qkv]
-        outs = [recall_step(*new, state, settings, scale=SCALE, real=real[:, t]) for state in states]
+        outs = [recall_step(new_token(qkv, t, real), state, settings, scale=SCALE) for state in states]
         for out, state in zip(outs, states, strict=True):
             assert torch.equal(out, outs[0])
             check_slots(state, settings.rule.chunk)
@@ -204,7 +208,7 @@ def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
     for t in range(60):
         chosen = []
         before = state._replace(held=state.held.clone(), order=state.order.clone())
-        recall_step(*(x[:, :, t : t + 1] for x in qkv), state, settings, scale=SCALE)
+        recall_step(new_token(qkv, t), state, settings, scale=SCALE)
         scores = index_scores(qkv[0][:, :, t : t + 1], before.group_index, settings.index, SCALE)
         closed = settings.rule.closed(state.seen)
         chosen = choose_groups(scores, closed[:, None, None], settings.quota, 1)[:, 0, 0]

@@ -15,6 +15,7 @@ from condense.ops.recall import (
     IndexChoice,
     IndexSettings,
     Quota,
+    RecallSources,
     attend_recall,
     build_index,
     choose_groups,
@@ -22,6 +23,7 @@ from condense.ops.recall import (
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import recall_attend, recall_choice
+from condense.ops.triton.attend import describe
 from condense.ops.triton.limits import DTYPES
 from condense.testing.budget import judge
 
@@ -34,7 +36,10 @@ MEANS_8, MEANS_4 = IndexSettings("sub_means", 4, 1, 8), IndexSettings("sub_means
 
 @dataclass(frozen=True)
 class Case:
-    """Queries from position ``start`` on over what a row has read; pads: left padding of each row, then start is 0."""
+    """Queries from position ``start`` on over what a row has read; pads: left padding of each row, then start is 0.
+
+    bias: "own": a number of each entry, which gets a gradient.
+    """
 
     heads: tuple[int, int]
     index: IndexSettings = BOUNDS_8
@@ -44,7 +49,7 @@ class Case:
     r: int | Quota = 3
     pads: tuple[int, ...] = (0,)
     unchosen: str = "pool"
-    bias: float | None = math.log(4)
+    bias: float | str | None = math.log(4)
     widths: tuple[int, int] = (64, 64) if DEVICE == "cuda" else (16, 16)  # compiled kernels have widths of their own
     dtype: torch.dtype = torch.float32
 
@@ -55,6 +60,7 @@ CASES = {
     "ratio-7": Case((7, 1), MEANS_8, L=23, unchosen="drop"),
     "later-queries": Case((2, 1), MEANS_4, L=9, start=40, window=3, bias=None),
     "a-fifth-padded": Case((3, 1), r=Quota(part=1, of=5), pads=(0, 13)),
+    "own-biases": Case((2, 1), L=25, pads=(0, 6), bias="own"),
     "no-window": Case((2, 2), IndexSettings("bounds", 1, 1, 4), L=13, window=0, r=2),
 }
 if CUDA:
@@ -115,6 +121,7 @@ class Problem:
         self.inputs = [
             random(H, case.L, D), random(K, G, D), random(K, G, Dv), random(K, G * g, D), random(K, G * g, Dv),
             random(K, tokens - first, D), random(K, tokens - first, Dv),
+            *([random(K, G)] if case.bias == "own" else []),
         ]  # fmt: skip
         starts = torch.tensor([case.start - pad for pad in case.pads])
         windows = torch.tensor([first - pad for pad in case.pads])
@@ -130,12 +137,20 @@ class Problem:
 
     def attend(self, inputs, choice, backend, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing."""
-        q, *keys = inputs
+        q, keys, biases = inputs[0], inputs[1:7], inputs[7:]
         entries, store, window = (Source(k, v) for k, v in zip(keys[::2], keys[1::2], strict=True))
+        bias = biases[0] if biases else self.case.bias
+        sources = RecallSources(entries._replace(bias=bias), store, window, self.spans)
         out, lse = attend_recall(
-            q, entries._replace(bias=self.case.bias), store, window, self.spans, choice, scale=self.scale,
-            unchosen=self.case.unchosen, backend=backend, return_lse=True, **kwargs,
-        )  # fmt: skip
+            q,
+            sources,
+            choice,
+            scale=self.scale,
+            unchosen=self.case.unchosen,
+            backend=backend,
+            return_lse=True,
+            **kwargs,
+        )
         return out, torch.where(lse == -math.inf, 0.0, lse)
 
     def leaves(self, dtype=None):
@@ -265,12 +280,43 @@ def test_twice_gives_the_same_bits():
 
 def test_refusals():
     problem = Problem(Case((2, 1), L=21))
-    q, *keys = problem.inputs
     with pytest.raises(ValueError, match="backend 'triton' takes torch"):
         problem.attend([x.double() for x in problem.inputs], problem.choice(), "triton")
-    entries = Source(keys[0], keys[1], torch.zeros(1, 1, keys[0].shape[2], device=DEVICE))
-    with pytest.raises(ValueError, match="one bias for all entries"):
-        attend_recall(
-            q, entries, Source(*keys[2:4]), Source(*keys[4:]), problem.spans, problem.choice(), scale=1.0,
-            backend="triton",
-        )  # fmt: skip
+
+
+def compare_as_one_graph(case, backend):
+    """torch.compile traces the choice as one operation, and changes no bit of outputs and gradients."""
+    problem, nodes = Problem(case), []
+
+    def attend(*inputs):
+        return problem.attend(inputs, problem.choice(), backend)
+
+    def keep(graph, _):
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend=keep)):
+        inputs = problem.leaves()
+        out, lse = function(*inputs)
+        results.append([out, lse, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert sum("choose_recall" in node for node in nodes) == 1
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("name", ["ratio-1", "ratio-7"])
+def test_compiled_as_one_graph(name):
+    compare_as_one_graph(CASES[name], "triton")
+
+
+def test_the_choice_is_a_whole_operation():
+    """Its schema, and what it says of its result before it runs."""
+    problem = Problem(CASES["a-fifth-padded"])
+    asked = problem.choice()
+    starts, rule = describe(problem.spans, 2, problem.case.L, torch.device(DEVICE))
+    arguments = recall_choice.choice_arguments(
+        asked.q, asked.index, asked.settings, recall_choice.Positions(starts, tuple(rule)), scale=asked.scale,
+        quota=asked.quota, closed=int(problem.closed.max()),
+    )  # fmt: skip
+    torch.library.opcheck(recall_attend._KERNELS.choice, arguments)

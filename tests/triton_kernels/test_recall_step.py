@@ -6,12 +6,13 @@ kernel opened other groups, the scores are compared.
 
 import pytest
 import torch
-from ops.test_recall_step import CASES, check_slots, empty_state, settings_of
+from ops.test_recall_step import CASES, check_slots, empty_state, new_token, settings_of
 
 from condense.ops.recall import EntrySettings, Quota, RecallSettings, choose_groups, index_scores
 from condense.ops.spans import UniformRule
 from condense.ops.torch import recall_step as torch_step
 from condense.ops.triton import recall_step as triton_step
+from condense.ops.types import NewToken
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (64, 80, 96, 128, 256, (192, 128)) if DEVICE == "cuda" else ((16, 40), (24, 16))
@@ -79,7 +80,7 @@ def take(t, *args):
     return (triton_step if t % EVERY == EVERY - 1 else torch_step).recall_step(*args, scale=SCALE)
 
 
-def compare(q, k, v, settings, scratch, *, real=None, groups=None, tolerance=2e-5):
+def compare(q, k, v, settings, scratch, *, real=None, groups=None, latent=0, tolerance=2e-5):
     """Every token one step of the PyTorch backend, every so many one of the kernels on the same state.
 
     Compared are entries, index, store and outputs.
@@ -89,16 +90,15 @@ def compare(q, k, v, settings, scratch, *, real=None, groups=None, tolerance=2e-
     states = [empty_state(settings, L, K, **made) for _ in range(2)]
     num_same = num_steps = 0
     for t in range(L):
-        new = [x[:, :, t : t + 1] for x in (q, k, v)]
-        alive = None if real is None else real[:, t].to(DEVICE)
-        want = torch_step.recall_step(*new, states[1], settings, scale=SCALE, real=alive)
+        new = new_token((q, k, v), t, real)
+        want = torch_step.recall_step(new, states[1], settings, scale=SCALE, latent=latent)
         if (L - 1 - t) % EVERY != 0:
             for x, y in zip(*states, strict=True):
                 x.copy_(y)
             continue
         num_steps += 1
-        got = triton_step.recall_step(*new, states[0], settings, scale=SCALE, real=alive)
-        same = states[0].entries_k.shape[2] == 0 or check_choice(scratch, new[0], states[0], settings, SCALE)
+        got = triton_step.recall_step(new, states[0], settings, scale=SCALE, latent=latent)
+        same = states[0].entries_k.shape[2] == 0 or check_choice(scratch, new.q, states[0], settings, SCALE)
         num_same += same
         if same:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -145,8 +145,7 @@ def test_rows_that_come_and_go(scratch):
     state = empty_state(settings, L, K, rows=3, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     for t in range(L):
         dead, before = ~real[:, t], [x.clone() for x in state]
-        new = [x[:, :, t : t + 1] for x in (q, k, v)]
-        out = triton_step.recall_step(*new, state, settings, scale=SCALE, real=real[:, t].to(DEVICE))
+        out = triton_step.recall_step(new_token((q, k, v), t, real), state, settings, scale=SCALE)
         assert all(torch.equal(x[dead], y[dead]) for x, y in zip(state, before, strict=True))
         assert not out[dead].any()
         assert bool(out.isfinite().all())
@@ -155,7 +154,7 @@ def test_rows_that_come_and_go(scratch):
         compare(*mine, settings, scratch)
         alone = empty_state(settings, L, K, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
         for t in range(mine[0].shape[2]):
-            triton_step.recall_step(*(x[:, :, t : t + 1] for x in mine), alone, settings, scale=SCALE)
+            triton_step.recall_step(new_token(mine, t), alone, settings, scale=SCALE)
         assert all(torch.equal(x[row : row + 1], y) for x, y in zip(state, alone, strict=True))
 
 
@@ -173,7 +172,7 @@ def test_ties_go_to_the_lower_group(scratch):
     settings = settings_of(CASES["bounds-16"])
     state = empty_state(settings, 45, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     for t in range(45):
-        take(t, q[:, :, :1], k[:, :, :1], v[:, :, t : t + 1], state, settings)
+        take(t, NewToken(q[:, :, :1], k[:, :, :1], v[:, :, t : t + 1]), state, settings)
         if t % EVERY != EVERY - 1:
             continue
         chosen, closed = opened(scratch, state, settings)
@@ -189,11 +188,10 @@ def test_many_groups(scratch):
     q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
     state = empty_state(settings, 90, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     for t in range(90):
-        new = [x[:, :, t : t + 1] for x in (q, k, v)]
-        before = [x.clone() for x in state]
-        got = take(t, *new, state, settings)
-        if t % 10 == 9 and check_choice(scratch, new[0], state, settings, SCALE):
-            want = torch_step.recall_step(*new, type(state)(*before), settings, scale=SCALE)
+        new, before = new_token((q, k, v), t), [x.clone() for x in state]
+        got = take(t, new, state, settings)
+        if t % 10 == 9 and check_choice(scratch, new.q, state, settings, SCALE):
+            want = torch_step.recall_step(new, type(state)(*before), settings, scale=SCALE)
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -203,24 +201,25 @@ def test_twice_gives_the_same_bits():
     outs = []
     for _ in range(2):
         state = empty_state(settings, 24, 1, rows=2, widths=(16, 16), dtype=torch.float32, device=DEVICE)
-        steps = [take(t, *(x[:, :, t : t + 1] for x in (q, k, v)), state, settings) for t in range(24)]
+        steps = [take(t, new_token((q, k, v), t), state, settings) for t in range(24)]
         outs.append(torch.cat(steps, dim=2))
     assert torch.equal(*outs)
 
 
 def test_refusals():
-    q, k, v = random_qkv(1, 2, 1, 1, 16, 16)
+    q, k, v, _ = new = NewToken(*random_qkv(1, 2, 1, 1, 16, 16))
     settings = settings_of(CASES["bounds-8"])
     state = empty_state(settings, 40, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     with pytest.raises(ValueError, match="takes torch"):
-        triton_step.recall_step(q.double(), k.double(), v.double(), state, settings, scale=1.0)
+        triton_step.recall_step(NewToken(q.double(), k.double(), v.double()), state, settings, scale=1.0)
     with pytest.raises(ValueError, match="codes must be"):
-        triton_step.recall_step(q, k, v, state._replace(codes=state.codes.int()), settings, scale=1.0)
+        triton_step.recall_step(new, state._replace(codes=state.codes.int()), settings, scale=1.0)
     bad = state._replace(ring_k=torch.zeros(1, 1, 16, 13, device=DEVICE).mT)
     with pytest.raises(ValueError, match="ring_k must be contiguous"):
-        triton_step.recall_step(q, k, v, bad, settings, scale=1.0)
+        triton_step.recall_step(new, bad, settings, scale=1.0)
+    bad = new._replace(real=torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="real must be"):
-        triton_step.recall_step(q, k, v, state, settings, scale=1.0, real=torch.ones(2, dtype=torch.bool))
+        triton_step.recall_step(bad, state, settings, scale=1.0)
 
 
 def test_slots(scratch):
@@ -230,10 +229,10 @@ def test_slots(scratch):
     states = [empty_state(settings, 14, 1, slots=n, **made) for n in (0, 6)]
     theirs = empty_state(settings, 14, 1, slots=6, **made)
     for t in range(14):
-        new, alive = [x[:, :, t : t + 1] for x in (q, k, v)], torch.tensor([t % 7 != 5], device=DEVICE)
-        outs = [triton_step.recall_step(*new, state, settings, scale=SCALE, real=alive) for state in states]
+        new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE))
+        outs = [triton_step.recall_step(new, state, settings, scale=SCALE) for state in states]
         assert all(torch.equal(out, outs[0]) for out in outs)
-        torch_step.recall_step(*new, theirs, settings, scale=SCALE, real=alive)
+        torch_step.recall_step(new, theirs, settings, scale=SCALE)
         for state in states:
             check_slots(state, settings.rule.chunk)
         assert torch.equal(states[1].held, theirs.held)

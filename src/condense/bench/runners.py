@@ -8,20 +8,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import Cache, PreTrainedModel, StoppingCriteriaList
 
-from condense.bench.timing import now
 from condense.caches import cache_nbytes
 from condense.models import GraphDecoder, condensed_layers
+from condense.models.stopwatch import Stopwatch, now
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One prompt: seconds to the first token, of each further one, to prepare; bytes of the cache after the prompt."""
+    """One prompt: seconds to the first token, of each further one, to prepare; bytes of the cache after the prompt, and
+    those of them that do not lie on the model's device.
+    """
 
     first_s: float
     steps_s: list[float]
     cache_bytes: int
+    host_bytes: int
     setup_s: float = 0.0
 
 
@@ -35,7 +38,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
     if ahead is not None and chunk is not None and chunk < ids.shape[1]:
         raise ValueError(f"{ahead} needs the whole prompt in one forward: leave prefill_chunk out")
     caches: list[Cache] = []
-    watch = _Stopwatch(ids.device)
+    watch = Stopwatch(ids.device)
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caches[:] = [kwargs["past_key_values"]]
@@ -53,9 +56,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
         )
     finally:
         hook.remove()
-    marks = watch.marks
-    further = [b - a for a, b in itertools.pairwise(marks[1:])]
-    return Reading(marks[1] - marks[0], further, cache_nbytes(caches[0]))
+    return Reading(watch.first_s, watch.further_s, *_bytes(caches[0], ids.device))
 
 
 def read_by_graph(
@@ -73,20 +74,13 @@ def read_by_graph(
         tokens = decoder.step(tokens).argmax(-1)
         marks.append(now(ids.device))
     first_s, *further = (b - a for a, b in itertools.pairwise(marks))
-    return Reading(first_s, further, cache_nbytes(decoder.cache), setup_s)
+    return Reading(first_s, further, *_bytes(decoder.cache, ids.device), setup_s)
 
 
-class _Stopwatch(StoppingCriteria):
-    """Notes when each token is ready; never stops anything."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks = [now(device)]
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """One more token is ready."""
-        self.marks.append(now(self.device))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:
+    """Of a cache: all bytes, and those elsewhere than on the device."""
+    everything = cache_nbytes(cache)
+    return everything, everything - cache_nbytes(cache, device.type)
 
 
 class Runner(NamedTuple):

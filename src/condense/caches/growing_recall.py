@@ -8,6 +8,7 @@ same buffers. Shapes as in `condense.ops.recall.state`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ from condense.caches.token_store import (
     with_pinned_store,
 )
 from condense.methods import Method, Recall
-from condense.ops import Extras
-from condense.ops.recall import RecallState, recall_step
+from condense.ops import Extras, NewToken
+from condense.ops.recall import RecallSettings, RecallState, recall_step
 from condense.ops.tensors.per_row import PerRow
 from condense.state import LayerState
 
@@ -39,6 +40,11 @@ class RecallRing(PinnedCopies, RingState):
 
     buffers: RecallState
     method: Recall
+
+    @cached_property
+    def recall_settings(self) -> RecallSettings:
+        """The settings of every step."""
+        return self.method.step_settings
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
         queries = max(self.settings.num_summary, self._most_queries)
@@ -65,8 +71,9 @@ class RecallRing(PinnedCopies, RingState):
         self.buffers = with_pinned_store(self.buffers)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
-        settings = self.method.step_settings
-        return recall_step(q, k, v, self.buffers, settings, scale=scale, real=real, latent=self.latent, extras=extras)
+        return recall_step(
+            NewToken(q, k, v, real), self.buffers, self.recall_settings, scale=scale, latent=self.latent, extras=extras
+        )
 
     def _longer_entries(self, buffers: Buffers, slots: int) -> RecallState:
         assert isinstance(buffers, RecallState)

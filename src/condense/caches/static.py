@@ -21,7 +21,7 @@ from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_
 from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
-from condense.ops import NO_EXTRAS, Extras, StepState, decode_step, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepState, decode_step, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, most_entries, num_entries
 
@@ -35,6 +35,7 @@ class StaticCondensedLayer(CacheLayerMixin):
     ``num_slots`` int64 ``[]`` on that device counts the slots seen, so that a replayed CUDA graph counts too. To avoid
     a wait per layer of a prompt, the host keeps its own count (`count_slots`) until a step is captured or compiled.
     ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single one.
+    ``expects_plain_prompt``: the next tokens are the first ones, and none of them is padding.
     """
 
     is_compileable = True
@@ -48,6 +49,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.buffers: Buffers | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.awaits_prompt = method.prompt_reader is not None
+        self.expects_plain_prompt = False
         # num_slots on the host, None where a step that is replayed may have counted
         self._known_slots: int | None = 0
         self._is_replayed = False
@@ -105,6 +107,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         or captured it cannot look, and a step too many stays inside the buffers.
         """
         out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
+        self.expects_plain_prompt = False
         if _is_recorded(self.device):
             self._known_slots, self._is_replayed = None, True
             self.num_slots.add_(1)
@@ -117,9 +120,10 @@ class StaticCondensedLayer(CacheLayerMixin):
     ) -> Tensor:
         """The step itself, which changes the buffers; arguments as of `step`."""
         assert isinstance(buffers, StepState)
+        own = OwnEntries(self.latent_method.represent, self.bias)
         return decode_step(
-            q, k, v, buffers, self.settings, scale=scale, real=real, represent=self.latent_method.represent,
-            entry_bias=self.bias, latent=self.latent_width, extras=extras, backend=self.backend,
+            NewToken(q, k, v, real), buffers, self.settings, scale=scale, own=own, latent=self.latent_width,
+            extras=extras, backend=self.backend,
         )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
@@ -142,12 +146,11 @@ class StaticCondensedLayer(CacheLayerMixin):
             # nothing was read: a first call leaves no memory behind, nor the rows and dtype that it was taken for
             self.buffers, self.is_initialized = held, held is not None
             raise
-        assert after is not None
         write_state(self.method, buffers, before, after)
         if fresh and self.method.prompt_reader is not None:
             self._set_bias(after.prompt_tokens)
         self._advance(L)
-        self.awaits_prompt = False
+        self.awaits_prompt = self.expects_plain_prompt = False
         return context
 
     def update(
@@ -159,6 +162,10 @@ class StaticCondensedLayer(CacheLayerMixin):
     def skip_prompt(self) -> None:
         """Go on as after an empty prompt: `step` reads the next token."""
         self.awaits_prompt = False
+
+    def expect_prompt(self, *, plain: bool) -> None:
+        """Say if the next tokens are without padding: as the first ones, a compiled graph can then read them."""
+        self.expects_plain_prompt = plain and self._known_slots == 0 and self.method.prompt_reader is None
 
     def count_slots(self) -> int:
         """``num_slots`` as a number; waits for the device where only that knows."""
@@ -196,11 +203,10 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def _enlarge(self, buffers: StepState, capacity: int) -> None:
         """Buffers with room for more entries; nothing stands in the old ones."""
-        old = (buffers.entries_k, buffers.entries_v)
-        entries_k, entries_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in old)
-        self.buffers = buffers._replace(entries_k=entries_k, entries_v=entries_v)
+        larger = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in buffers.entries]
+        self.buffers = buffers._replace(**dict(zip(buffers.entry_names, larger, strict=True)))
         self.bias = static_bias(self.method, self.batch_size, capacity, self.device)
-        for tensor in (entries_k, entries_v):
+        for tensor in larger:
             torch._dynamo.mark_static_address(tensor)
 
     def _refuse_length(self, num_slots: int, L: int) -> NoReturn:

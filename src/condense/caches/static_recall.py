@@ -15,7 +15,7 @@ from condense.caches.buffers import Buffers, empty_recall_buffers
 from condense.caches.static import StaticCondensedLayer
 from condense.caches.token_store import PinnedCopies, check_store, refuse_reorder
 from condense.methods import Recall
-from condense.ops import Extras
+from condense.ops import Extras, NewToken
 from condense.ops.recall import RecallState, recall_step
 
 
@@ -30,19 +30,19 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
 
     def __init__(self, method: Recall, max_cache_len: int) -> None:
         super().__init__(method, max_cache_len)
-        self.recall = method
+        self.recall, self.recall_settings = method, method.step_settings
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
-        check_store(self.recall, k, v, self.latent_width)
+        check_store(self.recall, k, v, self.latent_width, groups=M)
         return empty_recall_buffers(self.recall, k, v, M, W, stored=M, Q=self.settings.num_summary)
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None, extras: Extras
     ) -> Tensor:
         assert isinstance(buffers, RecallState)
-        settings = self.recall.step_settings
-        latent = self.latent_width
-        return recall_step(q, k, v, buffers, settings, scale=scale, real=real, latent=latent, extras=extras)
+        return recall_step(
+            NewToken(q, k, v, real), buffers, self.recall_settings, scale=scale, latent=self.latent_width, extras=extras
+        )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""

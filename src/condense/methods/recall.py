@@ -45,6 +45,7 @@ from condense.ops.recall import (
     IndexSettings,
     Quota,
     RecallSettings,
+    RecallSources,
     StoreFormat,
     Unchosen,
     attend_recall,
@@ -187,12 +188,8 @@ class Recall(Method):
         `StoreFormat` packs them.
         """
         k, v, *lse = pool_groups(
-            chunks.window_k,
-            chunks.window_v,
+            chunks,
             summary,
-            start=chunks.start,
-            num_groups=chunks.num,
-            group_size=self.group_size,
             scale=scale,
             key_pooling=self.key_pooling,
             value_pooling=self.value_pooling,
@@ -243,10 +240,7 @@ class Recall(Method):
             )  # fmt: skip
         return attend_recall(
             q,
-            context.entries,
-            tokens,
-            context.window,
-            context.spans,
+            RecallSources(context.entries, tokens, context.window, context.spans),
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.quota),
             scale=scale,
             unchosen=self.unchosen,

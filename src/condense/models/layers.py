@@ -9,7 +9,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from condense.caches import CondensedLayer, ReadRequest, RecallLayer, StaticCondensedLayer, StaticRecallLayer
-from condense.functional import extend
+from condense.functional import read_whole
 from condense.methods import Context, Method, Recall, StreamingLLM
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
@@ -38,7 +38,7 @@ def read_tokens(
     cache, scale = target.cache, target.call.scale
     if cache is None:
         method = method if latent_width is None else method.for_latents(latent_width)
-        return extend(method, None, k, v, q, scale=scale, plan=target.plan, keep=False)[0]
+        return read_whole(method, k, v, q, scale=scale, plan=target.plan)
     assert target.plan is not None
     ensure_layers(cache, {target.layer_idx: method})
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
@@ -74,6 +74,13 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     room = _room(cache)
     for index, method in new.items():
         cache.layers[index] = _condensed_layer(cache.layers[index], method, room)
+
+
+def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
+    """Say if a static cache gets a prompt without padding, which a compiled forward can read as one graph."""
+    for layer in cache.layers:
+        if isinstance(layer, StaticCondensedLayer):
+            layer.expect_prompt(plain=plain)
 
 
 def _room(cache: Cache) -> int:

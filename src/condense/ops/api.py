@@ -14,11 +14,19 @@ from torch import Tensor
 from condense.ops.backends import BACKENDS, check_backend, resolve_backend, resolve_importance, resolve_pooling
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import Source, Spans
-from condense.ops.tensors.per_row import PerRow
-from condense.ops.tensors.right_aligned import chunks
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
-from condense.ops.types import Pooling, Represent, StepSettings, StepState, SummarySpans
+from condense.ops.types import (
+    Chunks,
+    NewToken,
+    OwnEntries,
+    Pooling,
+    Problem,
+    StepSettings,
+    StepState,
+    SummaryColumns,
+    SummarySpans,
+)
 
 
 def attend(
@@ -48,17 +56,11 @@ def attend(
     if q.shape[1] % window.k.shape[1]:
         raise ValueError(f"sources must have heads that divide those of q, {q.shape[1]}, got {window.k.shape[1]}")
     L, N = q.shape[2], window.k.shape[2]
-    chosen = resolve_backend(
-        backend,
-        q.device,
-        q.dtype,
-        (q.shape[3], window.v.shape[3]),
-        num_queries=L,
-        dropout_p=dropout_p,
-        heads=(q.shape[0], q.shape[1], window.k.shape[1]),
-        num_sources=len(sources),
-        softcap=extras.softcap,
-    )
+    problem = Problem(
+        q.device, q.dtype, (q.shape[3], window.v.shape[3]), L, dropout_p, q.shape[0], q.shape[1], window.k.shape[1],
+        len(sources), extras.softcap,
+    )  # fmt: skip
+    chosen = resolve_backend(backend, problem)
     wants_lse = return_lse or extras.needs_lse
     is_plain = not (wants_lse or extras.softcap)
     if backend == "auto" and chosen in ("triton", "hopper") and L == N and is_plain and spans.is_causal(L, N):
@@ -68,13 +70,14 @@ def attend(
     return extras.finish(out, lse), lse if return_lse else None
 
 
-def summarize(q: Tensor, tail: Tensor, spans: SummarySpans, *, backend: str = "auto") -> Tensor:
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, backend: str = "auto") -> Tensor:
     """Summary queries: per KV head the mean of the queries in each span, float32 or wider ``[B, K, G, D]``.
 
     q ``[B, H, L, D]``, right-aligned: a row's new queries are its last columns, the columns before them are not read.
     tail ``[B, K, Q, D]``, right-aligned: mean queries kept from earlier calls, in the dtype of q; they get no gradient.
     A query is averaged over the H / K heads that share a KV head in float32 or wider and rounded to the dtype of q,
-    then over its span. Positions of a span that neither q nor tail holds count as zero.
+    then over its span. Positions of a span that neither q nor tail holds count as zero. With `SummaryColumns` B is 1
+    and Q is 0.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     chosen = resolve_pooling(backend, q.device, q.dtype, (q.shape[3],))
@@ -82,13 +85,9 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans, *, backend: str = "a
 
 
 def pool_groups(
-    k: Tensor,
-    v: Tensor,
+    groups: Chunks,
     summary: Tensor | None,
     *,
-    start: PerRow,
-    num_groups: int,
-    group_size: int,
     scale: float,
     key_pooling: Pooling,
     value_pooling: Pooling,
@@ -99,28 +98,19 @@ def pool_groups(
 
     Then, with ``return_lse``, the log-sum-exp of each group's scores ``[B, K, G]`` (natural, float32 or wider).
 
-    k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j holds columns ``[start + c * j,
-    start + c * (j + 1))``, start >= 0. summary ``[B, K, G, D]`` float32 or
-    wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see
-    `pool`) asks for scores and no log-sum-exp is wanted. The entry of a group that reaches past column N is finite but
-    undefined.
+    groups: their tokens and where they stand, Dv may be 0; no token is in two groups. summary ``[B, K, G, D]`` float32
+    or wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select",
+    see `pool`) asks for scores and no log-sum-exp is wanted. The entry of a group that reaches past the window is
+    finite but undefined.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
+    k, v = groups.window_k, groups.window_v
     operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
     if operations.pool_groups is not None:
         return operations.pool_groups(
-            k,
-            v,
-            summary,
-            start=start,
-            num_groups=num_groups,
-            group_size=group_size,
-            scale=scale,
-            key_pooling=key_pooling,
-            value_pooling=value_pooling,
-            return_lse=return_lse,
+            groups, summary, scale=scale, key_pooling=key_pooling, value_pooling=value_pooling, return_lse=return_lse
         )
-    groups_k, groups_v = (chunks(x, start, num_groups, group_size) for x in (k, v))
+    groups_k, groups_v = groups.tokens()
     if summary is None:
         scores = k.new_zeros(groups_k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))
     else:
@@ -130,36 +120,27 @@ def pool_groups(
 
 
 def decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: StepState,
     settings: StepSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
-    represent: Represent,
-    entry_bias: Tensor | None = None,
+    own: OwnEntries,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
     backend: str,
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.types` defines the step.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
-    ``[B]``: rows whose token counts (None: all). ``represent``: `condense.Method.represent`. entry_bias
-    ``[B|1, 1, M]``: used instead of the settings' bias. latent: if > 0, values are the first ``latent`` columns of the
-    keys and Dv is 0 (absorbed MLA). extras as of `attend`. ``backend``: as `step_backend` returns it.
+    latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0 (absorbed MLA). extras as of
+    `attend`. ``backend``: as `step_backend` returns it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":
         from condense.ops.triton import step as triton_step
 
-        return triton_step.step(q, k, v, state, settings, scale=scale, real=real, latent=latent, extras=extras)
-    return torch_step.step(
-        q, k, v, state, settings, scale=scale, real=real, represent=represent, entry_bias=entry_bias, latent=latent,
-        extras=extras,
-    )  # fmt: skip
+        return triton_step.step(token, state, settings, scale=scale, latent=latent, extras=extras)
+    return torch_step.step(token, state, settings, scale=scale, own=own, latent=latent, extras=extras)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

@@ -1,7 +1,7 @@
 """The contract of one decode step: the state that it changes in place, and its fixed settings.
 
-A backend's ``step(q, k, v, state, settings, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also
-takes ``represent`` and ``entry_bias``, for methods whose settings do not say how entries are made):
+A backend's ``step(token, state, settings, *, scale, latent, extras) -> out`` reads one token per row
+(PyTorch's also takes `OwnEntries`, for methods whose settings do not say how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
@@ -26,7 +26,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -40,27 +40,51 @@ POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 
 
 class Chunks(NamedTuple):
-    """G chunks of ``size`` tokens each, consecutive in the window from column ``start`` on.
+    """G chunks of ``size`` tokens each in the window, window_k ``[B, K, N, D]`` and window_v ``[B, K, N, Dv]``.
 
-    window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``; start >= 0 and first, the number of each row's first chunk:
-    an int, or int64 ``[B]`` where rows differ.
+    columns: where in the window each chunk begins, >= 0. numbers: how many chunks come before it in its row or packed
+    document. Both are an int, that of the first chunk, which the others follow one after another in all rows; or
+    int64 ``[B|1, G]`` on the device of the window.
     """
 
     window_k: Tensor
     window_v: Tensor
-    start: PerRow
+    columns: int | Tensor
     num: int
     size: int
-    first: PerRow
+    numbers: int | Tensor
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Keys ``[B, K, G, c, D]`` and values ``[B, K, G, c, Dv]``."""
-        k, v = (chunks(x, self.start, self.num, self.size) for x in (self.window_k, self.window_v))
+        k, v = (chunks(x, self.columns, self.num, self.size) for x in (self.window_k, self.window_v))
         return k, v
 
 
 # `condense.Method.represent`
 Represent = Callable[..., tuple[Tensor, ...]]
+
+
+class NewToken(NamedTuple):
+    """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
+
+    Dv is 0 of latents, whose values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
+    None: all.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    real: Tensor | None = None
+
+
+class OwnEntries(NamedTuple):
+    """A method's own entries, where `StepSettings` do not describe them.
+
+    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, in place of the settings' bias; None: that.
+    """
+
+    represent: Represent
+    bias: Tensor | None = None
 
 
 class SummarySpans(NamedTuple):
@@ -87,6 +111,22 @@ class SummarySpans(NamedTuple):
     def rows(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """start, before and after of each row, int64 CPU ``[B]``."""
         return as_rows(self.start, num_rows), as_rows(self.before, num_rows), as_rows(self.after, num_rows)
+
+
+class SummaryColumns(NamedTuple):
+    """Queries whose means are summaries, in one row of packed documents: span j holds columns ``[lo[j], hi[j])`` of q.
+
+    lo, hi: int64 ``[G]`` on the device of q, hi > lo; neither ever decreases. size: the most columns in any span.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    size: int
+
+    @property
+    def num(self) -> int:
+        """Number of spans G."""
+        return self.lo.shape[0]
 
 
 class Problem(NamedTuple):
@@ -141,11 +181,33 @@ class StepState(NamedTuple):
     @property
     def entries(self) -> tuple[Tensor, ...]:
         """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
-        return (self.entries_k, self.entries_v, self.biases)[: 3 if self.biases.shape[2] > 0 else 2]
+        return tuple(getattr(self, name) for name in self.entry_names)
+
+    @property
+    def entry_names(self) -> tuple[str, ...]:
+        """The names of the `entries`."""
+        return ("entries_k", "entries_v", "biases")[: 3 if self.biases.shape[2] > 0 else 2]
+
+
+class Numbered:
+    """Mixin for frozen dataclasses of settings: each has a number, by which kernels' torch operations take it."""
+
+    def __post_init__(self) -> None:
+        """Enter the settings into the table that `numbered_settings` looks them up in."""
+        assert _NUMBERED.setdefault(self.number, self) == self
+
+    @functools.cached_property
+    def number(self) -> int:
+        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        """Unpickle by calling the class, so that the settings enter the table of that process."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class StepSettings:
+class StepSettings(Numbered):
     """The settings of a method that a decode step needs.
 
     key_pooling, value_pooling: how a chunk's last entry is made; None if only ``represent`` can make it.
@@ -167,28 +229,15 @@ class StepSettings:
     reads_prompt: bool = False
     matched: bool = False
 
-    def __post_init__(self) -> None:
-        """Enter the settings into the table that `numbered_settings` looks them up in."""
-        assert _NUMBERED.setdefault(self.number, self) == self
-
-    @functools.cached_property
-    def number(self) -> int:
-        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
-
-    def __reduce__(self) -> tuple[type[StepSettings], tuple[Any, ...]]:
-        """Unpickle by calling the class, so that the settings enter the table of that process."""
-        return StepSettings, tuple(getattr(self, field.name) for field in fields(self))
-
     @property
     def bias_differs(self) -> bool:
         """True if some entries have ``bias`` and others none."""
         return self.bias != 0.0 and (self.num_focal > 0 or self.reads_prompt)
 
 
-_NUMBERED: dict[int, StepSettings] = {}
+_NUMBERED: dict[int, Any] = {}
 
 
-def numbered_settings(number: int) -> StepSettings:
+def numbered_settings(number: int) -> Any:
     """The settings that a number stands for."""
     return _NUMBERED[number]

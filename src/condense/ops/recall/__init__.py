@@ -11,6 +11,7 @@ from condense.ops.recall.choice import (
     index_scores,
 )
 from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
+from condense.ops.recall.sources import RecallSources
 from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
 from condense.ops.recall.store import STORE_BITS, StoreFormat
 
@@ -27,6 +28,7 @@ __all__ = [
     "IndexSettings",
     "Quota",
     "RecallSettings",
+    "RecallSources",
     "RecallState",
     "StoreFormat",
     "Unchosen",

@@ -1,6 +1,6 @@
 """Recall's attention and decode step, dispatched to a backend.
 
-Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
+Shapes: B rows, H query heads, L queries, G groups of g tokens, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.limits import attend_obstacle, hopper_obstacle, step_obstacle
+from condense.ops.recall.sources import RecallSources
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.reference import recall as reference_recall
-from condense.ops.spans import Source, Spans
 from condense.ops.torch import recall as torch_recall
 from condense.ops.torch import recall_step as torch_step
+from condense.ops.types import NewToken
 
 Unchosen = Literal["pool", "drop"]
 # why a backend cannot attend, None if it can
@@ -27,10 +28,7 @@ Obstacle = Callable[[], str | None]
 
 def attend_recall(
     q: Tensor,
-    entries: Source,
-    store: Source,
-    window: Source,
-    spans: Spans,
+    sources: RecallSources,
     choice: Choice,
     *,
     scale: float,
@@ -41,36 +39,30 @@ def attend_recall(
 ) -> tuple[Tensor, Tensor | None]:
     """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
 
-    q ``[B, H, L, D]``. entries: k ``[B, K, G, D]``, v ``[B, K, G, Dv]``, one per group, and their bias. store: k
-    ``[B, K, G * g, D]``, v ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns
-    ``[j * g, (j + 1) * g)``, groups counted from a row's first real token. window: k ``[B, K, N, D]``, v
-    ``[B, K, N, Dv]``. All in one dtype. spans: of entries (``[0, closed groups)``) and window, those of a
-    `condense.ops.spans.UniformRule`; queries at padding see nothing. choice: the groups that each query opens
-    (`IndexChoice`, `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries
-    (Quest). backend: "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query "hopper" or
-    else "triton" where `condense.ops.recall.limits` allows it; in all other cases "torch". extras: as of
-    `condense.ops.attend`; groups are chosen without them.
+    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens (`IndexChoice`,
+    `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend:
+    "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query "hopper" or else "triton"
+    where `condense.ops.recall.limits` allows it; in all other cases "torch". extras: as of `condense.ops.attend`;
+    groups are chosen without them.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
-    or wider, else None. A query that sees nothing gives 0 and -inf. Keys and values must be finite, seen or not.
+    or wider, else None. A query that sees nothing gives 0 and -inf.
     Raises ValueError for another backend, an explicit backend that cannot run, another ``unchosen`` and a store that
     does not fit the entries.
     """
     if unchosen not in ("pool", "drop"):
         raise ValueError(f"unchosen must be 'pool' or 'drop', got {unchosen!r}")
-    G, tokens = entries.k.shape[2], store.k.shape[2]
+    G, tokens = sources.entries.k.shape[2], sources.store.k.shape[2]
     if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
         raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
     if backend not in ("auto", "reference", "torch", "triton", "hopper"):
         raise ValueError(f"backend must be 'auto', 'reference', 'torch', 'triton' or 'hopper', got {backend!r}")
     pool = unchosen == "pool"
     if backend == "reference":
-        out, lse = reference_recall.attend_recall(
-            q, entries, store, window, spans, choice, scale=scale, softcap=extras.softcap, pool=pool
-        )
+        out, lse = reference_recall.attend_recall(q, sources, choice, scale=scale, softcap=extras.softcap, pool=pool)
         return extras.finish(out, lse), lse if return_lse else None
-    of_hopper = partial(hopper_obstacle, q, entries, store, window, spans, choice, softcap=extras.softcap)
-    of_triton = partial(attend_obstacle, q, entries, window, spans, choice)
+    of_hopper = partial(hopper_obstacle, q, sources, choice, softcap=extras.softcap)
+    of_triton = partial(attend_obstacle, q, sources, choice)
     kernels = _resolve(backend, of_hopper, of_triton, for_prompt=q.device.type == "cuda" and q.shape[2] > 1)
     attend = torch_recall.attend_recall
     if kernels == "triton":
@@ -82,9 +74,8 @@ def attend_recall(
 
         attend = hopper_recall.attend_recall_hopper
     out, of_keys = attend(
-        q, entries, store, window, spans, choice, scale=scale, softcap=extras.softcap, pool=pool,
-        return_lse=return_lse or extras.needs_lse,
-    )  # fmt: skip
+        q, sources, choice, scale=scale, softcap=extras.softcap, pool=pool, return_lse=return_lse or extras.needs_lse
+    )
     return extras.finish(out, of_keys), of_keys if return_lse else None
 
 
@@ -105,40 +96,36 @@ def _resolve(backend: str, of_hopper: Obstacle, of_triton: Obstacle, *, for_prom
 
 
 def recall_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: RecallState,
     settings: RecallSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
     backend: str = "auto",
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.recall.state` defines the step.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``:
-    rows whose token counts (None: all). latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0
-    (absorbed MLA). extras: as of `attend_recall`. backend: "torch", "triton" or "auto": "triton" on CUDA where
-    `condense.ops.recall.limits` allows it.
+    latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0 (absorbed MLA). extras: as of
+    `attend_recall`. backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows
+    it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
     Raises ValueError for another backend and for an explicit "triton" that cannot run.
     """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")
-    if backend != "torch" and (backend == "triton" or q.device.type == "cuda"):
-        obstacle = step_obstacle(q, k, v, state, settings, latent=latent)
+    if backend != "torch" and (backend == "triton" or token.q.device.type == "cuda"):
+        obstacle = step_obstacle(token, state, settings, latent=latent)
         if obstacle is None:
             from condense.ops.triton import recall_step as triton_step
 
-            return triton_step.recall_step(q, k, v, state, settings, scale=scale, real=real, extras=extras)
+            return triton_step.recall_step(token, state, settings, scale=scale, latent=latent, extras=extras)
         if backend == "triton":
             raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-    if state.store.device != q.device:
+    if state.store.device != token.q.device:
         raise ValueError(
             "a store in host memory needs the Triton step, which "
-            f"{step_obstacle(q, k, v, state, settings, latent=latent) or 'was not asked for'}; use store='device'"
+            f"{step_obstacle(token, state, settings, latent=latent) or 'was not asked for'}; use store='device'"
         )
-    return torch_step.recall_step(q, k, v, state, settings, scale=scale, real=real, latent=latent, extras=extras)
+    return torch_step.recall_step(token, state, settings, scale=scale, latent=latent, extras=extras)

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall.choice import Choice, IndexChoice
-from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
-from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
+from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.host import gpu_of
-from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, WIDTHS, absence
+from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence
+from condense.ops.types import NewToken
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
 MAX_GROUPS = 2**15
@@ -29,16 +31,15 @@ MAX_HEADS_FLOAT32 = 32
 HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
 
-def attend_obstacle(q: Tensor, entries: Source, window: Source, spans: Spans, choice: Choice) -> str | None:
+def attend_obstacle(q: Tensor, sources: RecallSources, choice: Choice) -> str | None:
     """Why the kernels cannot attend over a prompt, None if they can; arguments as of `attend_recall`."""
+    entries, _, window, spans = sources
     if (missing := absence(q.device)) is not None:
         return missing
     D, Dv, R, G = q.shape[3], window.v.shape[3], q.shape[1] // window.k.shape[1], entries.k.shape[2]
     on_gpu = q.device.type == "cuda"
     if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
         return f"takes the spans of a uniform rule, got {spans}"
-    if isinstance(entries.bias, Tensor):
-        return f"takes one bias for all entries, got a tensor of shape {tuple(entries.bias.shape)}"
     if q.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
     if on_gpu and (D not in WIDTHS or Dv not in WIDTHS):
@@ -53,14 +54,15 @@ def attend_obstacle(q: Tensor, entries: Source, window: Source, spans: Spans, ch
     return None
 
 
-def hopper_obstacle(
-    q: Tensor, entries: Source, store: Source, window: Source, spans: Spans, choice: Choice, *, softcap: float
-) -> str | None:
+def hopper_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str | None:
     """Why the kernels for Hopper cannot attend over a prompt, None if they can; arguments as of `attend_recall`."""
     if softcap:
         return f"{hopper_limits.NO_SOFTCAP}, got a cap of {softcap}"
-    if (obstacle := attend_obstacle(q, entries, window, spans, choice)) is not None:
+    if (obstacle := attend_obstacle(q, sources, choice)) is not None:
         return obstacle
+    bias, window = sources.entries.bias, sources.window
+    if isinstance(bias, Tensor):
+        return f"takes one bias for all entries, got a tensor of shape {tuple(bias.shape)}"
     widths, R = (q.shape[3], window.v.shape[3]), q.shape[1] // window.k.shape[1]
     if q.device.type != "cuda" or gpu_of(q.device).capability != (9, 0):
         return "needs a GPU of compute capability 9.0 (H100, H200)"
@@ -70,26 +72,26 @@ def hopper_obstacle(
         return f"takes keys and values of widths {', '.join(map(str, HOPPER_WIDTHS))}, got {widths}"
     if R < 2:
         return "takes at least 2 query heads per KV head, got 1"
-    g = store.k.shape[2] // max(entries.k.shape[2], 1)
-    if g not in HOPPER_GROUPS:
-        return f"takes groups of {', '.join(map(str, HOPPER_GROUPS))} tokens, got {g}"
+    if sources.group_size not in HOPPER_GROUPS:
+        return f"takes groups of {', '.join(map(str, HOPPER_GROUPS))} tokens, got {sources.group_size}"
     return None
 
 
-def step_obstacle(
-    q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, *, latent: int = 0
-) -> str | None:
+def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings, *, latent: int = 0) -> str | None:
     """Why the kernels cannot run this step, None if they can; arguments as of `recall_step`."""
-    obstacle = store_obstacle(k, v, settings, latent=latent)
+    obstacle = store_obstacle(token.k, token.v, settings, latent=latent)
     if obstacle is not None:
         return obstacle
-    R, G, S = q.shape[1] // k.shape[1], state.entries_k.shape[2], state.held.shape[2]
-    if R > MAX_HEADS:
-        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
+    G, S = state.entries_k.shape[2], state.held.shape[2]
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
-    if S * settings.quota.at(G) > MAX_PAIRS:
-        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {settings.quota.at(G)} times {S}"
+    return pairs_obstacle(settings.quota.at(G), S)
+
+
+def pairs_obstacle(opened: int, slots: int) -> str | None:
+    """Why the kernels cannot look for so many open groups in so many slots of a KV head, None if they can."""
+    if opened * slots > MAX_PAIRS:
+        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {opened:,} times {slots:,}"
     return None
 
 
@@ -98,15 +100,13 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
     if (missing := absence(k.device)) is not None:
         return missing
     D, Dv, index = k.shape[3], v.shape[3], settings.index
-    if settings.entries._replace(bias=0.0) != EntrySettings():
-        return f"makes entries of mean keys and values, without biases of their own, got {settings.entries}"
-    if settings.store_bits != 16:
-        return f"reads stores of 16 bits, got {settings.store_bits}"
     if k.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
-    if latent:
-        return f"recalls keys with values of their own, got latents of {latent} columns"
-    if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
+    if latent and (latent > MAX_STEP_LATENT or D > MAX_STEP_LATENT + MAX_STEP_WIDTH):
+        return (
+            f"takes latents of up to {MAX_STEP_LATENT} columns, with up to {MAX_STEP_WIDTH} others, got {latent} of {D}"
+        )
+    if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
     if D * index.bits % 16:
         return f"reads an index of {index.bits} bits in words of 16, got keys of width {D}"

@@ -1,6 +1,6 @@
 """The contract of one decode step of Recall: the state that it changes in place, and its fixed settings.
 
-A backend's ``recall_step(q, k, v, state, settings, *, scale, real) -> out`` reads one token per row:
+A backend's ``recall_step(token, state, settings, *, scale, extras) -> out`` reads one token per row, q, k and v:
 
 1. k and v go into the rings, at ``seen % W``, and the head-mean of q, if entries need it, at ``seen % Q``;
 2. with ``n = seen + 1``, group j closes if ``rule.closed(n) = j + 1 > rule.closed(seen)``: its pooled key and value
@@ -33,7 +33,7 @@ from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex, IndexSettings
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import UniformRule
-from condense.ops.types import Pooling
+from condense.ops.types import NewToken, Numbered, Pooling
 
 
 class RecallState(NamedTuple):
@@ -103,7 +103,7 @@ class EntrySettings(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecallSettings:
+class RecallSettings(Numbered):
     """The settings of the method that a decode step needs.
 
     rule: one entry per group, none left out. pool: entries of groups that are not open are seen. store_bits: of
@@ -123,13 +123,13 @@ class RecallSettings:
         return StoreFormat(self.store_bits, self.rule.chunk)
 
 
-def check_step(
-    q: Tensor, k: Tensor, v: Tensor, state: RecallState, settings: RecallSettings, real: Tensor | None
-) -> None:
+def check_step(token: NewToken, state: RecallState, settings: RecallSettings) -> None:
     """Raise ValueError for tensors of a step that do not fit together, or a state that is not contiguous."""
-    (B, K, G, _), g, D, Dv = state.entries_k.shape, settings.rule.chunk, k.shape[3], v.shape[3]
+    (q, k, v, real), (B, K, G, _), entries = token, state.entries_k.shape, settings.entries
+    g, D, Dv, form = settings.rule.chunk, k.shape[3], v.shape[3], settings.store_format
     num_codes, num_grid = settings.index.widths(D)
     W, S, codes = state.ring_k.shape[2], state.held.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
+    width, stored = form.width(D, Dv, q.dtype.itemsize), form.dtype(q.dtype)
     for name, x, shape, dtype in (
         ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
         ("k", k, (B, K, 1, D), q.dtype),
@@ -138,13 +138,15 @@ def check_step(
         ("entries_v", state.entries_v, (B, K, G, Dv), q.dtype),
         ("codes", state.codes, (B, K, G, num_codes), codes),
         ("grid", state.grid, (B, K, G, num_grid), torch.float32),
-        ("store", state.store, (B, K, max(G * g, state.store.shape[2]), D + Dv), q.dtype),
+        ("store", state.store, (B, K, max(G * g, state.store.shape[2]), width), stored),
         ("ring_k", state.ring_k, (B, K, W, D), q.dtype),
         ("ring_v", state.ring_v, (B, K, W, Dv), q.dtype),
         ("seen", state.seen, (B,), torch.int64),
-        ("slots", state.slots, (B, K, S * g, D + Dv), q.dtype),
+        ("slots", state.slots, (B, K, S * g, width), stored),
         ("held", state.held, (B, K, S), torch.int32),
         ("order", state.order, (B, K, S), torch.int32),
+        ("ring_q", state.ring_q, (B, K, max(entries.num_summary, state.ring_q.shape[2]), D), q.dtype),
+        ("biases", state.biases, (B, K, *((G, 1) if entries.matched else (0, 0))), torch.float32),
     ):
         is_pinned = x is state.store and x.device.type == "cpu" and (x.numel() == 0 or x.is_pinned())
         if x.shape != shape or x.dtype != dtype or not (x.device == q.device or is_pinned):

@@ -2,14 +2,17 @@
 
 In fewer bits, keys have a step and a zero per channel of a group, because some channels are large in all tokens, and
 values one per token (after KIVI, arXiv:2402.02750). A number is ``zero + step * code``, rounded to the dtype of the
-tokens. A token is one row of bytes: codes of its key, then of its value, step and zero of its value, and its part of
-the group's steps and zeros; so a group is one contiguous piece, which depends on that group alone.
+tokens. A group is one piece of bytes, which depends on that group alone: in the dtype of the tokens the steps of its
+keys' D channels, their zeros, the steps of its g values and their zeros; then the codes of its keys, token by token,
+and those of its values; of 4 bits, byte c of a row holds column c in its low half and column c + half the width in its
+high half. The piece counts as g rows of C bytes.
 
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +38,21 @@ class StoreFormat:
             return D + Dv
         if self.bits == 4 and (D % 2 or Dv % 2):
             raise ValueError(f"store_bits=4 needs keys and values of even widths, got {D} and {Dv}: use store_bits=8")
-        of_keys = -(-2 * D * itemsize // self.group_size)
-        return (D + Dv) * self.bits // 8 + (2 * itemsize if Dv else 0) + of_keys
+        g = self.group_size
+        needed = sum(self._sizes(D, Dv, itemsize))
+        # pieces begin at multiples of the itemsize, so that their steps and zeros can be read as numbers
+        unit = itemsize // math.gcd(itemsize, g)
+        return -(-needed // (g * unit)) * unit
 
     def dtype(self, tokens: torch.dtype) -> torch.dtype:
         """The dtype of the rows for tokens of a dtype."""
         return tokens if self.bits == 16 else torch.uint8
+
+    def step_unit(self, dtype: torch.dtype) -> float:
+        """In fewer than 16 bits, a step is the spread of the numbers times this, rounded to their dtype: so much more
+        than an even share that the highest code reaches the largest number.
+        """
+        return (1 + torch.finfo(dtype).eps) / (2**self.bits - 1)
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``; no gradient in fewer
@@ -54,44 +66,49 @@ class StoreFormat:
         with torch.no_grad():
             codes_k, grid_k = self._quantise(k, 3)
             codes_v, grid_v = self._quantise(v, 4)
-            of_keys = grid_k.movedim(-1, 3).flatten(3).contiguous().view(torch.uint8)
-            of_keys = F.pad(of_keys, (0, -of_keys.shape[3] % self.group_size)).unflatten(3, (self.group_size, -1))
-            of_values = grid_v[..., 0, :].contiguous().view(torch.uint8)
-            return torch.cat([codes_k, codes_v, of_values, of_keys], dim=4).flatten(2, 3)
+            numbers = torch.cat([grid_k.flatten(3), grid_v.flatten(3)], dim=3).view(torch.uint8)
+            piece = torch.cat([numbers, codes_k.flatten(3), codes_v.flatten(3)], dim=3)
+            room = self.group_size * self.width(k.shape[4], v.shape[4], k.itemsize)
+            return F.pad(piece, (0, room - piece.shape[3])).unflatten(3, (self.group_size, -1)).flatten(2, 3)
 
     def unpack(self, rows: Tensor, D: int, Dv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys ``[B, K, n, D]`` and values ``[B, K, n, Dv]`` in ``dtype`` of rows ``[B, K, n, C]`` of whole groups."""
         if self.bits == 16:
             return rows[..., :D], rows[..., D:]
-        groups = rows.unflatten(2, (-1, self.group_size))
-        sizes = [D * self.bits // 8, Dv * self.bits // 8, 2 * dtype.itemsize if Dv else 0]
-        codes_k, codes_v, of_values, of_keys = groups.split([*sizes, rows.shape[3] - sum(sizes)], dim=4)
-        grid_k = of_keys.flatten(3)[..., : 2 * D * dtype.itemsize].contiguous().view(dtype).unflatten(3, (2, 1, D))
-        k = self._decode(codes_k, grid_k.movedim(3, -1), dtype)
+        pieces, sizes = rows.unflatten(2, (-1, self.group_size)).flatten(3), self._sizes(D, Dv, dtype.itemsize)
+        numbers, *codes = pieces[..., : sum(sizes)].split(sizes, dim=3)
+        codes_k, codes_v = (x.unflatten(3, (self.group_size, -1)) for x in codes)
+        numbers = numbers.contiguous().view(dtype)
+        k = self._decode(codes_k, numbers[..., : 2 * D].unflatten(3, (2, 1, D)))
         if Dv == 0:
             return k, k[..., :0]
-        grid_v = of_values.contiguous().view(dtype).unflatten(4, (1, 2))
-        return k, self._decode(codes_v, grid_v, dtype)
+        return k, self._decode(codes_v, numbers[..., 2 * D :].unflatten(3, (2, self.group_size, 1)))
+
+    def _sizes(self, D: int, Dv: int, itemsize: int) -> tuple[int, int, int]:
+        """Bytes of a group's steps and zeros, of the codes of its keys, and of its values."""
+        g = self.group_size
+        return 2 * (D + (g if Dv else 0)) * itemsize, g * D * self.bits // 8, g * Dv * self.bits // 8
 
     def _quantise(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Codes, and steps and zeros ``[..., 2]`` in the dtype of x, which are the same along ``dim``."""
+        """Codes, and steps and zeros ``[B, K, G, 2, n]`` in the dtype of x, which are the same along ``dim``."""
         if x.shape[4] == 0:
-            return x.to(torch.uint8), x.new_zeros(*x.shape[:4], 1, 0)
+            return x.to(torch.uint8), x.new_zeros(*x.shape[:3], 2, 0)
         levels, wide = 2**self.bits - 1, torch.promote_types(x.dtype, torch.float32)
         zero, largest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-        info = torch.finfo(x.dtype)
-        # rounded up, so that the highest code reaches the largest number
-        step = ((largest.to(wide) - zero.to(wide)) / levels * (1 + info.eps)).to(x.dtype).clamp(min=info.tiny)
+        spread = largest.to(wide) - zero.to(wide)
+        step = (spread * self.step_unit(x.dtype)).to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny)
         position = (x.to(wide) - zero.to(wide)) / step.to(wide)
         codes = (position + 0.5).floor().clamp(0, levels).to(torch.uint8)
         if self.bits == 4:
             low, high = codes.chunk(2, dim=-1)
             codes = low | (high << 4)
-        return codes, torch.stack([step, zero], dim=-1)
+        return codes, torch.stack([step.flatten(3), zero.flatten(3)], dim=3)
 
-    def _decode(self, codes: Tensor, grid: Tensor, dtype: torch.dtype) -> Tensor:
-        """Numbers ``[B, K, G * g, width]`` of codes; grid: steps and zeros ``[..., 2]``."""
+    def _decode(self, codes: Tensor, grid: Tensor) -> Tensor:
+        """Numbers ``[B, K, G * g, width]`` of codes ``[B, K, G, g, C]``; grid: steps and zeros, in the dtype of the
+        numbers, along dimension 3.
+        """
         if self.bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-        step, zero = grid.to(torch.promote_types(dtype, torch.float32)).unbind(-1)
-        return (zero + step * codes.to(step.dtype)).to(dtype).flatten(2, 3)
+        step, zero = grid.to(torch.promote_types(grid.dtype, torch.float32)).unbind(3)
+        return (zero + step * codes.to(step.dtype)).to(grid.dtype).flatten(2, 3)

@@ -11,16 +11,13 @@ from torch import Tensor
 
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice
-from condense.ops.spans import Source, Spans
+from condense.ops.recall.sources import RecallSources
 from condense.ops.tensors.right_aligned import per_entry
 
 
 def attend_recall(
     q: Tensor,
-    entries: Source,
-    store: Source,
-    window: Source,
-    spans: Spans,
+    sources: RecallSources,
     choice: Choice,
     *,
     scale: float,
@@ -28,7 +25,8 @@ def attend_recall(
     pool: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen."""
-    L, K = q.shape[2], window.k.shape[1]
+    (entries, store, window, spans), L = sources, q.shape[2]
+    K = window.k.shape[1]
     G, N = entries.k.shape[2], window.k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     of_entries, of_window = spans.at(0, L, q.device)
@@ -36,7 +34,7 @@ def attend_recall(
     chosen = choice.at(0, L, of_entries.hi, G)
     pooled = (group < of_entries.hi[..., None]) & ~chosen & pool
     near = (column >= of_window.lo[..., None]) & (column < of_window.hi[..., None])
-    opened = chosen.repeat_interleave(store.k.shape[2] // G, -1) if G > 0 else chosen
+    opened = chosen.repeat_interleave(sources.group_size, -1) if G > 0 else chosen
     mask = torch.cat([pooled, opened, near.expand(*chosen.shape[:3], N)], dim=-1)[:, :, None]
     empty = ~mask.any(-1, keepdim=True)
     k = torch.cat([entries.k, store.k, window.k], dim=2).to(wide)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.recall.choice import Choice, chosen_groups
-from condense.ops.spans import Hull, Source, Spans
+from condense.ops.recall.sources import RecallSources
+from condense.ops.spans import Hull, Source
 from condense.ops.tensors.right_aligned import per_entry
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 
 # queries per block: the mask of a block has as many rows, times the query heads
 _BLOCK = 128
@@ -25,10 +26,7 @@ _BLOCK = 128
 
 def attend_recall(
     q: Tensor,
-    entries: Source,
-    store: Source,
-    window: Source,
-    spans: Spans,
+    sources: RecallSources,
     choice: Choice,
     *,
     scale: float,
@@ -37,8 +35,8 @@ def attend_recall(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen."""
-    L, G = q.shape[2], entries.k.shape[2]
-    g = store.k.shape[2] // G if G > 0 else 0
+    (entries, store, window, spans), L, g = sources, q.shape[2], sources.group_size
+    G = entries.k.shape[2]
     bias = per_entry(entries.bias, G, q.device)
     blocks = [(start, min(start + _BLOCK, L)) for start in range(0, L, _BLOCK)]
 
@@ -48,24 +46,22 @@ def attend_recall(
         chosen = choice.at(start, stop, closed.hi, n)
         column = torch.arange(*hulls[1], device=q.device)
         masks = [((column >= near.lo[..., None]) & (column < near.hi[..., None])).expand(*chosen.shape[:3], -1)]
-        sources = [_columns(window, *hulls[1])]
+        seen = [_columns(window, *hulls[1])]
         if q.shape[2] == 1:
             groups = chosen_groups(chosen, choice.most(n))[:, :, 0]
             masks.insert(0, (groups < n).repeat_interleave(g, -1)[:, :, None])
-            sources.insert(0, _gather(store, groups.clamp(max=n - 1), g))
+            seen.insert(0, _gather(store, groups.clamp(max=n - 1), g))
         else:
             masks.insert(0, chosen.repeat_interleave(g, -1))
-            sources.insert(0, _columns(store, 0, n * g))
+            seen.insert(0, _columns(store, 0, n * g))
         if pool:
             masks.insert(0, (torch.arange(n, device=q.device) < closed.hi[..., None]) & ~chosen)
-            sources.insert(0, _columns(entries, 0, n))
+            seen.insert(0, _columns(entries, 0, n))
         mask = torch.cat(masks, dim=-1)
         empty = ~mask.any(-1, keepdim=True)
-        k, v = torch.cat([source.k for source in sources], dim=2), torch.cat([source.v for source in sources], dim=2)
-        return attend_block(
-            q, k, v, mask | empty, empty, bias[..., :n] if pool and bias is not None else None,
-            scale=scale, softcap=softcap, return_lse=return_lse,
-        )  # fmt: skip
+        k, v = torch.cat([source.k for source in seen], dim=2), torch.cat([source.v for source in seen], dim=2)
+        keys = BlockKeys(k, v, mask | empty, empty, bias[..., :n] if pool and bias is not None else None)
+        return attend_block(q, keys, scale=scale, softcap=softcap, return_lse=return_lse)
 
     tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)
     if len(blocks) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -17,29 +17,26 @@ from condense.ops.recall.choice import choose_groups, chosen_groups, index_score
 from condense.ops.recall.index import build_index
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.torch.pool import group_scores, pool
 from condense.ops.torch.step import _read, _write, newest_mean
+from condense.ops.types import NewToken
 
 
 def recall_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: RecallState,
     settings: RecallSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.recall.state`.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer ``[B]``,
-    None: all rows are. latent: if > 0, values are the first ``latent`` columns of the keys, Dv is 0 (absorbed MLA).
+    latent: if > 0, values are the first ``latent`` columns of the keys, Dv is 0 (absorbed MLA).
     """
-    t = state.seen
+    (q, k, v, real), t = token, state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
     _write(state.ring_k, t, k, alive)
@@ -110,17 +107,9 @@ def _attend(
         bias = state.biases[..., 0]
     elif settings.entries.bias != 0.0:
         bias = torch.full((1, 1, G), settings.entries.bias, dtype=torch.float64, device=q.device)
-    return attend_block(
-        q,
-        keys,
-        keys[..., :latent] if latent else torch.cat([state.entries_v, opened_v, state.ring_v], dim=2),
-        sees | empty,
-        empty,
-        bias,
-        scale=scale,
-        softcap=extras.softcap,
-        return_lse=extras.needs_lse,
-    )
+    values = keys[..., :latent] if latent else torch.cat([state.entries_v, opened_v, state.ring_v], dim=2)
+    block = BlockKeys(keys, values, sees | empty, empty, bias)
+    return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)
 
 
 def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:

@@ -13,31 +13,25 @@ from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.torch.attend import attend_block
-from condense.ops.types import Chunks, Represent, StepSettings, StepState
+from condense.ops.torch.attend import BlockKeys, attend_block
+from condense.ops.types import Chunks, NewToken, OwnEntries, Represent, StepSettings, StepState
 
 
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: StepState,
     settings: StepSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
-    represent: Represent,
-    entry_bias: Tensor | None = None,
+    own: OwnEntries,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.types`.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
-    entry_bias float ``[B|1, 1, M]``: used instead of the settings' bias.
     latent: if > 0, values are the first ``latent`` columns of the keys.
     """
-    t = state.seen
+    (q, k, v, real), t = token, state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
     _write(state.ring_k, t, k, alive)
@@ -45,7 +39,8 @@ def step(
     if settings.num_summary > 0:
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
-        _append_entry(state, settings, t, seen, scale, represent)
+        _append_entry(state, settings, t, seen, scale, own.represent)
+    entry_bias = own.bias
     if settings.matched:
         entry_bias = state.biases[..., 0]
     elif entry_bias is None and settings.bias != 0.0:
@@ -77,7 +72,7 @@ def _append_entry(
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
-    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
+    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk[:, None]), summary, scale=scale, backend="torch")
     for buffer, entries in zip(state.entries, new, strict=True):
         _write(buffer, first, entries, due)
 
@@ -139,14 +134,6 @@ def _attend(
     sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
     keys = torch.cat([state.entries_k, state.ring_k], dim=2)
-    return attend_block(
-        q,
-        keys,
-        keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2),
-        sees[:, None, None] | empty,
-        empty,
-        entry_bias,
-        scale=scale,
-        softcap=extras.softcap,
-        return_lse=extras.needs_lse,
-    )
+    values = keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2)
+    block = BlockKeys(keys, values, sees[:, None, None] | empty, empty, entry_bias)
+    return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)

@@ -15,15 +15,26 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.choice import Choice, IndexChoice, chosen_groups
-from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
-from condense.ops.triton.attend import Tiles, attend, describe, needs_operation, not_empty, results, small_tiles
+from condense.ops.recall.sources import RecallSources
+from condense.ops.spans import RuleSpans, UniformRule
+from condense.ops.triton.attend import (
+    Tiles,
+    attend,
+    describe,
+    needs_operation,
+    not_empty,
+    results,
+    row_strides,
+    small_tiles,
+)
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend_kernels import recall_dq_kernel, recall_fwd_kernel
 from condense.ops.triton.recall_backward_kernels import recall_dkv_kernel, recall_store_kernel
-from condense.ops.triton.recall_choice import Opened, Positions, Scoring, choose, opened, score
+from condense.ops.triton.recall_choice import Positions, Scoring, choice_arguments, choice_operation, choose, score
+from condense.ops.triton.recall_opened import Opened, opened
 
 _FORWARD, _DQ = Launcher(recall_fwd_kernel), Launcher(recall_dq_kernel)
 _DKV, _DSTORE = Launcher(recall_dkv_kernel), Launcher(recall_store_kernel)
@@ -49,13 +60,15 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
 
 
 class Call(NamedTuple):
-    """The arguments of the operations. k, v: of entries, store and window; groups int32 ``[B, K, L, r]``, as `choose`
-    gives them; closed: no query sees more groups as closed; level: added to all scores of entries.
+    """The arguments of the operations. k, v: of entries, store and window; biases float ``[B|1, K|1, G]``: the entries'
+    own, None for none; groups int32 ``[B, K, L, r]``, as `choose` gives them; closed: no query sees more groups as
+    closed; level: added to all scores of entries.
     """
 
     q: Tensor
     k: Sequence[Tensor]
     v: Sequence[Tensor]
+    biases: Tensor | None
     groups: Tensor
     starts: Tensor | None
     rule: Sequence[int]
@@ -104,6 +117,8 @@ class _Shared(NamedTuple):
 
     sources: tuple[Any, ...]
     s_store: tuple[int, ...]
+    biases: Tensor | None
+    s_bias: tuple[int, int]
 
     @classmethod
     def of(cls, call: Call, keys: int) -> _Shared:
@@ -111,9 +126,12 @@ class _Shared(NamedTuple):
         of_k, of_v = (not_empty([x[0], x[2]]) for x in (call.k, call.v))
         described_k, described_v = ([described([x], keys) for x in tensors] for tensors in (of_k, of_v))
         store = dense_rows(call.k[1]), dense_rows(call.v[1])
+        biases = None if call.biases is None else (call.biases.float() * LOG2E).contiguous()
         return cls(
-            (*described_k[0], *described_v[0], *described_k[1], *described_v[1], *store),
+            (*described_k[0], *described_v[0], *described_k[1], *described_v[1], *store, biases),
             tuple(stride for x in store for stride in x.stride()[:3]),
+            biases,
+            (0, 0) if biases is None else row_strides(biases),
         )
 
 
@@ -132,8 +150,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
                 (cdiv(stop - first, Q), B * K, 1),
                 (q, *shared.sources, *of_tiles.tensors, call.starts, out, lse),
                 (
-                    q.stride()[:3], shared.s_store, call.level * LOG2E, K, L, first, stop, *of_tiles.numbers,
-                    *call.rule, call.scale * LOG2E,
+                    q.stride()[:3], shared.s_store, shared.s_bias, call.level * LOG2E, K, L, first, stop,
+                    *of_tiles.numbers, *call.rule, call.scale * LOG2E,
                 ),
                 (R, call.group_size, *call.constants(call.pool, call.kind, *call.numerics), tiles.rows, tiles.keys),
                 tiles.options,
@@ -142,7 +160,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call) -> list[Tensor]:
-    """Gradients of q, of the sources' keys and of their values."""
+    """Gradients of q, of the sources' keys, of their values, and of the entries' biases, if they have any."""
     d_out, q = whole_rows(d_out), whole_rows(call.q)
     (B, H, L, D), K, Dv = q.shape, call.groups.shape[1], out.shape[3]
     R, g = H // K, call.group_size
@@ -160,30 +178,35 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
                 dq,
             ),
             (
-                s_q, s_out, shared.s_store, call.level * LOG2E, K, L, 0, L, *of_tiles.numbers, *call.rule, *scales,
+                s_q, s_out, shared.s_store, shared.s_bias, call.level * LOG2E, K, L, 0, L, *of_tiles.numbers,
+                *call.rule, *scales,
             ),
             (R, g, *call.constants(call.pool, call.kind, *call.numerics), tiles.rows, tiles.keys),
             tiles.options,
         )  # fmt: skip
         queries, rows = (row_lse, delta, q, d_out), tiles.rows
         tiles = _tiles("dkv", q.dtype, q.is_cuda, max(D, Dv), R)
+        d_biases = None if call.biases is None else grads[0].new_zeros(grads[0].shape[:3], dtype=torch.float32)
         for n, level in ((0, call.level), (2, 0.0)):
             if n == 0 and not call.pool:
                 grads[0].zero_(), grads[3].zero_()
                 continue
+            of_entries = (shared.biases, d_biases) if n == 0 else (None, None)
             keys = dense_rows(call.k[n]), dense_rows(call.v[n])
             _DKV(
                 (cdiv(keys[0].shape[2], tiles.keys), B * K, 1),
-                (*queries, *keys, of_tiles.words, call.starts, grads[n], grads[3 + n]),
+                (*queries, *keys, of_entries[0], of_tiles.words, call.starts, grads[n], grads[3 + n], of_entries[1]),
                 (
-                    s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), level * LOG2E, K, L, keys[0].shape[2],
-                    of_tiles.words.shape[2], of_tiles.words.shape[1], *call.rule, *scales,
+                    s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), shared.s_bias, level * LOG2E, K, L,
+                    keys[0].shape[2], of_tiles.words.shape[2], of_tiles.words.shape[1], *call.rule, *scales,
                 ),
                 (R, *call.constants(n == 0, call.kind, *call.numerics), rows, tiles.rows, tiles.keys),
                 tiles.options,
             )  # fmt: skip
         tiles = _tiles("store", q.dtype, q.is_cuda, max(D, Dv), R)
         _store_gradients(call, queries, tiles, grads[1], grads[4])
+    if call.biases is not None and d_biases is not None:
+        grads.append(d_biases.sum_to_size(call.biases.shape).to(call.biases.dtype))
     return [dq, *grads]
 
 
@@ -214,10 +237,10 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
 
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
-        q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], groups: Tensor, starts: Tensor | None, rule: Sequence[int],
-        closed: int, level: float, pool: bool, scale: float, softcap: float,
+        q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], biases: Tensor | None, groups: Tensor,
+        starts: Tensor | None, rule: Sequence[int], closed: int, level: float, pool: bool, scale: float, softcap: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return forward(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
+        return forward(q, k, v, biases, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
 
     op.register_fake(lambda q, k, v, *_: results(q, v))
     op.register_autograd(_differentiate, setup_context=_keep)
@@ -227,54 +250,54 @@ def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Calla
 @torch.library.custom_op("condense::attend_recall_backward", mutates_args=())
 def _attend_backward(
     d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
-    groups: Tensor, starts: Tensor | None, rule: Sequence[int], closed: int, level: float, pool: bool, scale: float,
-    softcap: float,
+    biases: Tensor | None, groups: Tensor, starts: Tensor | None, rule: Sequence[int], closed: int, level: float,
+    pool: bool, scale: float, softcap: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, of the sources' keys and of their values."""
-    call = Call(q, k, v, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
+    """See `_backward`."""
+    call = Call(q, k, v, biases, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
     return _backward(d_out, d_lse, out, lse, call)
 
 
 @_attend_backward.register_fake
 def _(
-    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], *_: Any
-) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v)]
+    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
+    biases: Tensor | None, *_: Any,
+) -> list[Tensor]:  # fmt: skip
+    others = [] if biases is None else [biases]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v, *others)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     call = Call(*inputs)
-    ctx.numbers = call[5:]
-    ctx.save_for_backward(*output, call.q, *call.k, *call.v, call.groups, call.starts)
+    ctx.numbers = call[6:]
+    ctx.save_for_backward(*output, call.q, *call.k, *call.v, *call[3:6])
 
 
 def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-    out, lse, q, *tensors, groups, starts = ctx.saved_tensors
+    out, lse, q, *tensors, biases, groups, starts = ctx.saved_tensors
     k, v = tensors[:3], tensors[3:]
-    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, groups, starts, *ctx.numbers)
-    return dq, grads[:3], grads[3:], *[None] * 8
+    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, biases, groups, starts, *ctx.numbers)
+    return dq, grads[:3], grads[3:6], None if biases is None else grads[6], *[None] * 8
 
 
 class Kernels(NamedTuple):
-    """The functions of a backend: index scores, attention of a `Call`, the same as an operation with gradients, and
-    attention over two sources as `condense.ops.attend`.
+    """The functions of a backend: index scores, the choice by them as an operation, attention of a `Call`, the same as
+    an operation with gradients, and attention over two sources as `condense.ops.attend`.
     """
 
     score: Callable[[Scoring], None]
+    choice: Callable[..., Tensor]
     forward: Callable[..., tuple[Tensor, Tensor]]
     operation: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
 
 
-_KERNELS = Kernels(score, _forward, operation("attend_recall", _forward), attend)
+_KERNELS = Kernels(score, choice_operation("choose_recall"), _forward, operation("attend_recall", _forward), attend)
 
 
 def attend_recall(
     q: Tensor,
-    entries: Source,
-    store: Source,
-    window: Source,
-    spans: Spans,
+    sources: RecallSources,
     choice: Choice,
     *,
     scale: float,
@@ -287,6 +310,7 @@ def attend_recall(
 
     Where no group is open, or every one, this is attention over two sources, entries or store, and the window.
     """
+    entries, store, window, spans = sources
     B, L, K, G = q.shape[0], q.shape[2], window.k.shape[1], entries.k.shape[2]
     assert isinstance(spans, RuleSpans), "the backend's limits"
     rule = spans.rule
@@ -298,7 +322,7 @@ def attend_recall(
         if r == 0:
             rule = rule if pool else replace(rule, max_chunks=0)
         else:
-            entries, rule = store, replace(rule, entries=store.k.shape[2] // G)
+            entries, rule = store, replace(rule, entries=sources.group_size)
         return kernels.attend(
             q, [entries, window], replace(spans, rule=rule), scale=scale, softcap=softcap, dropout_p=0.0,
             return_lse=return_lse,
@@ -306,17 +330,20 @@ def attend_recall(
     starts, numbers = describe(spans, 2, L, q.device)
     positions = Positions(starts, tuple(numbers))
     if isinstance(choice, IndexChoice):
-        groups = choose(
-            choice.q, choice.index, choice.settings, positions, scale=choice.scale, quota=choice.quota, closed=closed,
-            score=kernels.score,
-        )  # fmt: skip
+        index = (choice.q, choice.index, choice.settings, positions)
+        ranked: dict[str, Any] = {"scale": choice.scale, "quota": choice.quota, "closed": closed}
+        if needs_operation(choice.q):
+            groups = kernels.choice(*choice_arguments(*index, **ranked))
+        else:
+            groups = choose(*index, **ranked, score=kernels.score)
     else:
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G).expand(B, K, L, G)
         groups = chosen_groups(chosen, r).to(torch.int32)
-    assert entries.bias is None or isinstance(entries.bias, (int, float)), "the backend's limits"
+    biases, level = (entries.bias, 0.0) if isinstance(entries.bias, Tensor) else (None, float(entries.bias or 0.0))
     call = Call(
-        q, [entries.k, store.k, window.k], [entries.v, store.v, window.v], groups, starts, tuple(numbers), closed,
-        float(entries.bias or 0.0), pool, scale, softcap,
+        q, [entries.k, store.k, window.k], [entries.v, store.v, window.v], biases, groups, starts, tuple(numbers),
+        closed, level, pool, scale, softcap,
     )  # fmt: skip
-    out, lse = (kernels.operation if needs_operation(q, *call.k, *call.v) else kernels.forward)(*call)
+    others = (*call.k, *call.v) if biases is None else (*call.k, *call.v, biases)
+    out, lse = (kernels.operation if needs_operation(q, *others) else kernels.forward)(*call)
     return out, lse if return_lse else None

@@ -56,11 +56,16 @@ def bit_of(i, Q: tl.constexpr, words_ptr):
 
 
 @triton.jit
-def _add_keys(softmax, q, k, v, seen, level, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the softmax: keys that each row sees or not. Scores are base 2, scale > 0."""
+def _add_keys(softmax, q, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the softmax: keys that each row sees or not. Scores are base 2, scale > 0.
+
+    level: added to all scores; bias: each key's own ``[1, n]``, None for none.
+    """
     s = products(q, k, PRECISION)
-    if CAP > 0:
+    if CAP > 0 or bias is not None:
         s, scale = soft_cap(s * scale, CAP)[0], 1.0
+        if bias is not None:
+            s += bias
     s = tl.where(seen, s, float("-inf"))
     m = tl.maximum(softmax.m, tl.max(s, 1) * scale + level)
     safe = tl.where(m == float("-inf"), 0.0, m)
@@ -71,10 +76,18 @@ def _add_keys(softmax, q, k, v, seen, level, scale, CAP: tl.constexpr, PRECISION
 
 
 @triton.jit
-def _load_entries(source, opened, start, closed, BN: tl.constexpr, MASKED: tl.constexpr):
-    """Entries ``[start, start + BN)``, and which rows see each: those that do not open its group. MASKED: a row's
-    closed groups may end among them.
+def _load_biases(biases, source, start):
+    """Biases ``[1, n]`` of entries from ``start`` on."""
+    n = (start + tl.arange(0, source.k[0].block_shape[2]))[None, :]
+    return tl.load(biases + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)
+
+
+@triton.jit
+def _load_entries(source, opened, start, closed, MASKED: tl.constexpr):
+    """Entries from ``start`` on, and which rows see each: those that do not open its group. MASKED: a row's closed
+    groups may end among them.
     """
+    BN: tl.constexpr = source.k[0].block_shape[2]
     n = start + tl.arange(0, BN)
     k = load_block(source.k, [source.b, source.head, start, 0], BN)
     v = load_block(source.v, [source.b, source.head, start, 0], BN)
@@ -90,20 +103,26 @@ def _forward_entries(
     softmax,
     q,
     source,
+    biases,
     opened,
     lo,
     hi,
     closed,
     scale,
-    BN: tl.constexpr,
     MASKED: tl.constexpr,
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Entries ``[lo, hi)`` of groups that the row does not open. MASKED: a row's closed groups may end among them."""
-    for start in range(lo, hi, BN):
-        k, v, seen = _load_entries(source, opened, start, closed, BN, MASKED)
-        softmax = _add_keys(softmax, q, k, v, seen, source.level, scale, CAP, PRECISION)
+    """Entries ``[lo, hi)`` of groups that the row does not open. MASKED: a row's closed groups may end among them.
+
+    biases: pointer to those of all rows, base 2, None for none.
+    """
+    for start in range(lo, hi, source.k[0].block_shape[2]):
+        k, v, seen = _load_entries(source, opened, start, closed, MASKED)
+        softmax = _add_keys(
+            softmax, q, k, v, seen, source.level, _load_biases(biases, source, start) if biases is not None else None,
+            scale, CAP, PRECISION,
+        )  # fmt: skip
     return softmax
 
 
@@ -136,17 +155,20 @@ def _forward_opened(
     """Tokens of all groups that a query of the tile opens, each row those of its own."""
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
-        softmax = _add_keys(softmax, q, k, v, seen, 0.0, scale, CAP, PRECISION)
+        softmax = _add_keys(softmax, q, k, v, seen, 0.0, None, scale, CAP, PRECISION)
     return softmax
 
 
 @triton.jit
-def _dq_add(dq, queries, k, v, seen, level, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of dq, up to the softmax scale, of keys that each row sees or not."""
+def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of dq, up to the softmax scale, of keys that each row sees or not; level, bias as in `_add_keys`."""
     s = products(queries.q, k, PRECISION)
     dp = products(queries.d_out, v, PRECISION)
     s, slope = soft_cap(s * scale, CAP)
-    p = tl.where(seen, tl.exp2(s - (queries.lse - level)[:, None]), 0.0)
+    shift = (queries.lse - level)[:, None]
+    if bias is not None:
+        shift = shift - bias
+    p = tl.where(seen, tl.exp2(s - shift), 0.0)
     return add_weighted(dq, p * (dp - queries.delta[:, None]) * slope, k, PRECISION)
 
 
@@ -155,19 +177,22 @@ def _dq_entries(
     dq,
     queries,
     source,
+    biases,
     opened,
     lo,
     hi,
     closed,
     scale,
-    BN: tl.constexpr,
     MASKED: tl.constexpr,
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    for start in range(lo, hi, BN):
-        k, v, seen = _load_entries(source, opened, start, closed, BN, MASKED)
-        dq = _dq_add(dq, queries, k, v, seen, source.level, scale, CAP, PRECISION)
+    for start in range(lo, hi, source.k[0].block_shape[2]):
+        k, v, seen = _load_entries(source, opened, start, closed, MASKED)
+        dq = _dq_add(
+            dq, queries, k, v, seen, source.level, _load_biases(biases, source, start) if biases is not None else None,
+            scale, CAP, PRECISION,
+        )  # fmt: skip
     return dq
 
 
@@ -186,7 +211,7 @@ def _dq_opened(
 ):
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
-        dq = _dq_add(dq, queries, k, v, seen, 0.0, scale, CAP, PRECISION)
+        dq = _dq_add(dq, queries, k, v, seen, 0.0, None, scale, CAP, PRECISION)
     return dq
 
 
@@ -206,8 +231,8 @@ def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q: tl.
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_fwd_kernel(
     q_ptr, entries_k, entries_k_rest, entries_v, entries_v_rest, window_k, window_k_rest, window_v, window_v_rest,
-    store_k_ptr, store_v_ptr, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr, out_ptr, lse_ptr,
-    s_q, s_store, level, K, L, first, stop, words, room,
+    store_k_ptr, store_v_ptr, biases, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr, out_ptr, lse_ptr,
+    s_q, s_store, s_bias, level, K, L, first, stop, words, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
@@ -215,7 +240,8 @@ def recall_fwd_kernel(
 ):  # fmt: skip
     """Of queries ``[first, stop)``: out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous.
 
-    first is a multiple of ``BM // R``, the queries of a tile. level: base-2 number added to the scores of entries.
+    first is a multiple of ``BM // R``, the queries of a tile. level: base-2 number added to the scores of entries;
+    biases: float32, the entries' own, base 2, in rows of G, None for none.
     """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
@@ -232,11 +258,11 @@ def recall_fwd_kernel(
         k = parts(entries_k, entries_k_rest if D1 > 0 else None)
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
-        source = Source(k, v, row.b, row.head, level, 0)
+        source = Source(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
         whole = tl.min(closed) // BN * BN
-        softmax = _forward_entries(softmax, q, source, opened, 0, whole, closed, scale, BN, False, CAP, PRECISION)
+        softmax = _forward_entries(softmax, q, source, biases, opened, 0, whole, closed, scale, False, CAP, PRECISION)
         softmax = _forward_entries(
-            softmax, q, source, opened, whole, tl.max(closed), closed, scale, BN, True, CAP, PRECISION
+            softmax, q, source, biases, opened, whole, tl.max(closed), closed, scale, True, CAP, PRECISION
         )
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
@@ -261,9 +287,9 @@ def recall_fwd_kernel(
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_dq_kernel(
     q_ptr, entries_k, entries_k_rest, entries_v, entries_v_rest, window_k, window_k_rest, window_v, window_v_rest,
-    store_k_ptr, store_v_ptr, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr,
+    store_k_ptr, store_v_ptr, biases, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr,
     out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
-    s_q, s_out, s_store, level, K, L, first, stop, words, room,
+    s_q, s_out, s_store, s_bias, level, K, L, first, stop, words, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
@@ -299,10 +325,12 @@ def recall_dq_kernel(
         k = parts(entries_k, entries_k_rest if D1 > 0 else None)
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
-        source = Source(k, v, row.b, row.head, level, 0)
+        source = Source(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
         whole = tl.min(closed) // BN * BN
-        dq = _dq_entries(dq, queries, source, opened, 0, whole, closed, scale, BN, False, CAP, PRECISION)
-        dq = _dq_entries(dq, queries, source, opened, whole, tl.max(closed), closed, scale, BN, True, CAP, PRECISION)
+        dq = _dq_entries(dq, queries, source, biases, opened, 0, whole, closed, scale, False, CAP, PRECISION)
+        dq = _dq_entries(
+            dq, queries, source, biases, opened, whole, tl.max(closed), closed, scale, True, CAP, PRECISION
+        )
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
         s_store[2], s_store[5],

@@ -33,27 +33,37 @@ def _load_queries(
 
 
 @triton.jit
-def _add_queries(grads, k, v, rows, seen, level, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds rows to dk, up to the softmax scale, and dv. seen ``[n, BM]``: which rows see which keys."""
+def _add_queries(grads, k, v, rows, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds rows to dk, up to the softmax scale, to dv, and to the gradient of the biases, if there are any.
+
+    seen ``[n, BM]``: which rows see which keys. bias ``[n]``: the keys' own, None for none.
+    """
     s = products(k, rows.q, PRECISION)
     dp = products(v, rows.d_out, PRECISION)
     s, slope = soft_cap(s * scale, CAP)
+    if bias is not None:
+        s += bias[:, None]
     p = tl.where(seen, tl.exp2(s - (rows.lse - level)[None, :]), 0.0)
+    ds = p * (dp - rows.delta[None, :])
     dv = add_weighted(grads[1], p, rows.d_out, PRECISION)
-    dk = add_weighted(grads[0], p * (dp - rows.delta[None, :]) * slope, rows.q, PRECISION)
-    return dk, dv
+    dk = add_weighted(grads[0], ds * slope, rows.q, PRECISION)
+    if bias is None:
+        return dk, dv
+    else:
+        return dk, dv, grads[2] + tl.sum(ds, 1)
 
 
 @triton.jit(do_not_specialize=(*VARYING, "size", "words", "tiles"))
 def recall_dkv_kernel(
-    lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, words_ptr, starts_ptr, dk_ptr, dv_ptr,
-    s_q, s_out, s_keys, level, K, L, size, words, tiles,
+    lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, biases, words_ptr, starts_ptr, dk_ptr, dv_ptr, d_biases_ptr,
+    s_q, s_out, s_keys, s_bias, level, K, L, size, words, tiles,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     R: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
     BS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries or else of the window.
+    """dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries or else of the window; of biases,
+    if entries have their own, float32 ``[B, K, size]``.
 
     BM: rows of a tile, whose queries share a word; BS: rows that are read at a time.
     """
@@ -70,6 +80,9 @@ def recall_dkv_kernel(
     lo, hi = seen_by(0 if ENTRIES else 1, n, size, L, row, spans, 0, 0, KIND)
     queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
+    if biases is not None:
+        bias = tl.load(biases + b * s_bias[0] + kvh * s_bias[1] + key, mask=inside, other=0.0)
+        grads = grads + (tl.zeros([BN], tl.float32),)  # noqa: RUF005
     first = tl.min(tl.where(lo < hi, lo, L)) // Q
     STEPS: tl.constexpr = BM // BS
     for step in range(first * STEPS, tl.cdiv(tl.max(hi), Q) * STEPS):
@@ -85,10 +98,14 @@ def recall_dkv_kernel(
             word_at = (tl.program_id(1).to(tl.int64) * tiles + tile) * words + n
             word = tl.load(words_ptr + word_at, mask=n < words, other=0)
             sees = sees & (((word[:, None] >> (i % Q)[None, :]) & 1) == 0)
-        grads = _add_queries(grads, k, v, rows, sees, level, scale, CAP, PRECISION)
+        grads = _add_queries(
+            grads, k, v, rows, sees, level, bias if biases is not None else None, scale, CAP, PRECISION
+        )
     at = (b * K + kvh) * size + key
     store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
     store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)
+    if biases is not None:
+        tl.store(d_biases_ptr + at, grads[2], mask=inside)
 
 
 @triton.jit(do_not_specialize=("L", "G"))
@@ -124,7 +141,7 @@ def recall_store_kernel(
         i = tl.load(order_ptr + place, mask=there, other=0) // r
         at_q, at_out = b * s_q[0] + head * s_q[1] + i * s_q[2], b * s_out[0] + head * s_out[1] + i * s_out[2]
         rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, there, D0, D1, V0, V1)
-        grads = _add_queries(grads, k, v, rows, there[None, :], 0.0, scale, CAP, PRECISION)
+        grads = _add_queries(grads, k, v, rows, there[None, :], 0.0, None, scale, CAP, PRECISION)
     at = (b * K + kvh) * G * g + key
     store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
     store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)

@@ -1,10 +1,11 @@
-"""Kernels of one decode step of Recall: close a group, score the index, rank the groups, choose, attend.
+"""Kernels of one decode step of Recall: score the index, rank the groups, choose, attend.
 
-`step_join_kernel` joins the splits at the end. Each kernel waits for the one before it and reads its results. No
-atomics.
+`condense.ops.triton.recall_close_kernels` has the one before them; `step_join_kernel` joins the splits at the end. Each
+kernel waits for the one before it and reads its results. No atomics.
 
 Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, m blocks of u tokens, W
-slots of the rings, S splits, D and Dv widths; P and PV the same as powers of two for tiles. BR rows (query heads).
+slots of the rings, S splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output.
+BR rows (query heads).
 "head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores are base 2.
 Index columns: C stored columns per row of the index, PARTS tiles of columns that one stored column holds (2 for 4 bits:
 the first half of the columns in the low bits), PC columns as a power of two.
@@ -16,13 +17,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from condense.ops.recall import index
+from condense.ops.triton.device.parts import add_weighted, load_rows, parts, tile_width
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.softmax import Softmax, empty_softmax, key_products, store_part
 from condense.ops.triton.recall_choice_kernels import wanted_groups
+from condense.ops.triton.recall_close_kernels import row_of_step
+from condense.ops.triton.recall_store_kernels import load_group
 
-_MARGIN = tl.constexpr(index.MARGIN)
-_REACH = tl.constexpr(index.REACH)
-_TINY = tl.constexpr(2.0**-126)
+_LOG2E = tl.constexpr(1.4426950408889634)
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
@@ -34,163 +36,6 @@ def _after_the_last(EARLY: tl.constexpr):
         gdc_launch_dependents()
 
 
-@triton.jit
-def _row(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr):
-    """Position of row b's new token, whether there is one, closed groups, and those of them that fit the buffers."""
-    t = tl.load(seen_ptr + b).to(tl.int32)
-    live = t >= 0
-    if HAS_REAL:
-        live = live & (tl.load(real_ptr + b) != 0)
-    closed = tl.where(live, tl.maximum(t + 1 - window, 0) // g, 0)
-    return t, live, closed, tl.minimum(closed, G)
-
-
-@triton.jit
-def _tokens(ring_ptr, new_ptr, position, t, W, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Columns ``[LO, LO + ...)`` of the tokens at ``position``, ``[n, P]`` float32; the newest from its own vector."""
-    d = LO + tl.arange(0, P)
-    there = inside[:, None] & (d < D)[None, :]
-    at = (position % W).to(tl.int64)[:, None] * D + d[None, :]
-    older = tl.load(ring_ptr + at, mask=there & (position < t)[:, None], other=0.0)
-    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
-    return tl.where((position == t)[:, None], new[None, :], older).to(tl.float32)
-
-
-@triton.jit
-def _block(
-    ring_ptr, new_ptr, start, t, W, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    u: tl.constexpr, UP: tl.constexpr, BOUNDS: tl.constexpr,
-):  # fmt: skip
-    """Lowest and highest key of the block of u tokens from position ``start`` on, or twice its mean, ``[P]``."""
-    i = tl.arange(0, UP)
-    inside = i < u
-    x = _tokens(ring_ptr, new_ptr, start + i, t, W, inside, LO, D, P)
-    if BOUNDS:
-        low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
-        high = tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
-    else:
-        total = tl.sum(tl.where(inside[:, None], x, 0.0), 0)
-        low = tl.div_rn(total, tl.zeros_like(total) + u)
-        high = low
-    return low, high
-
-
-@triton.jit
-def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: tl.constexpr):
-    """Numbers on the grid: rounded up or down for bounds, else to the nearest; as `build_index` does."""
-    position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
-    if not BOUNDS:
-        position = tl.floor(position + 0.5)
-    elif UPWARDS:
-        position = tl.ceil(position + _MARGIN)
-    else:
-        position = tl.floor(position - _MARGIN)
-    return tl.minimum(tl.maximum(position, 0.0), LEVELS).to(tl.int32)
-
-
-@triton.jit
-def _put_index(
-    ring_ptr, new_ptr, codes_ptr, grid_ptr, first, t, W,
-    D: tl.constexpr, m: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, PC: tl.constexpr,
-    BOUNDS: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """The index of the group that begins at position ``first``."""
-    PARTS: tl.constexpr = 2 if BITS == 4 else 1
-    C: tl.constexpr = D // PARTS
-    c = tl.arange(0, PC)
-    lowest = tl.full([], float("inf"), tl.float32)
-    largest = tl.full([], float("-inf"), tl.float32)
-    step, zero = 1.0, 0.0
-    if BITS < 16:
-        for part in tl.static_range(PARTS):
-            for block in range(m):
-                low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, part * C, D, PC, u, UP, BOUNDS)
-                lowest = tl.minimum(lowest, tl.min(tl.where(c < C, low, float("inf")), 0))
-                largest = tl.maximum(largest, tl.max(tl.where(c < C, high, float("-inf")), 0))
-        LEVELS: tl.constexpr = 2**BITS - 1
-        zero = lowest
-        step = tl.maximum(tl.div_rn(largest - zero, LEVELS * 1.0) * _REACH, _TINY)
-        tl.store(grid_ptr, step)
-        tl.store(grid_ptr + 1, zero)
-    for block in range(m):
-        low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, 0, D, PC, u, UP, BOUNDS)
-        if BITS == 16:
-            codes_low, codes_high = low, high
-        else:
-            codes_low = _codes(low, step, zero, LEVELS, False, BOUNDS)
-            codes_high = _codes(high, step, zero, LEVELS, True, BOUNDS)
-        if BITS == 4:
-            low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, C, D, PC, u, UP, BOUNDS)
-            codes_low += _codes(low, step, zero, LEVELS, False, BOUNDS) * 16
-            codes_high += _codes(high, step, zero, LEVELS, True, BOUNDS) * 16
-        element = codes_ptr.dtype.element_ty
-        tl.store(codes_ptr + block * C + c, codes_low.to(element), mask=c < C)
-        if BOUNDS:
-            tl.store(codes_ptr + (m + block) * C + c, codes_high.to(element), mask=c < C)
-
-
-@triton.jit
-def _take_token(
-    new_ptr, entries_ptr, store_ptr, ring_ptr, t, W, closes, group,
-    g: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Write the new token to the ring and, if it closes a group, the group's mean to the entries and its tokens to the
-    store.
-    """
-    d, i = tl.arange(0, P), tl.arange(0, UP)
-    if closes:
-        total = tl.zeros([P], tl.float32)
-        for start in range(0, g, u):
-            x = _tokens(ring_ptr, new_ptr, group * g + start + i, t, W, i < u, 0, D, P)
-            there = (i < u)[:, None] & (d < D)[None, :]
-            at = (group * g + start + i).to(tl.int64)[:, None] * WIDTH + d[None, :]
-            tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=there)
-            total += tl.sum(tl.where(there, x, 0.0), 0)
-        mean = tl.div_rn(total, tl.zeros_like(total) + g)
-        tl.store(entries_ptr + group.to(tl.int64) * D + d, mean.to(entries_ptr.dtype.element_ty), mask=d < D)
-    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
-    tl.store(ring_ptr + (t % W).to(tl.int64) * D + d, new, mask=d < D)
-
-
-@triton.jit
-def recall_close_kernel(
-    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_ptr, ring_k_ptr, ring_v_ptr, seen_ptr,
-    real_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, window,
-    g: tl.constexpr, m: tl.constexpr, UP: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr,
-    PV: tl.constexpr, PC: tl.constexpr, BOUNDS: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Write the new token to rings, entries, index and store; grid (B * K, 3): keys, values, index."""
-    if EARLY:
-        gdc_launch_dependents()
-    head = tl.program_id(0).to(tl.int64)
-    b, kvh = head // K, head % K
-    u: tl.constexpr = g // m
-    WIDTH: tl.constexpr = D + DV
-    t, live, closed, _ = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
-    group = closed - 1
-    closes = live & (t + 1 - window == closed * g) & (closed > 0) & (closed <= G)
-    k_ptr += b * s_kb + kvh * s_kh
-    if live & (tl.program_id(1) == 0):
-        _take_token(
-            k_ptr, entries_k_ptr + head * G * D, store_ptr + head * N * WIDTH, ring_k_ptr + head * W * D,
-            t, W, closes, group, g, u, UP, D, P, WIDTH,
-        )  # fmt: skip
-    if live & (tl.program_id(1) == 1):
-        _take_token(
-            v_ptr + b * s_vb + kvh * s_vh, entries_v_ptr + head * G * DV, store_ptr + head * N * WIDTH + D,
-            ring_v_ptr + head * W * DV, t, W, closes, group, g, u, UP, DV, PV, WIDTH,
-        )  # fmt: skip
-    if closes & (tl.program_id(1) == 2):
-        F: tl.constexpr = 2 * m if BOUNDS else m
-        C: tl.constexpr = D // 2 if BITS == 4 else D
-        at = head * G + group
-        _put_index(
-            ring_k_ptr + head * W * D, k_ptr, codes_ptr + at * F * C, grid_ptr + at * 2, group * g, t, W,
-            D, m, u, UP, PC, BOUNDS, BITS,
-        )  # fmt: skip
-
-
 @triton.constexpr_function
 def _first_column(part, D, BITS):
     """The first key column that the codes of a part hold."""
@@ -199,12 +44,11 @@ def _first_column(part, D, BITS):
 
 @triton.jit
 def _queries(
-    q_ptr, s_qh, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
-    part: tl.constexpr = 0, BITS: tl.constexpr = 16,
-):  # fmt: skip
-    """Query columns ``[BR, P]`` of one KV head that go with one part of the index's words."""
+    q_ptr, s_qh, r, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, part: tl.constexpr, BITS: tl.constexpr
+):
+    """Columns ``[BR, P]`` of query heads r of one KV head that go with one part of the index's words."""
     STRIDE: tl.constexpr = 1 if BITS == 16 else 2
-    r, d = tl.arange(0, BR), _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
+    d = _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
     there = (r < R)[:, None] & (tl.arange(0, P) < C)[None, :]
     return tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=there, other=0.0)
 
@@ -273,21 +117,23 @@ def recall_score_kernel(
     """Index scores of closed groups, float32 ``[B, H, GROUPS]``; of every split the largest and the sum of
     ``2 ** (score - largest)``.
 
-    Grid (S, B * K). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
+    Grid (S, B * K, tiles of BR query heads). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q .
+    code)``.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
-    _, _, _, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    _, _, _, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     tiles = tl.cdiv(closed, BG)
     F: tl.constexpr = 2 * m if BOUNDS else m
     PARTS: tl.constexpr = 16 // BITS
     C: tl.constexpr = D // PARTS
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
     q_ptr += b * s_qb + kvh * R * s_qh
     codes_ptr += head * G * F * C
     grid_ptr += head * G * 2
     queries = ()
     for part in tl.static_range(PARTS):
-        queries = queries + (_queries(q_ptr, s_qh, R, D, C, PC, BR, part, BITS),)  # noqa: RUF005
+        queries = queries + (_queries(q_ptr, s_qh, r, R, D, C, PC, part, BITS),)  # noqa: RUF005
     sum_q = tl.zeros([BR], tl.float32)
     unit = tl.full([BR], 1.0, tl.float32)
     if BITS < 16:
@@ -303,7 +149,6 @@ def recall_score_kernel(
             queries = [(x.to(tl.float32) / unit[:, None]).to(tl.float16) for x in queries]
     up, down = _positive(queries), _negative(queries)
     _after_the_last(EARLY)
-    r = tl.arange(0, BR)
     top = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
     for tile in range(tiles * split // S, tiles * (split + 1) // S):
@@ -374,20 +219,20 @@ def _best(key, valid, wanted):
 
 @triton.jit
 def recall_rank_kernel(
-    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, offset_ptr,
+    score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, offset_ptr,
     K, R, G, S, window, bias,
     g: tl.constexpr, GROUPS: tl.constexpr, BG: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, BS: tl.constexpr,
-    RC: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+    RC: tl.constexpr, MATCHED: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The best C of every tile of BG groups, in rising order: key int32 ``[B, K, tiles, C]``, by which groups of all
     tiles are compared, and group. Beyond the closed groups the key is the lowest int32. Also offset float32
-    ``[B, K, G]``: ``bias`` for every closed group.
+    ``[B, K, G]``: ``bias`` for every closed group, or MATCHED its own.
 
     Grid (tiles, B * K). CP: C as a power of two; RC query heads at a time.
     """
     _after_the_last(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    _, _, _, closed = row_of_step(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
     group, s = tile * BG + tl.arange(0, BG), tl.arange(0, BS)
     valid = group < closed
     share = tl.full([BG], float("-inf"), tl.float32)
@@ -413,7 +258,10 @@ def recall_rank_kernel(
     tl.store(candidate_ptr + at + place, group, mask=is_best)
     i = tl.arange(0, CP)
     tl.store(key_ptr + at + i, tl.full([CP], _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
-    tl.store(offset_ptr + head * G + group, tl.zeros_like(share) + bias, mask=valid)
+    offset = tl.zeros_like(share) + bias
+    if MATCHED:
+        offset = tl.load(biases_ptr + head * G + group, mask=valid, other=0.0) * _LOG2E
+    tl.store(offset_ptr + head * G + group, offset, mask=valid)
 
 
 @triton.jit
@@ -430,7 +278,7 @@ def recall_choose_kernel(
     """
     _after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
-    _, _, _, closed = _row(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    _, _, _, closed = row_of_step(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
     n = tl.arange(0, NP)
     key = tl.load(key_ptr + head * N + n, mask=n < N, other=_INT_MIN)
     valid = key > _INT_MIN
@@ -483,81 +331,94 @@ def _find_slots(
 
 
 @triton.jit
+def _load_part(at, inside, LO: tl.constexpr, N: tl.constexpr):
+    """N columns from LO on of the rows that begin at pointers ``at``."""
+    d = LO + tl.arange(0, tile_width(N))
+    return tl.load(at[:, None] + d[None, :], mask=inside[:, None] & (d < LO + N)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the softmax; offset: added to the scores of each key, -inf for none."""
+    s = soft_cap(key_products(q, k, PRECISION) * scale, CAP)[0] + offset[None, :]
+    m = tl.maximum(softmax.m, tl.max(s, 1))
+    safe = tl.where(m == float("-inf"), 0.0, m)
+    p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(softmax.m - safe)
+    acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
+    return Softmax(acc, m, softmax.total * alpha + tl.sum(p, 1))
+
+
+@triton.jit
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
     offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, part, of,
     scale,
-    SLOTS: tl.constexpr, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
-    BR: tl.constexpr, BN: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
-    CAP: tl.constexpr, EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K).
+    """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
-    The tiles of all sources are counted through: first entries, whose scores get an offset each (-inf where the group
-    is open), then tokens of open groups, then the ring's tokens of groups that are not closed.
+    Grid (S, B * K, tiles of BR query heads).
+
+    A split has its share of the tiles of entries, whose scores get an offset each (-inf where the group is open), and
+    of the ring's tokens of groups that are not closed, counted through; then its share of the open groups, BT tokens at
+    a time.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
-    t, live, all_closed, closed = _row(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    g: tl.constexpr = FORM.g
+    D: tl.constexpr = FORM.D
+    DV: tl.constexpr = FORM.DV
+    t, live, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     first = all_closed * g
     entries = closed if POOL else 0
-    opened = wanted_groups(closed, num_recall, part, of) * g
     tokens = tl.where(live, t + 1 - first, 0)
-    entry_tiles, store_tiles = tl.cdiv(entries, BN), tl.cdiv(opened, BN)
-    before_ring = entry_tiles + store_tiles
-    tiles = before_ring + tl.cdiv(tokens, BN)
-
-    d, e = tl.arange(0, P), tl.arange(0, PV)
-    WIDTH: tl.constexpr = D + DV
-    q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
+    entry_tiles = tl.cdiv(entries, BN)
+    tiles = entry_tiles + tl.cdiv(tokens, BN)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
     _after_the_last(EARLY)
-    groups_ptr += head * num_recall
-    place_ptr += head * num_recall
     offset_ptr += head * G
     entries_k_ptr += head * G * D
     entries_v_ptr += head * G * DV
-    store_ptr += head * N * WIDTH
-    slots_ptr += head * SLOTS * g * WIDTH
     ring_k_ptr += head * W * D
     ring_v_ptr += head * W * DV
-    acc = tl.zeros([BR, PV], tl.float32)
-    m = tl.full([BR], float("-inf"), tl.float32)
-    total = tl.zeros([BR], tl.float32)
+    softmax = empty_softmax(BR, FORM.V0, FORM.V1)
     for tile in range(tiles * split // S, tiles * (split + 1) // S):
-        is_entry, is_ring = tile < entry_tiles, tile >= before_ring
-        skipped = tl.where(is_ring, before_ring, tl.where(is_entry, 0, entry_tiles))
-        i = (tile - skipped) * BN + tl.arange(0, BN)
-        inside = i < tl.where(is_ring, tokens, tl.where(is_entry, entries, opened))
-        is_open = inside & (tile >= entry_tiles) & (tile < before_ring)
+        is_entry = tile < entry_tiles
+        i = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + tl.arange(0, BN)
+        inside = i < tl.where(is_entry, entries, tokens)
         offset = tl.load(offset_ptr + i, mask=inside & is_entry, other=0.0)
-        group = tl.load(groups_ptr + i // g, mask=is_open, other=0)
-        stored = store_ptr + (group * g + i % g).to(tl.int64) * WIDTH
+        at = tl.where(is_entry, i, (first + i) % W).to(tl.int64)
+        k_at = tl.where(is_entry, entries_k_ptr, ring_k_ptr) + at * D
+        k = parts(_load_part(k_at, inside, 0, FORM.D0), None)
+        if FORM.D1 > 0:
+            k = parts(k[0], _load_part(k_at, inside, FORM.D0, FORM.D1))
+        v = (k[0],)
+        if DV > 0:
+            v_at = tl.where(is_entry, entries_v_ptr, ring_v_ptr) + at * DV
+            v = parts(_load_part(v_at, inside, 0, FORM.V0), None)
+            if FORM.V1 > 0:
+                v = parts(v[0], _load_part(v_at, inside, FORM.V0, FORM.V1))
+        softmax = _add_keys(softmax, q, k, v, tl.where(inside, offset, float("-inf")), scale, CAP, PRECISION)
+    groups_ptr += head * num_recall
+    place_ptr += head * num_recall
+    store_ptr += head * (N // g) * FORM.piece
+    slots_ptr += head * SLOTS * FORM.piece
+    PARTS: tl.constexpr = (g + BT - 1) // BT
+    tiles = wanted_groups(closed, num_recall, part, of) * PARTS
+    for tile in range(tiles * split // S, tiles * (split + 1) // S):
+        n, i = tile // PARTS, tile % PARTS * BT + tl.arange(0, BT)
+        piece = store_ptr + tl.load(groups_ptr + n).to(tl.int64) * FORM.piece
+        in_slot, moves = piece, False
         if SLOTS > 0:
-            place = tl.load(place_ptr + i // g, mask=is_open, other=-1)
-            in_slot = slots_ptr + ((place >> 1) * g + i % g).to(tl.int64) * WIDTH
-            stored = tl.where((place >= 0) & (place % 2 == 0), in_slot, stored)
-            moves = ((place >= 0) & (place % 2 == 1))[:, None]
-        at = tl.where(is_ring, (first + i) % W, i).to(tl.int64)
-        k_at = tl.where(is_ring, ring_k_ptr + at * D, tl.where(is_entry, entries_k_ptr + at * D, stored))
-        v_at = tl.where(is_ring, ring_v_ptr + at * DV, tl.where(is_entry, entries_v_ptr + at * DV, stored + D))
-        k = tl.load(k_at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_at[:, None] + e[None, :], mask=inside[:, None] & (e < DV)[None, :], other=0.0)
-        if SLOTS > 0:
-            tl.store(in_slot[:, None] + d[None, :], k, mask=moves & (d < D)[None, :])
-            tl.store(in_slot[:, None] + D + e[None, :], v, mask=moves & (e < DV)[None, :])
-        s = soft_cap(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, CAP)[0]
-        s = tl.where(inside[None, :], s + offset[None, :], float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-        m = m_new
-    r = tl.arange(0, BR)
-    some = total > 0
-    total = tl.where(some, total, 1.0)
+            # as of `_find_slots`
+            place = tl.load(place_ptr + n)
+            in_slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
+            moves = (place >= 0) & (place % 2 == 1)
+            piece = tl.where((place >= 0) & (place % 2 == 0), in_slot, piece)
+        k, v = load_group(piece, in_slot, i, moves, q_ptr.dtype.element_ty, FORM, SLOTS > 0)
+        softmax = _add_keys(softmax, q, k, v, tl.where(i < g, 0.0, float("-inf")), scale, CAP, PRECISION)
     at = (head * R + r) * S + split
-    tl.store(lse_ptr + at, tl.where(some, m + tl.log2(total), float("-inf")), mask=r < R)
     # splits without a key write zeros, because the join reads every part
-    there = (r < R)[:, None] & (e < DV)[None, :]
-    tl.store(part_ptr + at[:, None] * DV + e[None, :], acc / total[:, None], mask=there)
+    store_part(part_ptr, lse_ptr, softmax, at, r < R, FORM.V0, FORM.V1)

@@ -1,0 +1,219 @@
+"""Kernel of Recall's decode step that reads the new token, and closes the group that it makes due.
+
+Shapes and names as in `condense.ops.triton.recall_step_kernels`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from condense.ops.recall import index
+from condense.ops.triton.device.entry import (
+    Buffer,
+    Chunk,
+    Queries,
+    load_row,
+    make_entries,
+    matched_bias,
+    mean_query,
+    store_row,
+    summary_query,
+)
+from condense.ops.triton.recall_store_kernels import put_keys, put_values, ring_tokens
+
+_MARGIN = tl.constexpr(index.MARGIN)
+_REACH = tl.constexpr(index.REACH)
+_TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def row_of_step(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr):
+    """Position of row b's new token, whether there is one, closed groups, and those of them that fit the buffers."""
+    t = tl.load(seen_ptr + b).to(tl.int32)
+    live = t >= 0
+    if HAS_REAL:
+        live = live & (tl.load(real_ptr + b) != 0)
+    closed = tl.where(live, tl.maximum(t + 1 - window, 0) // g, 0)
+    return t, live, closed, tl.minimum(closed, G)
+
+
+@triton.jit
+def _block(
+    ring_ptr, new_ptr, start, t, W, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    u: tl.constexpr, UP: tl.constexpr, BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """Lowest and highest key of the block of u tokens from position ``start`` on, or twice its mean, ``[P]``."""
+    i = tl.arange(0, UP)
+    inside = i < u
+    x = ring_tokens(ring_ptr, new_ptr, start + i, t, W, inside, LO, D, P)
+    if BOUNDS:
+        low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
+        high = tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
+    else:
+        total = tl.sum(tl.where(inside[:, None], x, 0.0), 0)
+        low = tl.div_rn(total, tl.zeros_like(total) + u)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: tl.constexpr):
+    """Numbers on the grid: rounded up or down for bounds, else to the nearest; as `build_index` does."""
+    position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
+    if not BOUNDS:
+        position = tl.floor(position + 0.5)
+    elif UPWARDS:
+        position = tl.ceil(position + _MARGIN)
+    else:
+        position = tl.floor(position - _MARGIN)
+    return tl.minimum(tl.maximum(position, 0.0), LEVELS).to(tl.int32)
+
+
+@triton.jit
+def _put_index(
+    ring_ptr, new_ptr, codes_ptr, grid_ptr, first, t, W,
+    D: tl.constexpr, m: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, PC: tl.constexpr,
+    BOUNDS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """The index of the group that begins at position ``first``."""
+    PARTS: tl.constexpr = 2 if BITS == 4 else 1
+    C: tl.constexpr = D // PARTS
+    c = tl.arange(0, PC)
+    lowest = tl.full([], float("inf"), tl.float32)
+    largest = tl.full([], float("-inf"), tl.float32)
+    step, zero = 1.0, 0.0
+    if BITS < 16:
+        for part in tl.static_range(PARTS):
+            for block in range(m):
+                low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, part * C, D, PC, u, UP, BOUNDS)
+                lowest = tl.minimum(lowest, tl.min(tl.where(c < C, low, float("inf")), 0))
+                largest = tl.maximum(largest, tl.max(tl.where(c < C, high, float("-inf")), 0))
+        LEVELS: tl.constexpr = 2**BITS - 1
+        zero = lowest
+        step = tl.maximum(tl.div_rn(largest - zero, LEVELS * 1.0) * _REACH, _TINY)
+        tl.store(grid_ptr, step)
+        tl.store(grid_ptr + 1, zero)
+    for block in range(m):
+        low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, 0, D, PC, u, UP, BOUNDS)
+        if BITS == 16:
+            codes_low, codes_high = low, high
+        else:
+            codes_low = _codes(low, step, zero, LEVELS, False, BOUNDS)
+            codes_high = _codes(high, step, zero, LEVELS, True, BOUNDS)
+        if BITS == 4:
+            low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, C, D, PC, u, UP, BOUNDS)
+            codes_low += _codes(low, step, zero, LEVELS, False, BOUNDS) * 16
+            codes_high += _codes(high, step, zero, LEVELS, True, BOUNDS) * 16
+        element = codes_ptr.dtype.element_ty
+        tl.store(codes_ptr + block * C + c, codes_low.to(element), mask=c < C)
+        if BOUNDS:
+            tl.store(codes_ptr + (m + block) * C + c, codes_high.to(element), mask=c < C)
+
+
+@triton.jit
+def _put_token(new_ptr, ring_ptr, t, W, D: tl.constexpr, P: tl.constexpr):
+    """Write the new token to the ring."""
+    d = tl.arange(0, P)
+    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
+    tl.store(ring_ptr + (t % W).to(tl.int64) * D + d, new, mask=d < D)
+
+
+@triton.jit
+def _put_group(
+    ring_ptr, new_ptr, store_ptr, first, t, W,
+    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the tokens of the group that begins at position ``first`` to its place in the store, as they are."""
+    d = tl.arange(0, P)
+    for start in range(0, g, 16):
+        i = start + tl.arange(0, 16)
+        x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, i < g, 0, D, P)
+        at = i[:, None] * WIDTH + d[None, :]
+        tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=(i < g)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, closes, scale, KIND: tl.constexpr):
+    """Write the mean of the new token's queries to their ring, if entries need it, and, if the token closes a group,
+    the group's entry and bias.
+    """
+    summary = chunk.k
+    if KIND.scored:
+        mean = mean_query(heads, KIND.D0, KIND.D1)
+        at = (chunk.t % past_queries.size).to(tl.int64)
+        store_row(past_queries.q + at * past_queries.s_q, mean, KIND.D0, KIND.D1)
+        summary = [x.to(tl.float32) for x in mean]
+    if closes:
+        if KIND.scored:
+            summary = summary_query(mean, past_queries, chunk.t, chunk.size, KIND.D0, KIND.D1)
+        key, value = make_entries(entries, ring, chunk, summary, 0.0, 0, False, scale, KIND)
+        at = group.to(tl.int64)
+        store_row(entries.k + at * entries.s_k, key, KIND.D0, KIND.D1)
+        if not KIND.latent:
+            store_row(entries.v + at * entries.s_v, value, KIND.V0, KIND.V1)
+        if KIND.matched:
+            bias = matched_bias(ring, chunk, summary, 0.0, key, scale, KIND)
+            tl.store(biases_ptr + at + tl.arange(0, 1), bias)
+
+
+@triton.jit
+def recall_close_kernel(
+    q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_ptr, ring_k_ptr, ring_v_ptr, seen_ptr,
+    ring_q_ptr, biases_ptr, real_ptr, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, window, scale,
+    m: tl.constexpr, UP: tl.constexpr, P: tl.constexpr, PV: tl.constexpr, PC: tl.constexpr, PS: tl.constexpr,
+    BOUNDS: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index, entry.
+
+    PS: columns of bytes of a stored key or value.
+    """
+    if KIND.early:
+        gdc_launch_dependents()
+    head, work = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, kvh = head // K, head % K
+    g: tl.constexpr = FORM.g
+    D: tl.constexpr = FORM.D
+    DV: tl.constexpr = FORM.DV
+    t, live, closed, _ = row_of_step(seen_ptr, real_ptr, b, window, G, g, KIND.has_real)
+    group = closed - 1
+    first = group * g
+    closes = live & (t + 1 - window == closed * g) & (closed > 0) & (closed <= G)
+    k_ptr += b * s_kb + kvh * s_kh
+    v_ptr += b * s_vb + kvh * s_vh
+    ring_k_ptr += head * W * D
+    ring_v_ptr += head * W * DV
+    store_ptr += (head * (N // g) + group) * FORM.piece
+    if live & (work == 0):
+        if closes:
+            if FORM.bits == 16:
+                _put_group(ring_k_ptr, k_ptr, store_ptr, first, t, W, g, D, P, D + DV)
+            else:
+                put_keys(ring_k_ptr, k_ptr, store_ptr, first, t, W, FORM, PS)
+        _put_token(k_ptr, ring_k_ptr, t, W, D, P)
+    if DV > 0:  # noqa: SIM102 - latents have no values of their own
+        if live & (work == 1):
+            if closes:
+                if FORM.bits == 16:
+                    _put_group(ring_v_ptr, v_ptr, store_ptr + D, first, t, W, g, DV, PV, D + DV)
+                else:
+                    put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
+            _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
+    if closes & (work == 2):
+        F: tl.constexpr = 2 * m if BOUNDS else m
+        C: tl.constexpr = D // 2 if BITS == 4 else D
+        at = head * G + group
+        _put_index(
+            ring_k_ptr, k_ptr, codes_ptr + at * F * C, grid_ptr + at * 2, first, t, W,
+            D, m, g // m, UP, PC, BOUNDS, BITS,
+        )  # fmt: skip
+    if live & (work == 3):
+        k = load_row(k_ptr, KIND.D0, KIND.D1)
+        v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
+        chunk = Chunk(first, g, t, k, v)
+        heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
+        past_queries = Queries(ring_q_ptr + head * Q * D, D, Q)
+        entries = Buffer(entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, D, DV, G)
+        ring = Buffer(ring_k_ptr, ring_v_ptr, D, DV, W)
+        _put_entry(heads, past_queries, entries, ring, biases_ptr + head * G, group, chunk, closes, scale, KIND)

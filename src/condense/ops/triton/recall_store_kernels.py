@@ -1,0 +1,223 @@
+"""Recall's store in kernels: a group is quantised when it closes, if the store has fewer than 16 bits, and read as
+numbers by attention.
+
+`condense.ops.recall.StoreFormat` says what a group's piece of bytes holds, and defines every number here.
+
+Shapes: T tokens of a tile, P columns of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.device.parts import parts, tile_width
+
+
+class Form(NamedTuple):
+    """The constants of a store: bits per number, tokens per group, widths of keys and of values, 0 of latents; widths
+    of their parts (`condense.ops.triton.device.parts`), V0 being D0 for latents; numbers, or in fewer than 16 bits
+    bytes, of a group's piece; what `StoreFormat.step_unit` says, and the smallest step.
+    """
+
+    bits: int
+    g: int
+    D: int
+    DV: int
+    D0: int
+    D1: int
+    V0: int
+    V1: int
+    piece: int
+    unit: float
+    tiny: float
+
+
+@triton.constexpr_function
+def _tile(g):
+    """Tokens that are quantised at a time."""
+    return min(16, triton.next_power_of_2(g))
+
+
+@triton.jit
+def ring_tokens(ring_ptr, new_ptr, position, t, W, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """Columns ``[LO, LO + ...)`` of the tokens at ``position``, ``[n, P]`` float32; the newest from its own vector."""
+    d = LO + tl.arange(0, P)
+    there = inside[:, None] & (d < D)[None, :]
+    at = (position % W).to(tl.int64)[:, None] * D + d[None, :]
+    older = tl.load(ring_ptr + at, mask=there & (position < t)[:, None], other=0.0)
+    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
+    return tl.where((position == t)[:, None], new[None, :], older).to(tl.float32)
+
+
+@triton.jit
+def _step(zero, largest, dtype: tl.constexpr, FORM: tl.constexpr):
+    """The step from the smallest number to the largest one, as it is stored, in float32."""
+    return tl.maximum(((largest - zero) * FORM.unit).to(dtype).to(tl.float32), FORM.tiny)
+
+
+@triton.jit
+def _codes(x, step, zero, FORM: tl.constexpr):
+    position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
+    return tl.minimum(tl.maximum(tl.floor(position + 0.5), 0.0), 2.0**FORM.bits - 1).to(tl.int32)
+
+
+@triton.jit
+def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: tl.constexpr):
+    """The keys of the group that begins at position ``first``, quantised; P columns hold what a row of bytes does."""
+    PARTS: tl.constexpr = 8 // FORM.bits
+    C: tl.constexpr = FORM.D // PARTS
+    T: tl.constexpr = _tile(FORM.g)
+    dtype: tl.constexpr = ring_ptr.dtype.element_ty
+    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), _codes_of_keys(piece_ptr, dtype, FORM)
+    c, i = tl.arange(0, P), tl.arange(0, T)
+    steps, zeros = (), ()
+    for part in tl.static_range(PARTS):
+        zero = tl.full([P], float("inf"), tl.float32)
+        largest = tl.full([P], float("-inf"), tl.float32)
+        for start in range(0, FORM.g, T):
+            inside = start + i < FORM.g
+            x = ring_tokens(ring_ptr, new_ptr, first + start + i, t, W, inside, part * C, FORM.D, P)
+            zero = tl.minimum(zero, tl.min(tl.where(inside[:, None], x, float("inf")), 0))
+            largest = tl.maximum(largest, tl.max(tl.where(inside[:, None], x, float("-inf")), 0))
+        step = _step(zero, largest, dtype, FORM)
+        tl.store(numbers + part * C + c, step.to(dtype), mask=c < C)
+        tl.store(numbers + FORM.D + part * C + c, zero.to(dtype), mask=c < C)
+        steps, zeros = steps + (step,), zeros + (zero,)  # noqa: RUF005
+    for start in range(0, FORM.g, T):
+        inside = start + i < FORM.g
+        codes = tl.zeros([T, P], tl.int32)
+        for part in tl.static_range(PARTS):
+            x = ring_tokens(ring_ptr, new_ptr, first + start + i, t, W, inside, part * C, FORM.D, P)
+            codes += _codes(x, steps[part][None, :], zeros[part][None, :], FORM) << (part * FORM.bits)
+        at = (start + i)[:, None] * C + c[None, :]
+        tl.store(codes_ptr + at, codes.to(tl.uint8), mask=inside[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def put_values(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: tl.constexpr):
+    """The values of the group that begins at position ``first``, quantised; P as in `put_keys`."""
+    PARTS: tl.constexpr = 8 // FORM.bits
+    C: tl.constexpr = FORM.DV // PARTS
+    T: tl.constexpr = _tile(FORM.g)
+    dtype: tl.constexpr = ring_ptr.dtype.element_ty
+    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)) + 2 * FORM.D, _codes_of_values(piece_ptr, dtype, FORM)
+    c = tl.arange(0, P)
+    is_column = (c < C)[None, :]
+    for start in range(0, FORM.g, T):
+        i = start + tl.arange(0, T)
+        inside = i < FORM.g
+        zero = tl.full([T], float("inf"), tl.float32)
+        largest = tl.full([T], float("-inf"), tl.float32)
+        for part in tl.static_range(PARTS):
+            x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, inside, part * C, FORM.DV, P)
+            zero = tl.minimum(zero, tl.min(tl.where(is_column, x, float("inf")), 1))
+            largest = tl.maximum(largest, tl.max(tl.where(is_column, x, float("-inf")), 1))
+        step = _step(zero, largest, dtype, FORM)
+        tl.store(numbers + i, step.to(dtype), mask=inside)
+        tl.store(numbers + FORM.g + i, zero.to(dtype), mask=inside)
+        codes = tl.zeros([T, P], tl.int32)
+        for part in tl.static_range(PARTS):
+            x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, inside, part * C, FORM.DV, P)
+            codes += _codes(x, step[:, None], zero[:, None], FORM) << (part * FORM.bits)
+        tl.store(codes_ptr + i[:, None] * C + c[None, :], codes.to(tl.uint8), mask=inside[:, None] & is_column)
+
+
+@triton.jit
+def _codes_of_keys(piece_ptr, dtype: tl.constexpr, FORM: tl.constexpr):
+    of_values: tl.constexpr = FORM.g if FORM.DV > 0 else 0
+    return piece_ptr + 2 * (FORM.D + of_values) * (dtype.primitive_bitwidth // 8)
+
+
+@triton.jit
+def _codes_of_values(piece_ptr, dtype: tl.constexpr, FORM: tl.constexpr):
+    return _codes_of_keys(piece_ptr, dtype, FORM) + FORM.g * FORM.D * FORM.bits // 8
+
+
+@triton.jit
+def _copied(ptr, copy_ptr, there, copies, COPY: tl.constexpr):
+    """What stands at ``ptr``; COPY: it is written to ``copy_ptr`` too, if ``copies``."""
+    x = tl.load(ptr, mask=there, other=0)
+    if COPY:
+        tl.store(copy_ptr, x, mask=there & copies)
+    return x
+
+
+@triton.jit
+def _load_codes(ptr, copy_ptr, i, there, copies, d, WIDTH: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
+    """Codes of columns d of tokens i, of so many, float32; COPY as in `_copied`."""
+    C: tl.constexpr = WIDTH * FORM.bits // 8
+    at = i[:, None] * C + (d % C)[None, :]
+    codes = tl.load(ptr + at, mask=there, other=0)
+    if COPY:
+        tl.store(copy_ptr + at, codes, mask=there & (d < C)[None, :] & copies)
+    if FORM.bits < 8:
+        codes = (codes.to(tl.int32) >> (d // C * FORM.bits)[None, :]) & (2**FORM.bits - 1)
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def _load_keys(
+    piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
+    LO: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """N columns from LO on of the keys of tokens i; zero past the last column, finite past the last token."""
+    d = LO + tl.arange(0, tile_width(N))
+    is_column = d < LO + N
+    there = (i < FORM.g)[:, None] & is_column[None, :]
+    if FORM.bits == 16:
+        at = i[:, None] * (FORM.D + FORM.DV) + d[None, :]
+        return _copied(piece_ptr + at, copy_ptr + at, there, copies, COPY)
+    else:
+        numbers, copied = piece_ptr.to(tl.pointer_type(dtype)) + d, copy_ptr.to(tl.pointer_type(dtype)) + d
+        step = _copied(numbers, copied, is_column, copies, COPY).to(tl.float32)
+        zero = _copied(numbers + FORM.D, copied + FORM.D, is_column, copies, COPY).to(tl.float32)
+        codes_ptr, codes_copy = _codes_of_keys(piece_ptr, dtype, FORM), _codes_of_keys(copy_ptr, dtype, FORM)
+        codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.D, FORM, COPY)
+        return (zero[None, :] + step[None, :] * codes).to(dtype)
+
+
+@triton.jit
+def _load_values(
+    piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
+    LO: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """As `_load_keys`, of values."""
+    d, inside = LO + tl.arange(0, tile_width(N)), i < FORM.g
+    there = inside[:, None] & (d < LO + N)[None, :]
+    if FORM.bits == 16:
+        at = i[:, None] * (FORM.D + FORM.DV) + FORM.D + d[None, :]
+        return _copied(piece_ptr + at, copy_ptr + at, there, copies, COPY)
+    else:
+        at = 2 * FORM.D + i
+        numbers, copied = piece_ptr.to(tl.pointer_type(dtype)) + at, copy_ptr.to(tl.pointer_type(dtype)) + at
+        step = _copied(numbers, copied, inside, copies, COPY).to(tl.float32)
+        zero = _copied(numbers + FORM.g, copied + FORM.g, inside, copies, COPY).to(tl.float32)
+        codes_ptr, codes_copy = _codes_of_values(piece_ptr, dtype, FORM), _codes_of_values(copy_ptr, dtype, FORM)
+        codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.DV, FORM, COPY)
+        return (zero[:, None] + step[:, None] * codes).to(dtype)
+
+
+@triton.jit
+def load_group(piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
+    """Keys and values of tokens i of a group in parts, as `StoreFormat` rounds them; finite past the group's end.
+
+    Values of latents are the first part of their keys. COPY: what is read of the piece is written behind ``copy_ptr``
+    too, if ``copies``.
+    """
+    k = _load_keys(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, 0, FORM.D0)
+    if FORM.D1 > 0:
+        k = parts(k, _load_keys(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, FORM.D0, FORM.D1))
+    else:
+        k = parts(k, None)
+    if FORM.DV == 0:
+        return k, (k[0],)
+    else:
+        v = _load_values(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, 0, FORM.V0)
+        if FORM.V1 > 0:
+            v = parts(v, _load_values(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, FORM.V0, FORM.V1))
+        else:
+            v = parts(v, None)
+        return k, v
