@@ -177,7 +177,7 @@ class Figures:
         with_share, found = shape == "bundled", self.found()
         rows = {(row["method"], row["length"]): row for row in self.sparse_prefill[shape]}
         lengths = list(dict.fromkeys(length for _, length in rows))
-        names = [*dict.fromkeys(name for name, _ in rows), *(["snapkv"] if with_share else [])]
+        names = dict.fromkeys([*(name for name, _ in rows), *(found if with_share else ())])
         read = self.read("sparse-prefill-retrieval-cpu.json")["computed"] if with_share else {}
         head = ["method", *(["found", "computed"] if with_share else [])]
         for length in lengths:
