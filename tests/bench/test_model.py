@@ -151,6 +151,7 @@ def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
     # the last of the new tokens is not read
     dense = 2 * 2 * 2 * 8 * 4 * (60 + 3)
     assert content["rows"][0]["cache_bytes"] == dense
+    assert [row["host_bytes"] for row in content["rows"]] == [0] * len(content["rows"])  # all on one device
     for row, method in zip(content["rows"][1:], METHODS.values(), strict=True):
         with condense.use(model, method), torch.no_grad():
             cache = model(torch.arange(63)[None], use_cache=True).past_key_values

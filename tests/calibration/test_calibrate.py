@@ -12,6 +12,7 @@ from torch.nn import functional
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
 from condense.calibration.measure import Meter
+from condense.calibration.report import Mean
 from condense.calibration.samples import draw_samples
 from condense.models import condensed_layers
 
@@ -196,6 +197,28 @@ def test_goals_that_cannot_be_met(model, tokenizer, text, changes, said):
     with pytest.raises(ValueError, match=said) as error:
         condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, **changes))
     assert "\n" not in str(error.value)
+
+
+def test_what_can_be_known_beforehand_is_said_before_anything_is_measured(model, tokenizer, text, monkeypatch):
+    def measured():
+        raise AssertionError("a text was read")
+
+    with pytest.raises(ValueError, match="cache must be at least"):
+        condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, cache=0.01), on_forward=measured)
+
+    def refuse(method, k, v, latent):
+        raise ValueError("store='host' needs a kernel")
+
+    monkeypatch.setattr("condense.caches.growing_recall.check_store", refuse)
+    with pytest.raises(ValueError, match=r"candidates: Recall\(.*: store='host' needs a kernel"):
+        condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=measured)
+    assert condensed_layers(model) == {}
+
+
+def test_small_losses_are_not_said_to_be_none():
+    assert str(Mean(0.0123, 0.001)) == "0.0123±0.0010"
+    assert str(Mean(3e-7, 1e-7)) == "3.0e-07±1.0e-07"
+    assert str(Mean(0.0, 0.0)) == "0.0000±0.0000"
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def _row(
             "first": Times.of([reading.first_s for reading in readings]),
             "step": Times.of([step for reading in readings for step in reading.steps_s]),
             "cache_bytes": last.cache_bytes,
+            "host_bytes": last.host_bytes,
             "setup_s": last.setup_s,
         }
     except Exception as error:

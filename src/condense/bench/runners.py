@@ -17,11 +17,14 @@ from condense.models import GraphDecoder, condensed_layers
 
 @dataclass(frozen=True)
 class Reading:
-    """One prompt: seconds to the first token, of each further one, to prepare; bytes of the cache after the prompt."""
+    """One prompt: seconds to the first token, of each further one, to prepare; bytes of the cache after the prompt, and
+    those of them that do not lie on the model's device.
+    """
 
     first_s: float
     steps_s: list[float]
     cache_bytes: int
+    host_bytes: int
     setup_s: float = 0.0
 
 
@@ -55,7 +58,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
         hook.remove()
     marks = watch.marks
     further = [b - a for a, b in itertools.pairwise(marks[1:])]
-    return Reading(marks[1] - marks[0], further, cache_nbytes(caches[0]))
+    return Reading(marks[1] - marks[0], further, *_bytes(caches[0], ids.device))
 
 
 def read_by_graph(
@@ -73,7 +76,13 @@ def read_by_graph(
         tokens = decoder.step(tokens).argmax(-1)
         marks.append(now(ids.device))
     first_s, *further = (b - a for a, b in itertools.pairwise(marks))
-    return Reading(first_s, further, cache_nbytes(decoder.cache), setup_s)
+    return Reading(first_s, further, *_bytes(decoder.cache, ids.device), setup_s)
+
+
+def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:
+    """Of a cache: all bytes, and those elsewhere than on the device."""
+    everything = cache_nbytes(cache)
+    return everything, everything - cache_nbytes(cache, device.type)
 
 
 class _Stopwatch(StoppingCriteria):

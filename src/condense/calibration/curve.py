@@ -90,19 +90,24 @@ class Curve:
         return sum(row.bytes for row in rows) / dense, host / dense, flops
 
 
-def choose(curve: Curve, config: CalibrationConfig) -> int:
-    """The place on the path that meets the goals on the measured texts: the smallest cache within the budget, or the
-    first one that is small enough.
-
-    Raises ValueError if there is none, saying what can be had.
-    """
-    small = next((at for at in range(len(curve.path)) if config.cache is None or curve.cache(at) <= config.cache), None)
-    if small is None:
-        least = curve.cache(len(curve.path) - 1)
+def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationConfig) -> None:
+    """Raise ValueError for a cache that is smaller than what the smallest candidates keep. reports: as of `Curve`."""
+    layers = list(zip(*reports, strict=True))
+    least = sum(min(row.bytes for row in of) for of in layers) / sum(of[0].dense_bytes for of in layers)
+    if config.cache is not None and config.cache < least:
         raise ValueError(
             f"cache must be at least {least:.4f}, what the smallest of these candidates keep at "
             f"{config.cache_length or config.length} tokens, got {config.cache}: add smaller candidates"
         )
+
+
+def choose(curve: Curve, config: CalibrationConfig) -> int:
+    """The place on the path that meets the goals on the measured texts: the smallest cache within the budget, or the
+    first one that is small enough, which there is (`check_cache`).
+
+    Raises ValueError if none meets the goals, saying what can be had.
+    """
+    small = next(at for at in range(len(curve.path)) if config.cache is None or curve.cache(at) <= config.cache)
     curve.measure_grid()
     if config.budget_nats is None:
         return small

@@ -32,7 +32,8 @@ class Mean(NamedTuple):
         return cls(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)))
 
     def __str__(self) -> str:
-        return f"{self.mean:.4f}±{self.error:.4f}"
+        form = ".4f" if self.mean == 0 or abs(self.mean) >= 0.001 else ".1e"
+        return f"{self.mean:{form}}±{self.error:{form}}"
 
 
 @dataclass(frozen=True)

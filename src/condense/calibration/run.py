@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.calibration.config import CalibrationConfig, default_candidates
-from condense.calibration.curve import NUM_POINTS, Curve, choose, verify
+from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
 from condense.calibration.measure import Meter, Reading
 from condense.calibration.report import Calibration, LayerLoss, Mean
 from condense.calibration.samples import draw_samples
-from condense.methods import Dense
-from condense.models import attention_layers, chosen_methods, condensed_layers
+from condense.methods import Dense, Method
+from condense.models import attention_layers, chosen_methods, condensed_layers, use
 from condense.models.families import is_latent, max_learned_positions
 from condense.models.inspect import inspect
 
@@ -62,6 +63,9 @@ def calibrate(
         latents = any(map(is_latent, attention_layers(model).values()))
         config = replace(config, candidates=default_candidates(config.length, latents=latents))
     reports = [inspect(model, method, config.cache_length or config.length) for method in config.candidates]
+    check_cache(reports, config)
+    for method in config.candidates:
+        _check_steps(model, method)
     layers = sorted(chosen_methods(model, config.candidates[0]))
     numbers = range(len(config.candidates))
     uniform = [dict.fromkeys(layers, n) for n in numbers]
@@ -89,6 +93,16 @@ def calibrate(
         curve.points(),
         chosen - kept,
     )
+
+
+@torch.no_grad()
+def _check_steps(model: PreTrainedModel, method: Method) -> None:
+    """Raise ValueError for a candidate that reads whole texts, but cannot keep a cache here."""
+    try:
+        with use(model, method):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
+    except ValueError as error:
+        raise ValueError(f"candidates: {method}: {error}") from error
 
 
 def _loss(layer: int, config: CalibrationConfig, number: int, readings: Sequence[Reading]) -> LayerLoss:

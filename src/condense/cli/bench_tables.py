@@ -116,8 +116,8 @@ def _time_lines(row: Row, time: str) -> list[str]:
 
 
 def _memory_lines(row: Row) -> list[str]:
-    figures = (("", "cache_bytes", ".3f"), ("peak ", "peak_bytes", ".1f"))
-    said = [f"{name}{row[key] / 2**30:{form}}" for name, key, form in figures if row.get(key) is not None]
+    figures = (("", "cache_bytes", ".3f"), ("host ", "host_bytes", ".3f"), ("peak ", "peak_bytes", ".1f"))
+    said = [f"{name}{row[key] / 2**30:{form}}" for name, key, form in figures if row.get(key)]
     return [", ".join(said)] if said else []
 
 

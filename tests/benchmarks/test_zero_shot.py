@@ -1,0 +1,125 @@
+"""The study of models that were not trained for it: methods on trial, reading over a changed cache, and its page."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import tiny
+
+import condense
+from condense.models.inspect import inspect
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "zero_shot"))
+
+import continued
+import rows
+import shares_page
+import trial
+
+IDS = tiny.tokens(1, 60)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_rounded_entry_is_within_half_a_step(bits):
+    x = torch.randn(2, 3, 5, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    blocks = x.float().unflatten(-1, (-1, 64 if bits == 8 else 32))
+    step = (blocks.amax(-1) - blocks.amin(-1)) / (2**bits - 1)
+    error = (trial.rounded(x, bits).float() - x.float()).unflatten(-1, blocks.shape[-2:]).abs().amax(-1)
+    # step, zero and result are bfloat16: each adds up to 2 ** -8 of what it is
+    assert (error <= step / 2 + 2**-8 * (2**bits * step + 2 * blocks.abs().amax(-1))).all()
+    assert (error > 0).any()
+
+
+def test_all_heads_recall_or_none():
+    model = tiny.model("llama")
+    recall = condense.Recall(group_size=4, window=8, num_recall=2, rep_bias="log_size")
+    pooled = condense.CCA(group_size=4, window=8, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
+    settings = {name: value for name, value in recall.to_dict().items() if name != "method"}
+    heads = range(model.config.num_key_value_heads)
+    for chosen, same in ((tuple(heads), recall), ((), pooled)):
+        with condense.use(model, same):
+            wanted = tiny.logits(model, IDS)
+        with condense.use(model, trial.HeadRecall(**settings, heads=chosen)):
+            assert torch.allclose(tiny.logits(model, IDS), wanted, atol=1e-10)
+
+
+def test_the_rest_of_a_text_over_its_cache():
+    model = tiny.model("llama")
+    with torch.no_grad():
+        stock = model(IDS).logits[0]
+        same = continued._read(model, IDS[0], 40, None)
+        assert torch.allclose(same, stock[39:-1], atol=1e-10)
+        with condense.use(model, condense.SnapKV(budget=20, window=4)):
+            evicted = continued._read(model, IDS[0], 40, None)
+    assert torch.allclose(evicted[0], stock[39], atol=1e-10)  # the prompt is read with dense attention
+    assert not torch.allclose(evicted[1:], stock[40:-1], atol=1e-3)
+
+
+def test_bytes_of_a_cache_in_fewer_bits():
+    # 4 bits, and per 64 tokens a step and a zero of each channel and of each value: 4.5 of 16 bits
+    assert continued.FewerBits(4).share(64 * 1000, 64) == pytest.approx(4.5 / 16, rel=0.01)
+    model = tiny.model("llama").to(torch.bfloat16)
+    with torch.no_grad():
+        cache = model(tiny.tokens(1, 300), use_cache=True).past_key_values
+    before = [layer.keys.clone() for layer in cache.layers]
+    continued.FewerBits(8)(cache)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys[:, :, 128:], keys[:, :, 128:])
+        assert not torch.equal(layer.keys, keys)
+        assert torch.allclose(layer.keys, keys, atol=0.05)
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_what_is_chosen_from_reaches_the_goals(length):
+    model = condense.demo_model()[0]
+    for place, configs in rows.calibrations(length, 2, 0).items():
+        for config in configs:
+            kept = [inspect(model, method, length)[0] for method in config.candidates]
+            assert all(row.host_bytes == 0 for row in kept) or place == "host"
+            least = min(row.bytes for row in kept) / kept[0].dense_bytes
+            assert length < 16384 or config.cache is None or config.cache > least
+
+
+def test_entries_that_need_not_be_kept():
+    methods = rows.methods(16384) | rows.rounded_methods(16384)
+    shares = {name: trial.entry_share(method, 64) for name, method in methods.items()}
+    assert shares["recall"] == shares["cca g=16"] == 1
+    assert shares["quest"] == shares["recall drop"] == 0
+    assert shares["cca entries of 8 bits"] == pytest.approx(8.5 / 16)
+    assert shares["recall entries of 4 bits"] == pytest.approx(5 / 16)
+
+
+def _run(seed, **losses):
+    parts = [{"start": start, "stop": stop} for start, stop in ((0, 8), (8, 12), (12, 16))]
+    text = [
+        {"name": name, "loss": sum(of) / 3, "by_position": [p | {"loss": x} for p, x in zip(parts, of, strict=True)]}
+        for name, of in losses.items()
+    ]
+    return {
+        "architecture": "llama",
+        "seed": seed,
+        "length": 16,
+        "part": "methods",
+        "text": text,
+        "retrieval": [{"name": name, "exact": {"share": 0.5}} for name in losses],
+        "shares": {name: [1 / (i + 1), 0.0] for i, name in enumerate(losses)},
+    }
+
+
+def test_the_page_shows_losses_above_dense_and_their_spread():
+    runs = [_run(0, dense=(3, 2, 1), window=(3, 3, 3)), _run(1, dense=(3, 2, 1), window=(3, 4, 4))]
+    found = shares_page._by_label(runs)
+    assert [row.half for row in found["window"]] == [1.5, 2.5]
+    table = shares_page._methods(found)
+    assert "| window | 50.0% | 0.0% | 0.500 |" in table
+    assert "| +2.000 (+1.500 to +2.500) | +2.500 (+2.000 to +3.000) |" in table
+
+
+def test_the_page_says_what_is_missing(tmp_path):
+    results = tmp_path / "r.json"
+    content = {"measured": {}, "runs": []}
+    results.write_text(json.dumps({"results": content}))
+    with pytest.raises(ValueError, match="results: no runs of"):
+        shares_page.write_page([results], tmp_path / "page.md")
