@@ -248,10 +248,10 @@ class _Heads:
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
         asked = closed * method.index_settings.num_rows
-        pooled = int(num_entries(method, length)) * rule.chunk * 2 * self.entry_numbers
-        pooled *= method.unchosen == "pool"
+        made = int(num_entries(method, length)) if method.unchosen == "pool" else 0
+        pooled = made * rule.chunk * 2 * self.entry_numbers
         if method.layout.num_summary > 0:
-            pooled += int(num_entries(method, length)) * rule.chunk * 2 * self.scored + length * self.summary_flops
+            pooled += made * rule.chunk * 2 * self.scored + length * self.summary_flops
         return self.num_q * 2 * (visible * (D + Dv) + asked * D) + pooled + length * self.entry_flops
 
     def stored_bytes(self, method: Method, itemsize: int) -> int:
