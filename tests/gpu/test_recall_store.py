@@ -88,10 +88,13 @@ def test_memory_that_the_host_cannot_pin():
         new_store(torch.empty(1, 8, 1, 128, device="cuda"), 2**35, 256, torch.float32, on_host=True)
 
 
-def test_latents_are_refused():
-    model = tiny.model("deepseek_v2", torch.float32).to("cuda")
-    with (
-        condense.use(model, DEVICE_STORE.replace(store="host")),
-        pytest.raises(ValueError, match=r"got latents.*use store='device'"),
-    ):
-        model(IDS[:, :30].cuda(), use_cache=True)
+def test_latents():
+    """The bits of a store on the device."""
+    latents = tiny.model("deepseek_v2", torch.float32, max_position_embeddings=1024).to("cuda")
+    sizes = [30, 1, 1, 17, *[1] * 41]
+    for cache_of in (_static, _growing):
+        want, _ = _logits(latents, DEVICE_STORE, cache_of, sizes)
+        got, cache = _logits(latents, DEVICE_STORE.replace(store="host", slots=2), cache_of, sizes)
+        assert torch.equal(got, want)
+        buffers = cache.layers[-1].buffers if cache_of is _static else cache.layers[-1]._ring.buffers
+        assert buffers.store.is_pinned()

@@ -79,7 +79,7 @@ def take(t, *args):
     return (triton_step if t % EVERY == EVERY - 1 else torch_step).recall_step(*args, scale=SCALE)
 
 
-def compare(q, k, v, settings, scratch, *, real=None, groups=None, tolerance=2e-5):
+def compare(q, k, v, settings, scratch, *, real=None, groups=None, latent=0, tolerance=2e-5):
     """Every token one step of the PyTorch backend, every so many one of the kernels on the same state.
 
     Compared are entries, index, store and outputs.
@@ -90,13 +90,13 @@ def compare(q, k, v, settings, scratch, *, real=None, groups=None, tolerance=2e-
     num_same = num_steps = 0
     for t in range(L):
         new = new_token((q, k, v), t, real)
-        want = torch_step.recall_step(new, states[1], settings, scale=SCALE)
+        want = torch_step.recall_step(new, states[1], settings, scale=SCALE, latent=latent)
         if (L - 1 - t) % EVERY != 0:
             for x, y in zip(*states, strict=True):
                 x.copy_(y)
             continue
         num_steps += 1
-        got = triton_step.recall_step(new, states[0], settings, scale=SCALE)
+        got = triton_step.recall_step(new, states[0], settings, scale=SCALE, latent=latent)
         same = states[0].entries_k.shape[2] == 0 or check_choice(scratch, new.q, states[0], settings, SCALE)
         num_same += same
         if same:

@@ -43,6 +43,17 @@ def test_entries_that_a_summary_weighs(entries, scratch):  # noqa: F811
     compare(*random_qkv(1, 4, 2, 33, 16, 24), with_fields("bounds-8", entries=entries), scratch)
 
 
+@pytest.mark.parametrize(("latent", "D"), [(16, 24), (512, 576), (256, 288)] if CUDA else [(16, 24)], ids=str)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_latents(latent, D, bits, scratch):  # noqa: F811
+    """Values are columns of the keys, entries pooled whole, one KV head for all query heads, of which there are two
+    tiles.
+    """
+    entries = EntrySettings("weighted", num_summary=4, matched=True)
+    settings = with_fields("bounds-8", store_bits=bits, entries=entries)
+    compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_slots_hold_pieces(bits, scratch):  # noqa: F811
     """The same bits as without slots, and the slots of the definition; a row pauses."""

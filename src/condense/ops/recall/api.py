@@ -119,7 +119,7 @@ def recall_step(
         if obstacle is None:
             from condense.ops.triton import recall_step as triton_step
 
-            return triton_step.recall_step(token, state, settings, scale=scale, extras=extras)
+            return triton_step.recall_step(token, state, settings, scale=scale, latent=latent, extras=extras)
         if backend == "triton":
             raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     if state.store.device != token.q.device:

@@ -14,7 +14,7 @@ from condense.ops.recall.sources import RecallSources
 from condense.ops.recall.state import NewToken, RecallSettings, RecallState
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.host import gpu_of
-from condense.ops.triton.limits import DTYPES, MAX_STEP_WIDTH, WIDTHS, absence
+from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
 MAX_GROUPS = 2**15
@@ -81,9 +81,7 @@ def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings,
     obstacle = store_obstacle(token.k, token.v, settings, latent=latent)
     if obstacle is not None:
         return obstacle
-    R, G, S = token.q.shape[1] // token.k.shape[1], state.entries_k.shape[2], state.held.shape[2]
-    if R > MAX_HEADS:
-        return f"takes up to {MAX_HEADS} query heads per KV head, got {R}"
+    G, S = state.entries_k.shape[2], state.held.shape[2]
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
     if S * settings.quota.at(G) > MAX_PAIRS:
@@ -98,9 +96,11 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
     D, Dv, index = k.shape[3], v.shape[3], settings.index
     if k.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
-    if latent:
-        return f"recalls keys with values of their own, got latents of {latent} columns"
-    if not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
+    if latent and (latent > MAX_STEP_LATENT or D > MAX_STEP_LATENT + MAX_STEP_WIDTH):
+        return (
+            f"takes latents of up to {MAX_STEP_LATENT} columns, with up to {MAX_STEP_WIDTH} others, got {latent} of {D}"
+        )
+    if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
     if D * index.bits % 16:
         return f"reads an index of {index.bits} bits in words of 16, got keys of width {D}"

@@ -49,8 +49,8 @@ class StoreFormat:
         return tokens if self.bits == 16 else torch.uint8
 
     def step_unit(self, dtype: torch.dtype) -> float:
-        """A step is the spread of the numbers times this, rounded to their dtype: so much more than an even share that
-        the highest code reaches the largest number.
+        """In fewer than 16 bits, a step is the spread of the numbers times this, rounded to their dtype: so much more
+        than an even share that the highest code reaches the largest number.
         """
         return (1 + torch.finfo(dtype).eps) / (2**self.bits - 1)
 

@@ -76,19 +76,16 @@ def _add_keys(softmax, q, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRE
 
 
 @triton.jit
-def load_biases(biases, at, inside):
-    """Biases of entries, None for none."""
-    if biases is None:
-        return None
-    else:
-        return tl.load(biases + at, mask=inside, other=0.0)
+def _load_biases(biases, source, start):
+    """Biases ``[1, n]`` of entries from ``start`` on."""
+    n = (start + tl.arange(0, source.k[0].block_shape[2]))[None, :]
+    return tl.load(biases + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)
 
 
 @triton.jit
-def _load_entries(source, biases, opened, start, closed, MASKED: tl.constexpr):
-    """Entries from ``start`` on, which rows see each: those that do not open its group; and their biases ``[1, n]``.
-
-    MASKED: a row's closed groups may end among them.
+def _load_entries(source, opened, start, closed, MASKED: tl.constexpr):
+    """Entries from ``start`` on, and which rows see each: those that do not open its group. MASKED: a row's closed
+    groups may end among them.
     """
     BN: tl.constexpr = source.k[0].block_shape[2]
     n = start + tl.arange(0, BN)
@@ -98,7 +95,7 @@ def _load_entries(source, biases, opened, start, closed, MASKED: tl.constexpr):
     seen = (tl.load(opened.words + n)[None, :] & opened.bit[:, None]) == 0
     if MASKED:
         seen = seen & (n[None, :] < closed[:, None])
-    return k, v, seen, load_biases(biases, source.bias_at + n[None, :], n[None, :] < source.k[0].shape[2])
+    return k, v, seen
 
 
 @triton.jit
@@ -121,8 +118,11 @@ def _forward_entries(
     biases: pointer to those of all rows, base 2, None for none.
     """
     for start in range(lo, hi, source.k[0].block_shape[2]):
-        k, v, seen, bias = _load_entries(source, biases, opened, start, closed, MASKED)
-        softmax = _add_keys(softmax, q, k, v, seen, source.level, bias, scale, CAP, PRECISION)
+        k, v, seen = _load_entries(source, opened, start, closed, MASKED)
+        softmax = _add_keys(
+            softmax, q, k, v, seen, source.level, _load_biases(biases, source, start) if biases is not None else None,
+            scale, CAP, PRECISION,
+        )  # fmt: skip
     return softmax
 
 
@@ -188,8 +188,11 @@ def _dq_entries(
     PRECISION: tl.constexpr,
 ):
     for start in range(lo, hi, source.k[0].block_shape[2]):
-        k, v, seen, bias = _load_entries(source, biases, opened, start, closed, MASKED)
-        dq = _dq_add(dq, queries, k, v, seen, source.level, bias, scale, CAP, PRECISION)
+        k, v, seen = _load_entries(source, opened, start, closed, MASKED)
+        dq = _dq_add(
+            dq, queries, k, v, seen, source.level, _load_biases(biases, source, start) if biases is not None else None,
+            scale, CAP, PRECISION,
+        )  # fmt: skip
     return dq
 
 

@@ -17,7 +17,6 @@ from condense.ops.triton.device.parts import add_weighted, load_rows, products, 
 from condense.ops.triton.device.records import Queries, Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import seen_by, start_of_row
 from condense.ops.triton.device.scores import soft_cap
-from condense.ops.triton.recall_attend_kernels import load_biases
 
 
 @triton.jit
@@ -80,9 +79,9 @@ def recall_dkv_kernel(
     v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
     lo, hi = seen_by(0 if ENTRIES else 1, n, size, L, row, spans, 0, 0, KIND)
     queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
-    bias = load_biases(biases, b * s_bias[0] + kvh * s_bias[1] + key, inside)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
-    if bias is not None:
+    if biases is not None:
+        bias = tl.load(biases + b * s_bias[0] + kvh * s_bias[1] + key, mask=inside, other=0.0)
         grads = grads + (tl.zeros([BN], tl.float32),)  # noqa: RUF005
     first = tl.min(tl.where(lo < hi, lo, L)) // Q
     STEPS: tl.constexpr = BM // BS
@@ -99,11 +98,13 @@ def recall_dkv_kernel(
             word_at = (tl.program_id(1).to(tl.int64) * tiles + tile) * words + n
             word = tl.load(words_ptr + word_at, mask=n < words, other=0)
             sees = sees & (((word[:, None] >> (i % Q)[None, :]) & 1) == 0)
-        grads = _add_queries(grads, k, v, rows, sees, level, bias, scale, CAP, PRECISION)
+        grads = _add_queries(
+            grads, k, v, rows, sees, level, bias if biases is not None else None, scale, CAP, PRECISION
+        )
     at = (b * K + kvh) * size + key
     store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
     store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)
-    if bias is not None:
+    if biases is not None:
         tl.store(d_biases_ptr + at, grads[2], mask=inside)
 
 

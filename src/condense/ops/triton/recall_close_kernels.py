@@ -125,12 +125,12 @@ def _put_group(
     ring_ptr, new_ptr, store_ptr, first, t, W,
     g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the tokens of the group that begins at position ``first`` to the store, as they are."""
+    """Write the tokens of the group that begins at position ``first`` to its place in the store, as they are."""
     d = tl.arange(0, P)
     for start in range(0, g, 16):
         i = start + tl.arange(0, 16)
         x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, i < g, 0, D, P)
-        at = (first + i).to(tl.int64)[:, None] * WIDTH + d[None, :]
+        at = i[:, None] * WIDTH + d[None, :]
         tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=(i < g)[:, None] & (d < D)[None, :])
 
 
@@ -151,7 +151,8 @@ def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, clo
         key, value = make_entries(entries, ring, chunk, summary, 0.0, 0, False, scale, KIND)
         at = group.to(tl.int64)
         store_row(entries.k + at * entries.s_k, key, KIND.D0, KIND.D1)
-        store_row(entries.v + at * entries.s_v, value, KIND.V0, KIND.V1)
+        if not KIND.latent:
+            store_row(entries.v + at * entries.s_v, value, KIND.V0, KIND.V1)
         if KIND.matched:
             bias = matched_bias(ring, chunk, summary, 0.0, key, scale, KIND)
             tl.store(biases_ptr + at + tl.arange(0, 1), bias)
@@ -183,10 +184,7 @@ def recall_close_kernel(
     v_ptr += b * s_vb + kvh * s_vh
     ring_k_ptr += head * W * D
     ring_v_ptr += head * W * DV
-    if FORM.bits == 16:
-        store_ptr += head * N * (D + DV)
-    else:
-        store_ptr += (head * (N // g) + group) * FORM.piece
+    store_ptr += (head * (N // g) + group) * FORM.piece
     if live & (work == 0):
         if closes:
             if FORM.bits == 16:
@@ -194,13 +192,14 @@ def recall_close_kernel(
             else:
                 put_keys(ring_k_ptr, k_ptr, store_ptr, first, t, W, FORM, PS)
         _put_token(k_ptr, ring_k_ptr, t, W, D, P)
-    if live & (work == 1):
-        if closes:
-            if FORM.bits == 16:
-                _put_group(ring_v_ptr, v_ptr, store_ptr + D, first, t, W, g, DV, PV, D + DV)
-            else:
-                put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
-        _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
+    if DV > 0:  # noqa: SIM102 - latents have no values of their own
+        if live & (work == 1):
+            if closes:
+                if FORM.bits == 16:
+                    _put_group(ring_v_ptr, v_ptr, store_ptr + D, first, t, W, g, DV, PV, D + DV)
+                else:
+                    put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
+            _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
     if closes & (work == 2):
         F: tl.constexpr = 2 * m if BOUNDS else m
         C: tl.constexpr = D // 2 if BITS == 4 else D
@@ -210,7 +209,9 @@ def recall_close_kernel(
             D, m, g // m, UP, PC, BOUNDS, BITS,
         )  # fmt: skip
     if live & (work == 3):
-        chunk = Chunk(first, g, t, load_row(k_ptr, KIND.D0, KIND.D1), load_row(v_ptr, KIND.V0, KIND.V1))
+        k = load_row(k_ptr, KIND.D0, KIND.D1)
+        v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
+        chunk = Chunk(first, g, t, k, v)
         heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
         past_queries = Queries(ring_q_ptr + head * Q * D, D, Q)
         entries = Buffer(entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, D, DV, G)

@@ -37,21 +37,27 @@ _MOST_RANKED = 512
 
 
 def recall_step(
-    token: NewToken, state: RecallState, settings: RecallSettings, *, scale: float, extras: Extras = NO_EXTRAS
+    token: NewToken,
+    state: RecallState,
+    settings: RecallSettings,
+    *,
+    scale: float,
+    latent: int = 0,
+    extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Read one token per row: attention output ``[B, H, 1, Dv]``; ``state`` advances in place.
+    """Read one token per row: attention output ``[B, H, 1, Dv]`` or ``[B, H, 1, latent]``; ``state`` advances in place.
 
     token, state as in `condense.ops.recall.state`, the state contiguous; bfloat16, float16 or float32, one dtype; K
-    divides H. Rows without a token are not touched and give 0. extras: as of `condense.ops.recall.attend_recall`.
+    divides H. Rows without a token are not touched and give 0. latent, extras: as of `condense.ops.recall.recall_step`.
     Raises ValueError for what `condense.ops.recall.limits.step_obstacle` names and for a state that does not fit.
     """
-    obstacle = step_obstacle(token, state, settings)
+    obstacle = step_obstacle(token, state, settings, latent=latent)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     check_step(token, state, settings)
     assert settings.rule.window is not None
     out: Tensor = torch.ops.condense.recall_step.default(
-        *token[:3], *state, token.real, extras.sink_logits, settings.number, scale, extras.softcap
+        *token[:3], *state, token.real, extras.sink_logits, settings.number, scale, latent, extras.softcap
     )
     return out
 
@@ -66,22 +72,26 @@ class _Tiles(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend; ``early``: kernels are launched before the one ahead of them has
-    ended (programmatic dependent launch).
+    """Tiles of the kernels that score and attend, and the most query heads of these; ``early``: kernels are launched
+    before the one ahead of them has ended (programmatic dependent launch).
     """
 
     score: _Tiles
     attend: _Tiles
+    heads: int
     early: bool
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
     if device.type != "cuda":  # the interpreter
-        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), False)
+        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 16, False)
     early = gpu_of(device).capability >= (9, 0)
+    if width > 256:  # latents
+        rows = 16 if dtype == torch.float32 else 32
+        return _Table(_Tiles(rows, 8, 1, 1), _Tiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early)
     if dtype == torch.float32 or width > 128:
-        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), early)
-    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), early)
+        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 64, early)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 2), 64, early)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -147,20 +157,24 @@ class _Plan(NamedTuple):
     join: tuple[Any, ...]
 
 
-def _form(settings: RecallSettings, dtype: torch.dtype, D: int, Dv: int) -> Form:
+def _parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
+    """Widths of the parts of keys and of values."""
+    return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
+
+
+def _form(settings: RecallSettings, dtype: torch.dtype, D: int, Dv: int, latent: int) -> Form:
     form, g = settings.store_format, settings.rule.chunk
-    if form.bits == 16:
-        return Form(16, g, D, Dv, 0, 0.0, 0.0)
-    return Form(
-        form.bits, g, D, Dv, g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
-    )
+    piece, unit, tiny = g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
+    return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, unit, tiny)
 
 
-def _kind(settings: RecallSettings, D: int, Dv: int, has_real: bool, early: bool) -> Kind:
+def _kind(settings: RecallSettings, parts: tuple[int, int, int, int], latent: int, has_real: bool, early: bool) -> Kind:
     """How the entry of a group is made: what `condense.ops.triton.device.entry` asks for."""
     entries = settings.entries
+    # of latents, whole entries are pooled as keys
+    of_values = entries.key_pooling if latent else entries.value_pooling
     return Kind(
-        *split_width(D), *split_width(Dv), False, entries.num_summary > 0, entries.key_pooling, entries.value_pooling,
+        *parts, latent > 0, entries.num_summary > 0, entries.key_pooling, of_values,
         focal=0, tile=1, period=0, has_prompt=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
         joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=entries.matched,
     )  # fmt: skip
@@ -171,34 +185,36 @@ def _plan(
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int, int],
-    widths: tuple[int, int],
+    widths: tuple[int, int, int],
     sizes: tuple[int, int, int, int, int],
     number: int,
     scores: tuple[float, float],
     has_real: bool,
 ) -> _Plan:
-    """heads: B, H, K; widths: D, Dv; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
+    """heads: B, H, K; widths: D, Dv, latent; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
     `RecallSettings.number`; scores: their scale and soft cap.
     """
-    (B, H, K), (D, Dv), (G, W, N, S, Q), (scale, softcap) = heads, widths, sizes, scores
+    (B, H, K), (D, Dv, latent), (G, W, N, S, Q), (scale, softcap) = heads, widths, sizes, scores
     settings: RecallSettings = numbered_settings(number)
     check_programs(B * K)
     index, g, window = settings.index, settings.rule.chunk, settings.rule.window
     R, m, bounds = H // K, index.num_blocks, index.kind == "bounds"
-    of_score, of_attend, early = _table(device, dtype, max(D, Dv))
-    BR, P, PV = max(16, power_of_2(R)), _padded(D), _padded(Dv)
+    of_score, of_attend, most, early = _table(device, dtype, max(D, Dv))
+    V, parts = latent or Dv, _parts(D, Dv, latent)
+    BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
+    head_tiles = cdiv(R, BR)
     # tile columns for a row of the index: PB where it is written (bytes if quantised), PC where it is read (16-bit
     # words); for the bytes of a stored token: PS
     PB, PC = _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16)
     PS = _padded(max(D, Dv) * min(settings.store_bits, 8) // 8)
     (_, part, of), r, GROUPS = settings.quota, settings.quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = _ranked(G, r)
-    RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(32, power_of_2(g)))
+    RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(16, power_of_2(g)))
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    S0 = _num_splits(device, B * K, cdiv(G, of_score.rows), of_score.waves)
-    S1 = _num_splits(device, B * K, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
-    BC = min(64, PV)
-    form, matched = _form(settings, dtype, D, Dv), settings.entries.matched
+    S0 = _num_splits(device, B * K * head_tiles, cdiv(G, of_score.rows), of_score.waves)
+    S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
+    BC = min(64, power_of_2(V))
+    form, matched = _form(settings, dtype, D, Dv, latent), settings.entries.matched
     chained = {"launch_pdl": True} if early else {}
     return _Plan(
         (S0, S1),
@@ -206,10 +222,10 @@ def _plan(
             # the last program of a head makes entries
             (B * K, 4 if settings.pool else 3, 1), (K, R, G, W, N, Q, window, scale),
             (m, power_of_2(index.size), P, PV, PB, PS, bounds, index.bits, form,
-             _kind(settings, D, Dv, has_real, early)), {},
+             _kind(settings, parts, latent, has_real, early)), {},
         ),
         (
-            (S0, B * K, 1),
+            (S0, B * K, head_tiles),
             (K, R, G, window, scale * LOG2E),
             (g, m, D, PC, BR, of_score.rows, GROUPS, bounds, index.bits, has_real, precision, early),
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
@@ -224,11 +240,11 @@ def _plan(
             {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
         ),
         (
-            (S1, B * K, 1), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
-            (S, form, P, PV, BR, of_attend.rows, BT, settings.pool, has_real, precision, softcap * LOG2E, early),
+            (S1, B * K, head_tiles), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
+            (S, form, BR, of_attend.rows, BT, settings.pool, has_real, precision, softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
-        ((B * H, cdiv(Dv, BC), 1), (H, S1), (Dv, BC, 64, has_real, early), chained),
+        ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early), chained),
     )  # fmt: skip
 
 
@@ -253,6 +269,7 @@ def _step(
     sink: Tensor | None,
     settings: int,
     scale: float,
+    latent: int,
     softcap: float,
 ) -> Tensor:
     taken = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen, ring_q, biases)
@@ -261,11 +278,11 @@ def _step(
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), (_, K, _, Dv), G, S, device = q.shape, v.shape, entries_k.shape[2], held.shape[2], q.device
     sizes = (G, ring_k.shape[2], store.shape[2], S, ring_q.shape[2])
-    plan = _plan(device, q.dtype, (B, H, K), (D, Dv), sizes, settings, (scale, softcap), real is not None)
+    plan = _plan(device, q.dtype, (B, H, K), (D, Dv, latent), sizes, settings, (scale, softcap), real is not None)
     of_settings: RecallSettings = numbered_settings(settings)
-    scratch = _scratch(q, K, G, of_settings.quota.at(G), plan.splits, Dv)
+    scratch = _scratch(q, K, G, of_settings.quota.at(G), plan.splits, latent or Dv)
     score, top, total, key, candidate, groups, place, offset, parts, lse = scratch
-    out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
+    out = torch.empty(B, H, 1, latent or Dv, dtype=q.dtype, device=device)
     counts = seen if real is None else real.contiguous()
     # kernels start on the current device, which may not be that of the tensors in a model spread over several
     with torch.cuda.device_of(q):
@@ -291,7 +308,8 @@ def _launch(
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
+    latent = args[-2]
+    return q.new_empty(*q.shape[:3], latent or v.shape[3])
 
 
 def _register() -> torch.library.Library:

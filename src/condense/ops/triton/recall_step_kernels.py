@@ -4,7 +4,8 @@
 kernel waits for the one before it and reads its results. No atomics.
 
 Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, m blocks of u tokens, W
-slots of the rings, S splits, D and Dv widths; P and PV the same as powers of two for tiles. BR rows (query heads).
+slots of the rings, S splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output.
+BR rows (query heads).
 "head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores are base 2.
 Index columns: C stored columns per row of the index, PARTS tiles of columns that one stored column holds (2 for 4 bits:
 the first half of the columns in the low bits), PC columns as a power of two.
@@ -16,7 +17,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from condense.ops.triton.device.parts import add_weighted, load_rows, parts, tile_width
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.softmax import Softmax, empty_softmax, key_products, store_part
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
 from condense.ops.triton.recall_store_kernels import load_group
@@ -41,12 +44,11 @@ def _first_column(part, D, BITS):
 
 @triton.jit
 def _queries(
-    q_ptr, s_qh, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BR: tl.constexpr,
-    part: tl.constexpr = 0, BITS: tl.constexpr = 16,
-):  # fmt: skip
-    """Query columns ``[BR, P]`` of one KV head that go with one part of the index's words."""
+    q_ptr, s_qh, r, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, part: tl.constexpr, BITS: tl.constexpr
+):
+    """Columns ``[BR, P]`` of query heads r of one KV head that go with one part of the index's words."""
     STRIDE: tl.constexpr = 1 if BITS == 16 else 2
-    r, d = tl.arange(0, BR), _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
+    d = _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
     there = (r < R)[:, None] & (tl.arange(0, P) < C)[None, :]
     return tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=there, other=0.0)
 
@@ -115,7 +117,8 @@ def recall_score_kernel(
     """Index scores of closed groups, float32 ``[B, H, GROUPS]``; of every split the largest and the sum of
     ``2 ** (score - largest)``.
 
-    Grid (S, B * K). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
+    Grid (S, B * K, tiles of BR query heads). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q .
+    code)``.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -124,12 +127,13 @@ def recall_score_kernel(
     F: tl.constexpr = 2 * m if BOUNDS else m
     PARTS: tl.constexpr = 16 // BITS
     C: tl.constexpr = D // PARTS
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
     q_ptr += b * s_qb + kvh * R * s_qh
     codes_ptr += head * G * F * C
     grid_ptr += head * G * 2
     queries = ()
     for part in tl.static_range(PARTS):
-        queries = queries + (_queries(q_ptr, s_qh, R, D, C, PC, BR, part, BITS),)  # noqa: RUF005
+        queries = queries + (_queries(q_ptr, s_qh, r, R, D, C, PC, part, BITS),)  # noqa: RUF005
     sum_q = tl.zeros([BR], tl.float32)
     unit = tl.full([BR], 1.0, tl.float32)
     if BITS < 16:
@@ -145,7 +149,6 @@ def recall_score_kernel(
             queries = [(x.to(tl.float32) / unit[:, None]).to(tl.float16) for x in queries]
     up, down = _positive(queries), _negative(queries)
     _after_the_last(EARLY)
-    r = tl.arange(0, BR)
     top = tl.full([BR], float("-inf"), tl.float32)
     total = tl.zeros([BR], tl.float32)
     for tile in range(tiles * split // S, tiles * (split + 1) // S):
@@ -328,24 +331,21 @@ def _find_slots(
 
 
 @triton.jit
-def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """A tile of keys added to accumulator, maximum and sum of a softmax; offset: added to scores, -inf past the end."""
-    acc, m, total = softmax
-    s = soft_cap(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, CAP)[0] + offset[None, :]
-    m_new = tl.maximum(m, tl.max(s, 1))
-    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(m - safe)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m_new, total * alpha + tl.sum(p, 1)
+def _load_part(at, inside, LO: tl.constexpr, N: tl.constexpr):
+    """N columns from LO on of the rows that begin at pointers ``at``."""
+    d = LO + tl.arange(0, tile_width(N))
+    return tl.load(at[:, None] + d[None, :], mask=inside[:, None] & (d < LO + N)[None, :], other=0.0)
 
 
 @triton.jit
-def _slot_of(stored, slots_ptr, place, SIZE: tl.constexpr):
-    """Where open groups or their tokens are read: behind ``stored`` or in their slots of SIZE numbers; the slots; and
-    whether what is read goes there too. place: as of `_find_slots`.
-    """
-    in_slot = slots_ptr + (place >> 1).to(tl.int64) * SIZE
-    return tl.where((place >= 0) & (place % 2 == 0), in_slot, stored), in_slot, (place >= 0) & (place % 2 == 1)
+def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the softmax; offset: added to the scores of each key, -inf for none."""
+    s = soft_cap(key_products(q, k, PRECISION) * scale, CAP)[0] + offset[None, :]
+    m = tl.maximum(softmax.m, tl.max(s, 1))
+    safe = tl.where(m == float("-inf"), 0.0, m)
+    p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(softmax.m - safe)
+    acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
+    return Softmax(acc, m, softmax.total * alpha + tl.sum(p, 1))
 
 
 @triton.jit
@@ -353,15 +353,16 @@ def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
     offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, part, of,
     scale,
-    SLOTS: tl.constexpr, FORM: tl.constexpr, P: tl.constexpr, PV: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    BT: tl.constexpr, POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
-    EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    POOL: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, H, S, Dv]`` and base 2 log-sum-exp ``[B, H, S]`` of every split; grid (S, B * K).
+    """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
-    The tiles of all sources are counted through: first entries, whose scores get an offset each (-inf where the group
-    is open), then tokens of open groups, then the ring's tokens of groups that are not closed. A store in fewer than 16
-    bits is read group by group in a loop of its own, BT tokens at a time, of which every split has its share.
+    Grid (S, B * K, tiles of BR query heads).
+
+    A split has its share of the tiles of entries, whose scores get an offset each (-inf where the group is open), and
+    of the ring's tokens of groups that are not closed, counted through; then its share of the open groups, BT tokens at
+    a time.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -371,72 +372,53 @@ def recall_attend_kernel(
     t, live, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     first = all_closed * g
     entries = closed if POOL else 0
-    num_open = wanted_groups(closed, num_recall, part, of)
-    opened = num_open * g if FORM.bits == 16 else 0
     tokens = tl.where(live, t + 1 - first, 0)
-    entry_tiles, store_tiles = tl.cdiv(entries, BN), tl.cdiv(opened, BN)
-    before_ring = entry_tiles + store_tiles
-    tiles = before_ring + tl.cdiv(tokens, BN)
-
-    d, e = tl.arange(0, P), tl.arange(0, PV)
-    WIDTH: tl.constexpr = D + DV
-    q = _queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R, D, D, P, BR)
+    entry_tiles = tl.cdiv(entries, BN)
+    tiles = entry_tiles + tl.cdiv(tokens, BN)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
     _after_the_last(EARLY)
-    groups_ptr += head * num_recall
-    place_ptr += head * num_recall
     offset_ptr += head * G
     entries_k_ptr += head * G * D
     entries_v_ptr += head * G * DV
     ring_k_ptr += head * W * D
     ring_v_ptr += head * W * DV
-    if FORM.bits == 16:
-        store_ptr += head * N * WIDTH
-        slots_ptr += head * SLOTS * g * WIDTH
-    else:
-        store_ptr += head * (N // g) * FORM.piece
-        slots_ptr += head * SLOTS * FORM.piece
-    softmax = tl.zeros([BR, PV], tl.float32), tl.full([BR], float("-inf"), tl.float32), tl.zeros([BR], tl.float32)
+    softmax = empty_softmax(BR, FORM.V0, FORM.V1)
     for tile in range(tiles * split // S, tiles * (split + 1) // S):
-        is_entry, is_ring = tile < entry_tiles, tile >= before_ring
-        skipped = tl.where(is_ring, before_ring, tl.where(is_entry, 0, entry_tiles))
-        i = (tile - skipped) * BN + tl.arange(0, BN)
-        inside = i < tl.where(is_ring, tokens, tl.where(is_entry, entries, opened))
+        is_entry = tile < entry_tiles
+        i = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + tl.arange(0, BN)
+        inside = i < tl.where(is_entry, entries, tokens)
         offset = tl.load(offset_ptr + i, mask=inside & is_entry, other=0.0)
-        at = tl.where(is_ring, (first + i) % W, i).to(tl.int64)
-        k_at = tl.where(is_ring, ring_k_ptr + at * D, entries_k_ptr + at * D)
-        v_at = tl.where(is_ring, ring_v_ptr + at * DV, entries_v_ptr + at * DV)
-        if FORM.bits == 16:
-            is_open = inside & (tile >= entry_tiles) & (tile < before_ring)
-            group = tl.load(groups_ptr + i // g, mask=is_open, other=0)
-            stored = store_ptr + (group * g + i % g).to(tl.int64) * WIDTH
-            if SLOTS > 0:
-                place = tl.load(place_ptr + i // g, mask=is_open, other=-1)
-                stored, in_slot, moves = _slot_of(stored, slots_ptr + i % g * WIDTH, place, g * WIDTH)
-            k_at = tl.where(is_ring | is_entry, k_at, stored)
-            v_at = tl.where(is_ring | is_entry, v_at, stored + D)
-        k = tl.load(k_at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_at[:, None] + e[None, :], mask=inside[:, None] & (e < DV)[None, :], other=0.0)
-        if FORM.bits == 16 and SLOTS > 0:
-            tl.store(in_slot[:, None] + d[None, :], k, mask=moves[:, None] & (d < D)[None, :])
-            tl.store(in_slot[:, None] + D + e[None, :], v, mask=moves[:, None] & (e < DV)[None, :])
+        at = tl.where(is_entry, i, (first + i) % W).to(tl.int64)
+        k_at = tl.where(is_entry, entries_k_ptr, ring_k_ptr) + at * D
+        k = parts(_load_part(k_at, inside, 0, FORM.D0), None)
+        if FORM.D1 > 0:
+            k = parts(k[0], _load_part(k_at, inside, FORM.D0, FORM.D1))
+        v = (k[0],)
+        if DV > 0:
+            v_at = tl.where(is_entry, entries_v_ptr, ring_v_ptr) + at * DV
+            v = parts(_load_part(v_at, inside, 0, FORM.V0), None)
+            if FORM.V1 > 0:
+                v = parts(v[0], _load_part(v_at, inside, FORM.V0, FORM.V1))
         softmax = _add_keys(softmax, q, k, v, tl.where(inside, offset, float("-inf")), scale, CAP, PRECISION)
-    if FORM.bits < 16:
-        PARTS: tl.constexpr = (g + BT - 1) // BT
-        tiles = num_open * PARTS
-        for tile in range(tiles * split // S, tiles * (split + 1) // S):
-            group, i = tile // PARTS, tile % PARTS * BT + tl.arange(0, BT)
-            piece = store_ptr + tl.load(groups_ptr + group).to(tl.int64) * FORM.piece
-            in_slot, moves = piece, False
-            if SLOTS > 0:
-                piece, in_slot, moves = _slot_of(piece, slots_ptr, tl.load(place_ptr + group), FORM.piece)
-            k, v = load_group(piece, in_slot, i, moves, q.dtype, FORM, P, PV, SLOTS > 0)
-            softmax = _add_keys(softmax, q, k, v, tl.where(i < g, 0.0, float("-inf")), scale, CAP, PRECISION)
-    acc, m, total = softmax
-    r = tl.arange(0, BR)
-    some = total > 0
-    total = tl.where(some, total, 1.0)
+    groups_ptr += head * num_recall
+    place_ptr += head * num_recall
+    store_ptr += head * (N // g) * FORM.piece
+    slots_ptr += head * SLOTS * FORM.piece
+    PARTS: tl.constexpr = (g + BT - 1) // BT
+    tiles = wanted_groups(closed, num_recall, part, of) * PARTS
+    for tile in range(tiles * split // S, tiles * (split + 1) // S):
+        n, i = tile // PARTS, tile % PARTS * BT + tl.arange(0, BT)
+        piece = store_ptr + tl.load(groups_ptr + n).to(tl.int64) * FORM.piece
+        in_slot, moves = piece, False
+        if SLOTS > 0:
+            # as of `_find_slots`
+            place = tl.load(place_ptr + n)
+            in_slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
+            moves = (place >= 0) & (place % 2 == 1)
+            piece = tl.where((place >= 0) & (place % 2 == 0), in_slot, piece)
+        k, v = load_group(piece, in_slot, i, moves, q_ptr.dtype.element_ty, FORM, SLOTS > 0)
+        softmax = _add_keys(softmax, q, k, v, tl.where(i < g, 0.0, float("-inf")), scale, CAP, PRECISION)
     at = (head * R + r) * S + split
-    tl.store(lse_ptr + at, tl.where(some, m + tl.log2(total), float("-inf")), mask=r < R)
     # splits without a key write zeros, because the join reads every part
-    there = (r < R)[:, None] & (e < DV)[None, :]
-    tl.store(part_ptr + at[:, None] * DV + e[None, :], acc / total[:, None], mask=there)
+    store_part(part_ptr, lse_ptr, softmax, at, r < R, FORM.V0, FORM.V1)

@@ -1,8 +1,9 @@
-"""Recall's store in 8 or 4 bits in kernels: a group is quantised when it closes, and read as numbers by attention.
+"""Recall's store in kernels: a group is quantised when it closes, if the store has fewer than 16 bits, and read as
+numbers by attention.
 
 `condense.ops.recall.StoreFormat` says what a group's piece of bytes holds, and defines every number here.
 
-Shapes: T tokens of a tile, P and PV columns of a tile of keys and of values.
+Shapes: T tokens of a tile, P columns of a tile.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device.parts import parts, tile_width
+
 
 class Form(NamedTuple):
-    """The constants of a store: bits per number, tokens per group, widths of keys and values; bytes of a group's piece,
-    and what `StoreFormat.step_unit` says, with the smallest step, of a store in fewer than 16 bits.
+    """The constants of a store: bits per number, tokens per group, widths of keys and of values, 0 of latents; widths
+    of their parts (`condense.ops.triton.device.parts`), V0 being D0 for latents; numbers, or in fewer than 16 bits
+    bytes, of a group's piece; what `StoreFormat.step_unit` says, and the smallest step.
     """
 
     bits: int
     g: int
     D: int
     DV: int
+    D0: int
+    D1: int
+    V0: int
+    V1: int
     piece: int
     unit: float
     tiny: float
@@ -129,50 +137,87 @@ def _codes_of_values(piece_ptr, dtype: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(
-    ptr, copy_ptr, i, inside, copies, WIDTH: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr, COPY: tl.constexpr
-):
-    """Codes of tokens i, ``[T, P]`` float32; COPY: their bytes are written behind ``copy_ptr`` too, if ``copies``."""
-    C: tl.constexpr = WIDTH * BITS // 8
-    d = tl.arange(0, P)
+def _copied(ptr, copy_ptr, there, copies, COPY: tl.constexpr):
+    """What stands at ``ptr``; COPY: it is written to ``copy_ptr`` too, if ``copies``."""
+    x = tl.load(ptr, mask=there, other=0)
+    if COPY:
+        tl.store(copy_ptr, x, mask=there & copies)
+    return x
+
+
+@triton.jit
+def _load_codes(ptr, copy_ptr, i, there, copies, d, WIDTH: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
+    """Codes of columns d of tokens i, of so many, float32; COPY as in `_copied`."""
+    C: tl.constexpr = WIDTH * FORM.bits // 8
     at = i[:, None] * C + (d % C)[None, :]
-    there = inside[:, None] & (d < WIDTH)[None, :]
     codes = tl.load(ptr + at, mask=there, other=0)
     if COPY:
         tl.store(copy_ptr + at, codes, mask=there & (d < C)[None, :] & copies)
-    if BITS < 8:
-        codes = (codes.to(tl.int32) >> (d // C * BITS)[None, :]) & (2**BITS - 1)
+    if FORM.bits < 8:
+        codes = (codes.to(tl.int32) >> (d // C * FORM.bits)[None, :]) & (2**FORM.bits - 1)
     return codes.to(tl.float32)
 
 
 @triton.jit
-def _load_numbers(ptr, copy_ptr, there, copies, COPY: tl.constexpr):
-    """Steps or zeros, float32; COPY as in `_load_codes`."""
-    x = tl.load(ptr, mask=there, other=0.0)
-    if COPY:
-        tl.store(copy_ptr, x, mask=there & copies)
-    return x.to(tl.float32)
+def _load_keys(
+    piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
+    LO: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """N columns from LO on of the keys of tokens i; zero past the last column, finite past the last token."""
+    d = LO + tl.arange(0, tile_width(N))
+    is_column = d < LO + N
+    there = (i < FORM.g)[:, None] & is_column[None, :]
+    if FORM.bits == 16:
+        at = i[:, None] * (FORM.D + FORM.DV) + d[None, :]
+        return _copied(piece_ptr + at, copy_ptr + at, there, copies, COPY)
+    else:
+        numbers, copied = piece_ptr.to(tl.pointer_type(dtype)) + d, copy_ptr.to(tl.pointer_type(dtype)) + d
+        step = _copied(numbers, copied, is_column, copies, COPY).to(tl.float32)
+        zero = _copied(numbers + FORM.D, copied + FORM.D, is_column, copies, COPY).to(tl.float32)
+        codes_ptr, codes_copy = _codes_of_keys(piece_ptr, dtype, FORM), _codes_of_keys(copy_ptr, dtype, FORM)
+        codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.D, FORM, COPY)
+        return (zero[None, :] + step[None, :] * codes).to(dtype)
 
 
 @triton.jit
-def load_group(
-    piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, P: tl.constexpr, PV: tl.constexpr,
-    COPY: tl.constexpr,
+def _load_values(
+    piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
+    LO: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``[T, P]`` and values ``[T, PV]`` of tokens i of a group, as `StoreFormat` rounds them; finite past its end.
+    """As `_load_keys`, of values."""
+    d, inside = LO + tl.arange(0, tile_width(N)), i < FORM.g
+    there = inside[:, None] & (d < LO + N)[None, :]
+    if FORM.bits == 16:
+        at = i[:, None] * (FORM.D + FORM.DV) + FORM.D + d[None, :]
+        return _copied(piece_ptr + at, copy_ptr + at, there, copies, COPY)
+    else:
+        at = 2 * FORM.D + i
+        numbers, copied = piece_ptr.to(tl.pointer_type(dtype)) + at, copy_ptr.to(tl.pointer_type(dtype)) + at
+        step = _copied(numbers, copied, inside, copies, COPY).to(tl.float32)
+        zero = _copied(numbers + FORM.g, copied + FORM.g, inside, copies, COPY).to(tl.float32)
+        codes_ptr, codes_copy = _codes_of_values(piece_ptr, dtype, FORM), _codes_of_values(copy_ptr, dtype, FORM)
+        codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.DV, FORM, COPY)
+        return (zero[:, None] + step[:, None] * codes).to(dtype)
 
-    COPY: what is read of the piece is written behind ``copy_ptr`` too, if ``copies``.
+
+@triton.jit
+def load_group(piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
+    """Keys and values of tokens i of a group in parts, as `StoreFormat` rounds them; finite past the group's end.
+
+    Values of latents are the first part of their keys. COPY: what is read of the piece is written behind ``copy_ptr``
+    too, if ``copies``.
     """
-    inside, d = i < FORM.g, tl.arange(0, P)
-    numbers, copied = piece_ptr.to(tl.pointer_type(dtype)), copy_ptr.to(tl.pointer_type(dtype))
-    step = _load_numbers(numbers + d, copied + d, d < FORM.D, copies, COPY)
-    zero = _load_numbers(numbers + FORM.D + d, copied + FORM.D + d, d < FORM.D, copies, COPY)
-    codes_ptr, codes_copy = _codes_of_keys(piece_ptr, dtype, FORM), _codes_of_keys(copy_ptr, dtype, FORM)
-    codes = _load_codes(codes_ptr, codes_copy, i, inside, copies, FORM.D, P, FORM.bits, COPY)
-    k = (zero[None, :] + step[None, :] * codes).to(dtype)
-    at = 2 * FORM.D + i
-    step = _load_numbers(numbers + at, copied + at, inside, copies, COPY)
-    zero = _load_numbers(numbers + at + FORM.g, copied + at + FORM.g, inside, copies, COPY)
-    codes_ptr, codes_copy = _codes_of_values(piece_ptr, dtype, FORM), _codes_of_values(copy_ptr, dtype, FORM)
-    codes = _load_codes(codes_ptr, codes_copy, i, inside, copies, FORM.DV, PV, FORM.bits, COPY)
-    return k, (zero[:, None] + step[:, None] * codes).to(dtype)
+    k = _load_keys(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, 0, FORM.D0)
+    if FORM.D1 > 0:
+        k = parts(k, _load_keys(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, FORM.D0, FORM.D1))
+    else:
+        k = parts(k, None)
+    if FORM.DV == 0:
+        return k, (k[0],)
+    else:
+        v = _load_values(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, 0, FORM.V0)
+        if FORM.V1 > 0:
+            v = parts(v, _load_values(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, FORM.V0, FORM.V1))
+        else:
+            v = parts(v, None)
+        return k, v
