@@ -1,23 +1,28 @@
-"""Recall that leaves groups out keeps no entries: its prompts and steps in Triton against the definition."""
+"""Recall that leaves groups out keeps no entries, and its kernels read none."""
 
 import pytest
 import torch
 
-import condense
 from condense import Recall
+from condense.functional import extend
+from condense.ops import Source
+from condense.ops.recall import GroupIndex, IndexChoice, RecallSources, attend_recall
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-METHOD = Recall(group_size=4, window=5, num_recall=3, index_bits=8, unchosen="drop")
+SCALE = 0.25
 
 
-def qkv(L, H=4, K=2, D=16, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, n, L, D, generator=generator).to(DEVICE) for n in (H, K, K)]
-
-
-@pytest.mark.parametrize("method", [METHOD, METHOD.replace(num_recall=0)], ids=["some", "none"])
-def test_a_prompt(method):
-    tensors = qkv(45)
-    got = condense.attention(*tensors, method=method, backend="triton")
-    want = condense.attention(*(x.double() for x in tensors), method=method, backend="reference")
-    torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-5)
+@pytest.mark.parametrize("num_recall", [3, 0], ids=["some", "none"])
+def test_a_prompt_is_what_it_is_with_any_entries(num_recall):
+    method = Recall(group_size=4, window=5, num_recall=num_recall, unchosen="drop")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 45, 16, generator=generator).to(DEVICE) for n in (4, 2, 2))
+    context, _ = extend(method, None, k, v, q, scale=SCALE, keep=False)
+    assert context.entries.k.shape == (2, 2, 10, 0)
+    codes, grid, store = context.extra
+    tokens = Source(*store.split(16, dim=3))
+    entries = Source(*(torch.randn(2, 2, 10, 16, generator=generator).to(DEVICE) for _ in "kv"))
+    choice = IndexChoice(q, GroupIndex(codes, grid), method.index_settings, SCALE, method.quota)
+    sources = RecallSources(entries, tokens, context.window, context.spans)
+    want, _ = attend_recall(q, sources, choice, scale=SCALE, unchosen="drop", backend="triton")
+    assert torch.equal(method.attend(q, context, scale=SCALE, backend="triton")[0], want)
