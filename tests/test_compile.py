@@ -68,8 +68,8 @@ def _compiled_loss(model):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "right-padded"])
 def test_training_forward_of_a_model(method, padded):
-    """As one graph, with what a data collator gives: labels, and a mask with padding on the right."""
-    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=2), method), tiny.tokens()
+    """As one graph, beside a stock layer, with what a data collator gives: labels, and padding on the right."""
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=2), method, layers=[1]), tiny.tokens()
     mask = torch.ones_like(ids)
     mask[0, 40:] = 0
     inputs = (ids, ids.masked_fill(mask == 0, -100), mask) if padded else (ids, ids)
@@ -97,12 +97,29 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
         compiled(ids[:1], ids[:1], position_ids=positions)
 
 
-def test_a_prompt_is_not_compiled_as_one_graph():
+def test_prompts_and_steps_of_generate():
+    """Transformers' recipe: a compiled forward, generate over a static cache. Of the last prompt nothing is pooled."""
     torch._dynamo.reset()
     model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
-    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile single steps instead"):
-        forward(input_ids=tiny.tokens(), use_cache=True)
+    prompts = [tiny.tokens(2, n, seed=n) for n in (30, 41, 9)]
+    want = [tiny.generate(model, ids) for ids in prompts]
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    for ids, tokens in zip(prompts, want, strict=True):
+        assert torch.equal(tiny.generate(model, ids, cache_implementation="static"), tokens)
+
+
+def test_a_prompt_that_needs_counts_is_not_compiled():
+    torch._dynamo.reset()
+    model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
+    ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (19, 12)])
+    want = tiny.generate(model, ids, attention_mask=mask)
+    stock = model.forward
+    model.forward = torch.compile(stock, fullgraph=True, backend="eager")
+    for settings in ({"attention_mask": mask}, {"prefill_chunk_size": 7}, {"cache_implementation": "dynamic"}):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="compile single steps instead"):
+            tiny.generate(model, ids, **{"cache_implementation": "static"} | settings)
+    model.forward = torch.compile(stock, backend="eager")
+    assert torch.equal(tiny.generate(model, ids, attention_mask=mask, cache_implementation="static"), want)
 
 
 def test_export_of_a_forward_without_a_cache():

@@ -8,123 +8,193 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from arms import ARMS, MEASURED
+from arms import ARMS, CHANGES, CONTROLS
 
-Results = Mapping[str, Sequence[Mapping[str, Any]]]  # by arm, one per seed
-LEARNED = 0.9  # of the answers right in training
+from condense.plots import plot_lines, require_matplotlib
+
+Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by arm and seed
+LEARNED = 0.9  # of what the dense control finds in the end
+_SHOWN = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the steps
+_DRAWN = ("dense", "both", "growing", "plain", "distilled", "alternate")
 
 
-def write_page(results: Sequence[Path], shape: Path | None, output: Path) -> None:
-    """Fill ``page.md`` with the tables of ``results`` (lists of documents) and of the shape's measurement."""
+def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) -> None:
+    """Fill ``page.md`` with the tables of ``results`` (lists of documents) and of measured shapes; draw a picture."""
+    picture = output.with_suffix(".png")
+    require_matplotlib(picture)
     documents = [document for path in results for document in json.loads(path.read_text(encoding="utf-8"))]
-    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in ARMS}
+    bases = {d["results"]["seed"]: d["results"] for d in documents if "phases" in d["results"]}
+    found: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in ARMS}
     for document in sorted(documents, key=lambda document: document["results"]["seed"]):
-        found[document["results"]["arm"]].append(document["results"])
+        if "arm" in document["results"]:
+            found[document["results"]["arm"]][document["results"]["seed"]] = document["results"]
     found = {name: runs for name, runs in found.items() if runs}
-    first = next(iter(found.values()))[0]
-    origin, phase = documents[0]["provenance"], first["phase"]
+    phase, origin = next(iter(found["dense"].values()))["phase"], documents[0]["provenance"]
     parts = {
         "STEPS": f"{phase['steps']:,}",
-        "BASE_STEPS": f"{first['base_steps']:,}",
         "TOKENS": f"{phase['steps'] * phase['batch_size'] * phase['sequence_length'] / 1e6:.1f}",
-        "SEEDS": str(max(len(runs) for runs in found.values())),
-        "ORIGIN": f"{origin['device']}, torch {origin['torch']}, transformers {origin['transformers']}, "
-        f"{origin['date'][:10]}; files: {', '.join(f'`{path.name}`' for path in [*results, *filter(None, [shape])])}",
+        "ORIGIN": f"{origin['device']}, torch {origin['torch']}, transformers {origin['transformers']}, commit "
+        f"{origin['commit'][:12]}, {origin['date'][:10]}; files: "
+        f"{', '.join(f'`{path.name}`' for path in [*results, *shapes])}",
+        "BASES": _bases(bases),
         "ARMS": _arms(found),
-        "CURVES": _curves(found),
+        "PICTURE": picture.name,
+        "FOUND": _curves(found),
         "POSITIONS": _positions(found),
         "CHANGED": _changed(found),
-        "SHAPE": "" if shape is None else _shape(json.loads(shape.read_text(encoding="utf-8"))["results"]),
+        "SHAPES": _shapes(shapes),
     }
     page = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
     for name, text in parts.items():
         page = page.replace("{{" + name + "}}", text)
     output.write_text(page, encoding="utf-8")
+    _draw(found, picture)
 
 
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _draw(found: Results, path: Path) -> None:
+    """What is found on the way, a panel for each seed."""
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for arm in (name for name in _DRAWN if name in found):
+        for seed, run in found[arm].items():
+            steps, shares = ([entry[what] for entry in run["curve"]] for what in ("step", "found"))
+            panels.setdefault(f"seed {seed}", {})[ARMS[arm].title] = steps, shares
+    plot_lines(panels, path, x_label="steps", y_label="found")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([_row(head), "|" + "---|" * len(head), *map(_row, rows)])
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
-def _each(values: Sequence[float | None], digits: int) -> str:
-    return ", ".join("never" if value is None else f"{value:.{digits}f}" for value in values)
+def _each(values: Sequence[float | None], digits: int, missing: str = "never") -> str:
+    return ", ".join(missing if value is None else f"{value:.{digits}f}" for value in values)
 
 
-def _measured(run: Mapping[str, Any], what: str, name: str) -> Mapping[str, Any]:
-    (entry,) = (entry for entry in run[what] if entry["name"] == name)
-    return entry
+def _measured(run: Mapping[str, Any], what: str, name: str) -> Mapping[str, Any] | None:
+    """A run's entry of that name; None if time ended before it was measured."""
+    return next((entry for entry in run[what] if entry["name"] == name), None)
 
 
-def _found(run: Mapping[str, Any], name: str) -> float:
-    return _measured(run, "retrieval", name)["exact"]["share"]
+def _found(run: Mapping[str, Any], name: str) -> float | None:
+    entry = _measured(run, "retrieval", name)
+    return None if entry is None else entry["exact"]["share"]
+
+
+def _loss(run: Mapping[str, Any], name: str) -> float | None:
+    entry = _measured(run, "text", name)
+    return None if entry is None else entry["loss"]
+
+
+def _own(arm: str) -> str:
+    return "dense" if arm.startswith("dense") else "own"
+
+
+def _control(found: Results, arm: str, seed: int) -> Mapping[str, Any] | None:
+    """The dense control of as many tokens."""
+    return found.get("dense-twice" if arm.endswith("-twice") else "dense", {}).get(seed)
+
+
+def _bases(bases: Mapping[int, Mapping[str, Any]]) -> str:
+    rows = []
+    for seed, base in sorted(bases.items()):
+        cells = [str(seed)]
+        for part in base["phases"]:
+            last = part["history"][-1]
+            cells.append(f"{last['step']:,} steps: {last['dense_answer_accuracy']:.3f}")
+        rows.append(cells)
+    phases = next(iter(bases.values()))["phases"]
+    return _table(["seed", *(f"{part['phase']['sequence_length']:,} tokens" for part in phases)], rows)
 
 
 def _arms(found: Results) -> str:
     rows = []
     for arm, runs in found.items():
-        own = "dense" if arm == "dense" else "condensed"
-        cells = [ARMS[arm].title, _each([_learned(run) for run in runs], 0)]
-        for name in dict.fromkeys((own, "dense")):
-            cells += [
-                _each([_found(run, name) for run in runs], 3),
-                _each([_measured(run, "text", name)["loss"] for run in runs], 3),
-            ]
-        cells += ["", ""] if own == "dense" else []
-        cells.append(f"{mean(run['trained'] for run in runs) / 1e6:.2f}M")
-        rows.append(cells)
-    head = ("", "learned at step", "found", "text loss", "found, dense side", "text loss, dense side", "trained")
+        own = _own(arm)
+        above = []
+        for seed, run in runs.items():
+            control, loss = _control(found, arm, seed), _loss(run, own)
+            above.append(None if control is None or loss is None else loss - (_loss(control, "dense") or 0.0))
+        cells = [
+            ARMS[arm].title,
+            "" if ARMS[arm].train == "none" else _each([_learned(found, arm, seed) for seed in runs], 0),
+            _each([_found(run, own) for run in runs.values()], 3),
+            _each([_loss(run, own) for run in runs.values()], 3),
+            "" if own == "dense" else _each(above, 3, "?"),
+        ]
+        cells += [
+            "" if own == "dense" else _each([side(run, "dense") for run in runs.values()], 3)
+            for side in (_found, _loss)
+        ]
+        rows.append([*cells, f"{mean(run['trained'] for run in runs.values()) / 1e6:.2f}M"])
+    head = (
+        "", "learned at step", "found", "text loss", "above the dense control", "found, dense side",
+        "text loss, dense side", "trained",
+    )  # fmt: skip
     return _table(head, rows)
 
 
-def _accuracy(entry: Mapping[str, Any]) -> float | None:
-    return entry.get("condensed_answer_accuracy", entry.get("dense_answer_accuracy"))
-
-
-def _learned(run: Mapping[str, Any]) -> int | None:
-    return next((entry["step"] for entry in run["history"] if (_accuracy(entry) or 0) >= LEARNED), None)
+def _learned(found: Results, arm: str, seed: int) -> int | None:
+    """The first measured step with `LEARNED` of what the seed's dense control found at its end."""
+    control = _control(found, arm, seed)
+    if control is None:
+        return None
+    wanted = LEARNED * control["curve"][-1]["found"]
+    return next((entry["step"] for entry in found[arm][seed]["curve"] if entry["found"] >= wanted), None)
 
 
 def _curves(found: Results) -> str:
-    steps = [entry["step"] for entry in next(iter(found.values()))[0]["history"]]
-    chosen = [steps[round(share * len(steps)) - 1] for share in (0.1, 0.25, 0.5, 0.75, 1.0)]
+    steps = [entry["step"] for entry in next(iter(found["dense"].values()))["curve"]]
+    chosen = [steps[max(0, round(share * len(steps)) - 1)] for share in _SHOWN]
     rows = []
     for arm, runs in found.items():
-        at = [{entry["step"]: _accuracy(entry) for entry in run["history"]} for run in runs]
-        rows.append([ARMS[arm].title, *(_each([curve.get(step) for curve in at], 2) for step in chosen)])
-    return _table(["share of answers right in training at step", *map(str, chosen)], rows)
+        curves = [{entry["step"]: entry for entry in run["curve"]} for run in runs.values()]
+        if all(curves):
+            cells = [
+                f"{_each([curve[step]['found'] for curve in curves], 2)}; "
+                f"{mean(curve[step]['text_loss'] for curve in curves):.2f}"
+                for step in chosen
+            ]
+            rows.append([ARMS[arm].title, *cells])
+    return _table(["found; mean text loss, at step", *map(str, chosen)], rows)
 
 
 def _positions(found: Results) -> str:
-    edges = _measured(next(iter(found.values()))[0], "text", "condensed")["by_position"]
-    head = ["text loss, condensed", *(f"{part['start']} to {part['stop'] - 1}" for part in edges)]
-    rows = []
+    head, rows = ["text loss"], []
     for arm, runs in found.items():
-        own = "dense" if arm == "dense" else "condensed"
-        by = [_measured(run, "text", own)["by_position"] for run in runs]
-        rows.append([ARMS[arm].title, *(_each([parts[i]["loss"] for parts in by], 3) for i in range(len(edges)))])
+        entries = [_measured(run, "text", _own(arm)) for run in runs.values()]
+        parts = [entry["by_position"] for entry in entries if entry is not None]
+        head[1:] = [f"{part['start']:,} to {part['stop'] - 1:,}" for part in parts[0]]
+        rows.append([ARMS[arm].title, *(_each([run[i]["loss"] for run in parts], 3) for i in range(len(head) - 1))])
     return _table(head, rows)
 
 
 def _changed(found: Results) -> str:
-    names = [name for name in MEASURED if name != "dense"]
-    head = ["found; text loss", *("as trained" if name == "condensed" else name for name in names)]
+    names = ("own", *CHANGES, *CONTROLS)
     rows = []
     for arm, runs in found.items():
-        cells = [
-            f"{_each([_found(run, name) for run in runs], 3)}; "
-            f"{_each([_measured(run, 'text', name)['loss'] for run in runs], 3)}"
-            for name in names
-        ]
+        cells = []
+        for name in names:
+            losses = [loss for run in runs.values() if (loss := _loss(run, name)) is not None]
+            shares = _each([_found(run, name) for run in runs.values()], 2, "?")
+            cells.append(f"{shares}; {mean(losses):.3f}" if losses else "?")
         rows.append([ARMS[arm].title, *cells])
-    return _table(head, rows)
+    return _table(["found; mean text loss", "as trained", *names[1:]], rows)
+
+
+def _shapes(paths: Sequence[Path]) -> str:
+    if not paths:
+        return ""
+    tables = [_shape(json.loads(path.read_text(encoding="utf-8"))["results"]) for path in paths]
+    head = "## Models of a billion parameters and more"
+    about = "Random weights, activations recomputed; groups of 16, window 1,024, the slowest step but the first."
+    return "\n\n".join([head, about, *tables]) + "\n\n"
 
 
 def _shape(content: Mapping[str, Any]) -> str:
-    rows = [
-        [row["name"], f"{min(row['tokens_per_second'][1:]):,}", f"{row['peak_gib']:.1f} GiB"] for row in content["rows"]
-    ]
-    return _table([f"{content['length']:,} tokens, {content['layers']} layers", "tokens/s", "peak memory"], rows)
+    about = f"{content['shape']}, {'all weights' if content['train'] == 'all' else 'LoRA of rank 16'}"
+    if "length" not in content:
+        rows = [[r["name"], f"{r['length']:,}", f"{r['tokens_per_second']:,}"] for r in content["rows"]]
+        return _table([f"{about}, 1 GPU", "longest sequence", "tokens/s there"], rows)
+    rows = [[r["name"], f"{min(r['tokens_per_second'][1:]):,}", f"{r['peak_gib']:.1f} GiB"] for r in content["rows"]]
+    gpus = f"{content['processes']} GPU{'s' if content['processes'] > 1 else ''}"
+    return _table([f"{about}, {content['length']:,} tokens, {gpus}", "tokens/s", "peak memory of a GPU"], rows)

@@ -94,7 +94,7 @@ def engine(args):
         "hf_overrides": overrides, "dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 8,
         "max_num_batched_tokens": args.batched_tokens, "enable_prefix_caching": args.prefix_caching,
         "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05, "tensor_parallel_size": args.ranks,
-        "disable_custom_all_reduce": True,
+        "pipeline_parallel_size": args.stages, "disable_custom_all_reduce": True,
     }  # fmt: skip
     started = Engine(ref["folder"], **settings, **mode_settings(args.mode))
     sampling = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 0, "detokenize": False}
@@ -127,7 +127,7 @@ def engine(args):
     content = {
         "vllm": vllm.__version__, "model": args.model, "method": str(METHOD), "mode": args.mode, "dtype": args.dtype,
         "batched_tokens": args.batched_tokens, "prefix_caching": args.prefix_caching, "ranks": args.ranks,
-        "rounds": rounds, "text_error": text, "pages": total, "free_pages": free,
+        "stages": args.stages, "rounds": rounds, "text_error": text, "pages": total, "free_pages": free,
     }  # fmt: skip
     print(content, flush=True)
     write_results(args.out, content, seed=0, overwrite=True)
@@ -148,7 +148,8 @@ def main():
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batched-tokens", type=int, default=8192)
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
+    parser.add_argument("--stages", type=int, default=1, help="of a pipeline, each with layers of its own")
     args = parser.parse_args()
     {"reference": reference, "engine": engine}[args.what](args)
 

@@ -39,17 +39,19 @@ def extend(
     """Read L new tokens. Returns the sources that their queries attend to, and the new state (None unless ``keep``).
 
     k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``: their means are the summary queries. state: kept from
-    earlier tokens, None before the first ones. plan: which of the tokens are real (default: all); one plan serves all
-    layers of a forward. The context carries gradients of k, v and q; the state is detached.
+    earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
+    documents begin, of which no state is kept; one plan serves all layers of a forward. The context carries gradients
+    of k, v and q; the state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
+    assert plan.documents is None or not keep, "no state is kept of packed documents"
     k, v = plan.without_padding(k), plan.without_padding(v)
     if state is None and method.prompt_reader is not None:
         return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend, keep=keep)
-    reading = plan.reading(method, state)
+    reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
     window_k = append_window(before.window_k, k, plan.padding)
     window_v = append_window(before.window_v, v, plan.padding)
@@ -60,7 +62,7 @@ def extend(
             summary = summarize(q, before.summary_q, reading.summaries, backend=backend)
             summary = summary.expand(-1, -1, reading.num_chunks, -1)
         chunks = Chunks(
-            window_k, window_v, reading.chunk_column, reading.num_chunks, method.layout.rule.chunk, reading.first_chunk
+            window_k, window_v, reading.columns, reading.num_chunks, method.layout.rule.chunk, reading.numbers
         )
         new = method.represent(chunks, summary, scale=scale, backend=backend)
         entries = _append(before.entries, new, reading, prompt_entries(method, before.prompt_tokens))
@@ -161,32 +163,36 @@ def attention(
         check_qkv(q, k, v)
         scale = check_scale(scale, q)
 
-        def run(q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            plan = ForwardPlan(k.shape[2], counts)
+        def run(q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
             context, _ = extend(method, None, k, v, q, scale=scale, plan=plan, backend=backend, keep=False)
             return method.attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
 
-        out, lse = each_document(run, (q, k, v), cu_seqlens, padding)
+        out, lse = run_planned(method, run, (q, k, v), cu_seqlens, padding)
     return out if lse is None else (out, lse)
 
 
-def each_document(
+def run_planned(
+    method: Method,
     run: Callable[..., tuple[Tensor, Tensor | None]],
     tensors: tuple[Tensor, ...],
     cu_seqlens: Tensor | None,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call ``run(*tensors, counts)`` once for padded rows, or once per packed document and join the outputs.
+    """Call ``run(*tensors, plan)`` for padded rows or packed documents.
 
-    tensors: queries first, ``[B, heads, L, width]`` each. run returns out ``[B, H, L, Dv]`` and lse or None.
+    tensors: queries first, ``[B, heads, L, width]`` each. run returns out ``[B, H, L, Dv]`` and lse or None; it is
+    called once per document if the method does not read them together.
     Raises ValueError for cu_seqlens or padding that do not fit the queries, and if both are given.
     """
+    q, L = tensors[0], tensors[0].shape[2]
     if cu_seqlens is None:
-        return run(*tensors, None if padding is None else tensors[0].shape[2] - check_padding(padding, tensors[0]))
+        return run(*tensors, ForwardPlan(L, None if padding is None else L - check_padding(padding, q)))
     if padding is not None:
         raise ValueError("cu_seqlens and padding exclude each other, got both")
-    lengths = check_cu_seqlens(cu_seqlens, tensors[0])
+    lengths = check_cu_seqlens(cu_seqlens, q)
+    if method.reads_packed:
+        return run(*tensors, ForwardPlan(L, documents=lengths))
     documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
-    results = [run(*document, None) for document in documents if document[0].shape[2]]
+    results = [run(*document, ForwardPlan(document[0].shape[2])) for document in documents if document[0].shape[2]]
     lses = [lse for _, lse in results if lse is not None]
     return torch.cat([out for out, _ in results], dim=2), torch.cat(lses, dim=2) if lses else None

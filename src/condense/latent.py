@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.functional import each_document, extend
+from condense.functional import extend, run_planned
 from condense.methods import Context, Method
 from condense.ops import Source
 from condense.ops.checks import DTYPES, check_scale, check_tensors
@@ -87,7 +87,7 @@ def latent_attention(
         scale = check_scale(scale, q)
         latent_method = method.for_latents(c.shape[-1])
 
-        def run(q: Tensor, entries: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def run(q: Tensor, entries: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
             context, _ = extend(
                 latent_method,
                 None,
@@ -95,14 +95,14 @@ def latent_attention(
                 entries[..., :0],
                 summary_queries(method, q, up),
                 scale=scale,
-                plan=ForwardPlan(q.shape[2], counts),
+                plan=plan,
                 backend=backend,
                 keep=False,
             )
             return attend_to_latents(method, context, q, up, scale=scale, backend=backend, return_lse=return_lse)
 
         entries = torch.cat([c, k_rope], dim=-1)[:, None]
-        out, lse = each_document(run, (q, entries), cu_seqlens, padding)
+        out, lse = run_planned(method, run, (q, entries), cu_seqlens, padding)
     return out if lse is None else (out, lse)
 
 

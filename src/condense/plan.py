@@ -1,17 +1,18 @@
 """The numbers that all layers of one forward share: computed by the first layer, handed to the others.
 
-Shapes: B rows, L new tokens, c tokens per chunk.
+Shapes: B rows, L new tokens, n packed documents, G chunks of c tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from condense.methods import Method
-from condense.ops import RuleSpans, SummarySpans
+from condense.methods import Layout, Method
+from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, document_spans
 from condense.ops.tensors.per_row import PerRow, as_rows, int_if_equal, max_row
 from condense.ops.tensors.sampling import Sample, sampled_queries
 from condense.state import LayerState, prompt_entries
@@ -21,33 +22,40 @@ class Reading(NamedTuple):
     """Which chunks are pooled when new tokens are read, and what each query sees, for one method and one state.
 
     seen: real tokens per row afterwards. Chunks ``[first_chunk, last_chunk)`` of each row are pooled now, num_chunks in
-    the row with most; chunk_column: the column of the window where they begin. summaries: the queries that weigh them,
-    None if no chunk needs any. spans: what each new query sees.
+    the row with most; columns and numbers: where they begin in the window, and which they are, as
+    `condense.ops.Chunks` has them. summaries: the queries that weigh them, None if no chunk needs any. spans: what each
+    new query sees.
     """
 
     seen: PerRow
     first_chunk: PerRow
     last_chunk: PerRow
     num_chunks: int
-    chunk_column: PerRow
-    summaries: SummarySpans | None
-    spans: RuleSpans
+    columns: int | Tensor
+    numbers: int | Tensor
+    summaries: SummarySpans | SummaryColumns | None
+    spans: RuleSpans | ArraySpans
 
 
 class ForwardPlan:
     """L new tokens per row, the last ``counts`` of which are real; the rest is padding on the left.
 
-    counts: int64 CPU ``[B]``, None: all are real. Layers with the same method and the same numbers of tokens in their
-    states share one `Reading`; layers with the same sampling settings share one `Sample`.
+    counts: int64 CPU ``[B]``, None: all are real. documents: lengths of the documents packed into one row without
+    padding, None for one; they are read without a state, and none is kept. Layers with the same method and the same
+    numbers of tokens in their states share one `Reading`; layers with the same sampling settings share one `Sample`.
     """
 
-    def __init__(self, num_tokens: int, counts: Tensor | None = None) -> None:
+    def __init__(
+        self, num_tokens: int, counts: Tensor | None = None, *, documents: Sequence[int] | None = None
+    ) -> None:
         self.num_tokens = num_tokens
         self.counts = counts
+        lengths = [n for n in documents or () if n]
+        self.documents = torch.tensor(lengths) if len(lengths) > 1 else None
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
         # Keyed by the numbers of a state (see `_identity`): rows that differ have a tensor, which all layers got from
         # the `Reading` of the forward before.
-        self._readings: dict[tuple[int, ...], tuple[Reading, object]] = {}
+        self._readings: dict[tuple[object, ...], tuple[Reading, object]] = {}
         self._samples: dict[tuple[object, ...], Sample] = {}
 
     @property
@@ -75,22 +83,26 @@ class ForwardPlan:
             self._samples[key] = sampled_queries(tokens, self.num_tokens, num_recent, num_random, seed, device)
         return self._samples[key]
 
-    def reading(self, method: Method, state: LayerState | None) -> Reading:
-        """The `Reading` of the new tokens after a state, None before the first ones."""
+    def reading(self, method: Method, state: LayerState | None, device: torch.device) -> Reading:
+        """The `Reading` of the new tokens after a state, None before the first ones; its tensors are on the device."""
         if torch.compiler.is_compiling():
-            return self._read(method, state)
-        key = (id(method), *(() if state is None else map(_identity, (state.seen, state.prompt_tokens))))
+            return self._read(method, state, device)
+        numbers = () if state is None else map(_identity, (state.seen, state.prompt_tokens))
+        key: tuple[object, ...] = (device, id(method), *numbers)
         if state is not None:
             key = (*key, state.window_k.shape[2])
         known = self._readings.get(key)
         if known is None:
             # kept alive beside the reading, so that no other object gets the ids in the key
-            numbers = None if state is None else (state.seen, state.prompt_tokens)
-            known = self._readings[key] = (self._read(method, state), (method, numbers))
+            kept = None if state is None else (state.seen, state.prompt_tokens)
+            known = self._readings[key] = (self._read(method, state, device), (method, kept))
         return known[0]
 
-    def _read(self, method: Method, state: LayerState | None) -> Reading:
+    def _read(self, method: Method, state: LayerState | None, device: torch.device) -> Reading:
         layout = method.layout
+        if self.documents is not None:
+            assert state is None, "documents are read without a state"
+            return _read_documents(layout, self.documents, device)
         rule, delay, S = layout.rule, layout.summary_delay, layout.num_summary
         before: PerRow = 0 if state is None else state.seen
         num_window = 0 if state is None else state.window_k.shape[2]
@@ -106,7 +118,41 @@ class ForwardPlan:
             summaries = SummarySpans(start - S, before, seen, count, S, rule.chunk)
         num_prompt = prompt_entries(method, 0 if state is None else state.prompt_tokens)
         spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, num_prompt)
-        return Reading(seen, first, last, num, first * rule.chunk - window_start, summaries, spans)
+        columns = _each_chunk(first * rule.chunk - window_start, rule.chunk, num, device)
+        numbers = _each_chunk(first, 1, num, device)
+        return Reading(seen, first, last, num, columns, numbers, summaries, spans)
+
+
+def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int | Tensor:
+    """A number of each chunk, as `condense.ops.Chunks` has them: of a row's first one, and ``step`` more of each.
+
+    A row with fewer chunks than another has numbers of no chunks, which may lie before its window: 0 stands for those.
+    """
+    first = int_if_equal(first)
+    if not isinstance(first, Tensor):
+        return first
+    return (first[:, None] + step * torch.arange(num)).clamp(min=0).to(device, non_blocking=True)
+
+
+def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Reading:
+    """The `Reading` of packed documents of ``lengths`` tokens (int64 CPU ``[n]``): of each the chunks that any of its
+    queries sees as entries. The others would be seen by none.
+    """
+    rule, S = layout.rule, layout.num_summary
+    num_tokens, starts = int(lengths.sum()), lengths.cumsum(0) - lengths
+    per_document = rule.visible_entries(rule.closed(lengths)) // rule.entries
+    num = int(per_document.sum())
+    document = torch.arange(len(lengths)).repeat_interleave(per_document)
+    numbers = torch.arange(num) - (per_document.cumsum(0) - per_document)[document]
+    columns = starts[document] + numbers * rule.chunk
+    # with summary="prompt" a document's last queries weigh all of its chunks
+    whole = layout.lookahead is not None
+    ends = (starts + lengths)[document] if whole else columns + rule.chunk + layout.summary_delay
+    begins = torch.maximum(ends - S, starts[document])
+    columns, numbers, begins, ends = torch.stack([columns, numbers, begins, ends]).to(device, non_blocking=True)
+    summaries = SummaryColumns(begins, ends, S) if S > 0 and num > 0 else None
+    spans = document_spans(rule, lengths, device)
+    return Reading(num_tokens, 0, num, num, columns[None], numbers[None], summaries, spans)
 
 
 def _identity(x: PerRow) -> int:

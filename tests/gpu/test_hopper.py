@@ -7,7 +7,7 @@ from triton_kernels import test_attend as plain
 import condense
 from condense.ops import resolve_backend
 from condense.ops.backends import BACKENDS
-from condense.ops.hopper import limits
+from condense.ops.hopper import attend_forward, limits
 from condense.testing import oracle
 
 HALF = [dtype for dtype in plain.DTYPES if dtype != torch.float32]
@@ -52,6 +52,12 @@ def test_repeats_are_bit_equal():
 
 def test_a_later_token_leaves_earlier_outputs_bit_equal():
     plain.test_a_later_token_leaves_earlier_outputs_bit_equal()
+
+
+@pytest.mark.parametrize("name", ["cca", "dense"])
+def test_blocks_of_128_keys_that_long_texts_take(name, monkeypatch):
+    monkeypatch.setattr(attend_forward, "_LONG", 0)
+    plain.test_output_lse_and_gradients_within_budget(name, "ratio3", torch.bfloat16, 128, 128)
 
 
 @pytest.mark.parametrize(("H", "K", "D", "Dv"), [(32, 8, 128, 128), (16, 16, 192, 128), (40, 40, 96, 64)])

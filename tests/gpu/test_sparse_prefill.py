@@ -3,17 +3,31 @@
 import pytest
 import torch
 
-from condense.methods import FlexPrefill, VerticalSlash
+from condense.methods import FlexPrefill, MInference, VerticalSlash
 from condense.ops import SparseKeys, sparse_attention
 
+LINES = VerticalSlash(vertical=50, slash=20)
+MIXED = MInference(patterns=("a_shape:sink=1,window=200", "block_sparse:blocks=2", *2 * ("vertical_slash:slash=150",)))
 
-@pytest.mark.parametrize("length", [1024, 1500])
+
+# 192 and 128: the keys and values that DeepSeek-V2's latents expand to
 @pytest.mark.parametrize(
-    "method", [VerticalSlash(vertical=50, slash=20), FlexPrefill(gamma=0.3, min_budget=128)], ids=lambda m: m.name
+    ("method", "length", "widths"),
+    [
+        (LINES, 1024, (64, 64)),
+        (LINES, 1500, (64, 64)),
+        (FlexPrefill(gamma=0.3, min_budget=128), 1500, (64, 64)),
+        (FlexPrefill(gamma=0.3, min_budget=128), 1024, (192, 128)),
+        (MIXED, 1500, (64, 64)),
+    ],
+    ids=lambda x: getattr(x, "name", x),
 )
-def test_compiled_flex_attention_gives_the_definition(method, length):
+def test_compiled_flex_attention_gives_the_definition(method, length, widths):
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn(1, n, length, 64, generator=generator, device="cuda") for n in (4, 2, 2))
+    q, k, v = (
+        torch.randn(1, n, length, width, generator=generator, device="cuda")
+        for n, width in ((4, widths[0]), (2, widths[0]), (2, widths[1]))
+    )
     keys = method.choose(3 * q, k, scale=0.125)
     out, lse = sparse_attention(3 * q, k, v, keys, scale=0.125)
     exact = [x.cpu().double() for x in (3 * q, k, v)]

@@ -134,6 +134,30 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
     assert "complete" in err
 
 
+def test_a_report_that_was_not_written_is_written_from_the_scores(base, command, tmp_path, monkeypatch):
+    from condense.cli import eval as module
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    output, write = tmp_path / "run", module.write_report
+    arguments = ("--task", "text_loss", "--length", "512", "--model", base, "--output", output)
+    monkeypatch.setattr(module, "write_report", full)
+    assert command(*arguments)[0] != 0
+    saved = (output / "metrics.json").read_bytes()
+    assert not (output / "report.html").exists()
+    monkeypatch.setattr(module, "write_report", write)
+    monkeypatch.setattr(module, "load_model", None)  # what is drawn is in the folder
+    code, out, err = command(*arguments, "--resume")
+    assert code == 0, err
+    assert "nats_per_token" in out
+    assert "<svg" in (output / "report.html").read_text()
+    assert (output / "metrics.json").read_bytes() == saved
+    code, _, err = command(*arguments, "--resume")
+    assert code == 2
+    assert "complete" in err
+
+
 def test_out_of_memory_halves_the_batch_once(base, command, tmp_path, monkeypatch):
     sizes, generate = [], LlamaForCausalLM.generate
 

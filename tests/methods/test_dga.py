@@ -25,7 +25,6 @@ from condense.testing import cases, oracle, oracle_dga
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
 SELECT = DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4)
-FIRST = torch.zeros(1, dtype=torch.int64)
 
 
 def once(length):
@@ -163,7 +162,7 @@ def test_no_focal_tokens_is_cca_with_the_same_window(backend):
 def chunk(method, k, summary):
     """Entries ``[p, D]`` of one chunk with keys ``[c, D]``; values are the one-hot places."""
     v = torch.eye(len(k), dtype=torch.float64)
-    one = Chunks(k[None, None], v[None, None], 0, 1, len(k), FIRST)
+    one = Chunks(k[None, None], v[None, None], 0, 1, len(k), 0)
     entries = method.represent(one, summary[None, None, None], scale=1.0, backend="torch")
     return [x[0, 0] for x in entries]
 

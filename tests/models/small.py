@@ -6,10 +6,12 @@ besides. Models have one layer of every kind that their type knows, and two at l
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.masking_utils import create_chunked_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -105,6 +107,10 @@ UNBUILT = (
     "gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp",
     "qwen4_exp_text", "reformer",
 )  # fmt: skip
+_CHUNKED_MASK = inspect.signature(create_chunked_causal_mask)
+# generate of transformers 5.17 over a static cache hands its own function of chunked masks an argument that it does not
+# take
+NO_STATIC_MASKS = () if "block_sequence_ids" in _CHUNKED_MASK.parameters else ("llama4", "llama4_text")
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:

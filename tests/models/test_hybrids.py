@@ -1,13 +1,10 @@
 """Models with layers of other kinds (sliding window, linear attention, convolution) in static caches and graphs."""
 
-import inspect
-
 import pytest
 import torch
 from models import small, tiny
 from transformers import StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
-from transformers.masking_utils import create_chunked_causal_mask
 
 import condense
 from condense.caches import StaticCondensedLayer
@@ -21,7 +18,6 @@ MODELS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen
 MODELS["kimi_linear"] = LCA
 # linear attention of the stock models is float32
 ROUNDED = {"rtol": 0, "atol": 5e-6}
-CHUNKED_MASK = inspect.signature(create_chunked_causal_mask)
 PROMPT, NEW = 17, 9
 
 
@@ -40,11 +36,7 @@ def test_a_static_cache_equals_the_whole(model, sizes):
     assert not any(isinstance(layer, StaticSlidingWindowLayer) for layer in cache.layers)
 
 
-# generate of transformers 5.17 hands its own function of chunked masks an argument that it does not take
-GENERATING = set(MODELS) - ({"llama4_text"} if "block_sequence_ids" not in CHUNKED_MASK.parameters else set())
-
-
-@pytest.mark.parametrize("model", sorted(GENERATING), indirect=True)
+@pytest.mark.parametrize("model", sorted(set(MODELS) - set(small.NO_STATIC_MASKS)), indirect=True)
 def test_padded_rows_and_beams_as_in_a_growing_cache(model):
     ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (PROMPT, PROMPT - 4)])
     for beams in (1, 3):

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
-from models import tiny
+from models import small, tiny
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import DynamicCache, StaticCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import condense
 from condense.models import hooks, replay
+from condense.models.families import has_eager_experts
 from condense.models.replay import ReplayedForward
 
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26)]
@@ -20,6 +25,8 @@ MODES = {
     "token-by-token": {"prefill_chunk_size": 1},
     "logits-processor": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
 }
+HYBRIDS = dict.fromkeys(("qwen3_next", "lfm2", "nemotron_h", "gpt_oss", "llama4_text"), tiny.CCA)
+HYBRIDS["kimi_linear"] = condense.LCA(group_size=4, window=8)
 EAGER = {
     "beams": {"num_beams": 2},
     "growing": {"cache_implementation": "dynamic"},
@@ -39,14 +46,41 @@ class _Recorded:
         self.forward._output = self.forward._model(past_key_values=self.cache, **self.inputs)
 
 
+class _Traced:
+    """The operations of a step, traced once, on the tensors that it had then: as a CUDA graph, with no Python.
+
+    Counts on the host stand still, and a tensor that a step would exchange for another is read as it was. Tracing fails
+    where the host reads a tensor that the step computes.
+    """
+
+    def __init__(self, forward, cache, inputs):
+        self.forward, self.cache = forward, cache
+        leaves, structure = tree_flatten(inputs)
+        self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+
+        def logits(*tensors):
+            held = iter(tensors)
+            step = tree_unflatten([next(held) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
+            return forward._model(past_key_values=cache, **step).logits
+
+        state = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, torch.Tensor)]
+        before = [x.clone() for x in state]
+        self.graph = make_fx(logits)(*self.inputs)
+        for x, old in zip(state, before, strict=True):  # a capture computes nothing
+            x.copy_(old)
+
+    def replay(self):
+        self.forward._output = CausalLMOutputWithPast(logits=self.graph(*self.inputs), past_key_values=self.cache)
+
+
 @pytest.fixture
-def captured(monkeypatch):
+def captured(monkeypatch, request):
     """As if the model were on a GPU; the caches that steps were captured over."""
-    caches = []
+    caches, graph = [], getattr(request, "param", _Recorded)
 
     def capture(self, cache, inputs):
         caches.append(cache)
-        return _Recorded(self, cache, inputs)
+        return graph(self, cache, inputs)
 
     monkeypatch.setattr(ReplayedForward, "_capture", capture)
     for module in (hooks, replay):
@@ -54,8 +88,8 @@ def captured(monkeypatch):
     return caches
 
 
-def _model(monkeypatch, method=tiny.CCA, name="llama"):
-    model = condense.apply(tiny.model(name), method)
+def _model(monkeypatch, method=tiny.CCA, stock=None):
+    model = condense.apply(tiny.model("llama") if stock is None else stock, method)
     compilable = type(model)._valid_auto_compile_criteria
 
     def criteria(self, model_kwargs, generation_config):
@@ -92,6 +126,27 @@ def test_every_call_has_a_cache_of_its_own(captured, monkeypatch, method):
     assert len(set(map(id, captured))) == 2
 
 
+@pytest.mark.parametrize("captured", [_Traced], indirect=True)
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_of_other_kinds_keep_their_state_where_it_is(captured, monkeypatch, name):
+    """Linear attention, convolutions and sliding windows: what a step writes is what the next one reads."""
+    stock = small.model(name)
+    stock.set_experts_implementation("batched_mm")
+    model = _model(monkeypatch, HYBRIDS[name], stock)
+    logits = []
+
+    def record(ids, scores):
+        logits.append(scores.clone())
+        return scores
+
+    want = _generate(model, cache_implementation="dynamic", logits_processor=[record])
+    assert not captured
+    assert torch.equal(_generate(model, logits_processor=[record]), want)
+    assert len(captured) == (name not in small.NO_STATIC_MASKS)
+    growing, replayed = torch.stack(logits).chunk(2)
+    torch.testing.assert_close(replayed, growing, rtol=0, atol=5e-6)  # linear attention of stock models is float32
+
+
 @pytest.mark.parametrize("settings", EAGER.values(), ids=EAGER)
 def test_what_the_caller_chose_stays(captured, monkeypatch, settings):
     model = _model(monkeypatch)
@@ -116,6 +171,27 @@ def test_other_arguments_are_captured_anew(captured, monkeypatch):
     for keywords, expected in (({}, 0), ({}, 1), ({"use_cache": True}, 1), ({"use_cache": True}, 2)):
         forward(input_ids=tokens, past_key_values=cache, **keywords)
         assert len(captured) == expected
+
+
+def _waits(model):
+    """True if a forward reads on the host what it computes."""
+    ids = tiny.tokens(1, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        try:
+            model(ids, use_cache=False)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("llama4_text", "eager"), ("dbrx", "eager"), ("gpt_oss", "eager"), ("gpt_oss", "batched_mm"), ("llama", "eager")],
+)
+def test_experts_that_wait_are_known(name, experts):
+    model = small.model(name)
+    model.set_experts_implementation(experts)
+    assert has_eager_experts(model) == _waits(model)
 
 
 def test_a_compiled_forward_is_left_alone(monkeypatch):

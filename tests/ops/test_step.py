@@ -203,8 +203,7 @@ def test_pooling_says_what_represent_does(method, pooling):
     assert method.layout.pooling == (*pooling, 0, None)
     c = method.layout.rule.chunk
     k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
-    first = torch.zeros(1, dtype=torch.int64)
-    one = Chunks(k.flatten(2, 3), v.flatten(2, 3), 0, 3, c, first)
+    one = Chunks(k.flatten(2, 3), v.flatten(2, 3), 0, 3, c, 0)
     got = method.represent(one, summary.double(), scale=0.5, backend="torch")
     scores = condense.ops.group_scores(summary.double(), k, scale=0.5)
     want = (condense.ops.pool(x, scores, how=how) for x, how in zip((k, v), pooling, strict=True))

@@ -120,10 +120,10 @@ def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend)
 @pytest.mark.parametrize("start", [(2, 2), (0, 5)], ids=["rows alike", "rows apart"])
 def test_pool_groups_is_scores_and_pooling_of_each_row(start, how, backend):
     k, v, summary = draw(2, 3, 20, 4), draw(2, 3, 20, 6, seed=1), draw(2, 3, 5, 4, seed=2)
+    columns = torch.tensor(start)[:, None] + 3 * torch.arange(5)
     key, value = pool_groups(
-        k, v, summary, start=numbers(*start), num_groups=5, group_size=3, scale=0.3,
-        key_pooling=how, value_pooling="weighted", backend=backend,
-    )  # fmt: skip
+        Chunks(k, v, columns, 5, 3, 0), summary, scale=0.3, key_pooling=how, value_pooling="weighted", backend=backend
+    )
     for b, first in enumerate(start):
         groups_k, groups_v = (x[b : b + 1, :, first : first + 15].unflatten(2, (5, 3)) for x in (k, v))
         scores = group_scores(summary[b : b + 1], groups_k, scale=0.3)
@@ -133,11 +133,11 @@ def test_pool_groups_is_scores_and_pooling_of_each_row(start, how, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
-    k = draw(1, 2, 10, 4)
+    both = draw(1, 2, 10, 4).expand(2, -1, -1, -1)
     for how in POOLINGS:
         key, value = pool_groups(
-            k.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1)[..., :0], draw(2, 2, 4, 4), start=numbers(0, 3),
-            num_groups=4, group_size=3, scale=1.0, key_pooling=how, value_pooling=how, backend=backend,
+            Chunks(both, both[..., :0], torch.tensor([[0, 3, 6, 9], [3, 6, 9, 12]]), 4, 3, 0),
+            draw(2, 2, 4, 4), scale=1.0, key_pooling=how, value_pooling=how, backend=backend,
         )  # fmt: skip
         assert bool(key.isfinite().all())
         assert value.shape == (2, 2, 4, 0)
@@ -150,7 +150,7 @@ def test_chunks_are_represented_alike_wherever_they_stand_in_the_window(group):
     wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, 5, 2)) for x in (k, v))
     alone, inside = (
         method.represent(Chunks(*window, start, 3, group, 0), summary, scale=0.4, backend="torch")
-        for window, start in (((k, v), 0), ((wide_k, wide_v), numbers(5, 5)))
+        for window, start in (((k, v), 0), ((wide_k, wide_v), torch.tensor([[5, 5 + group, 5 + 2 * group]])))
     )
     assert all(torch.equal(x, y) for x, y in zip(alone, inside, strict=True))
 

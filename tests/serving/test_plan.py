@@ -87,7 +87,7 @@ def changed(**settings):
 
 @pytest.mark.parametrize(
     "engine",
-    [FITS, changed(tensor_parallel=8), changed(cache_dtype="bfloat16"), changed(version="0.32.1+cpu")],
+    [FITS, changed(tensor_parallel=8), changed(cache_dtype="bfloat16"), changed(version="0.29.1+cpu")],
     ids=str,
 )
 def test_engines_that_fit(engine):
@@ -97,8 +97,8 @@ def test_engines_that_fit(engine):
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        (changed(version="0.31.2"), "vllm>=0.32,<0.33"),
-        (changed(version="0.33.0"), "vllm>=0.32,<0.33"),
+        (changed(version="0.28.2"), "vllm>=0.29,<0.33"),
+        (changed(version="0.33.0"), "vllm>=0.29,<0.33"),
         (changed(cache_dtype="fp8_e4m3"), "--kv-cache-dtype must be auto or the model's bfloat16"),
         (changed(cache_dtype="float16"), "--kv-cache-dtype"),
         (changed(tensor_parallel=16), "8 KV heads, got 16"),

@@ -4,18 +4,20 @@ import dataclasses
 import errno
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from models import tiny
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import condense
 from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
 from condense.train import loss as loss_module
 from condense.train import phase as phase_module
+from condense.train import run as run_module
 from condense.train.loss import token_loss
 from condense.train.phase import part_size
 from condense.train.plan import plan_of
@@ -25,6 +27,7 @@ from condense.train.trainer import MixedTrainer
 # transformers' own, of PEFT
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 METHOD = condense.CCA(group_size=16, window=16, summary="streaming")
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 
 
 @pytest.fixture
@@ -211,7 +214,7 @@ def test_adapters_resume_load_condensed_and_merge(base, dtype, monkeypatch):
 
 
 def test_the_dense_self_teaches_nothing_at_first_and_then_holds_the_model(base):
-    run = config(base)
+    run = config(base, mix="alternate")
     run_training(run)
     entries = history(run)
     assert entries[0]["dense_kl"] == 0  # the first step is dense, on the teacher's own weights
@@ -234,9 +237,10 @@ def test_the_plan_counts_bytes():
     assert (plan.parameters, plan.trained, plan.tokens) == (count, count, 10 * 8 * 128)
     assert (plan.weights, plan.gradients, plan.optimizer, plan.teacher) == (2 * count, 2 * count, 12 * count, 2 * count)
     assert plan.logits == 2 * 4 * 128 * 100 * 2
-    spread = plan_of(model, phase, processes=4, sharded=True)
+    spread = plan_of(model, phase, processes=4, sharded=True, sharded_teacher=True)
     assert (spread.weights, spread.gradients, spread.optimizer) == (count, count, 2 * count)
     assert (spread.teacher, spread.logits) == (count // 2, plan.logits // 4)
+    assert plan_of(model, phase, processes=4, sharded=True).teacher == 2 * count
     assert "trains 5.81K of 5.81K parameters, 10 steps, 10.2K tokens" in str(plan)
 
 
@@ -251,14 +255,32 @@ def test_what_does_not_fit_is_refused_before_the_first_step(base):
 
 
 def test_bfloat16_adapters_under_fsdp_need_a_torch_that_keeps_two_dtypes_apart(base, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name, value in FSDP2.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(phase_module, "is_torch_version", lambda *_: False)
     with pytest.raises(ValueError, match=r"train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"):
         run_training(config(base, train="lora", dtype="bfloat16"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("FSDP_VERSION", "1", "FSDP_VERSION: wanted 2"),
+        ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT", "others gather weights and optimizer on one process .*, got FULL"),
+        ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "FSDP_AUTO_WRAP_POLICY: wanted TRANSFORMER_BASED_WRAP"),
+    ],
+)
+def test_a_sharding_that_gathers_everything_is_refused(base, monkeypatch, name, value, message):
+    monkeypatch.setattr(MixedTrainer, "training_step", lambda *_: pytest.fail("took a step"))
+    for variable, wanted in {**FSDP2, name: value}.items():
+        monkeypatch.setenv(variable, wanted)
+    with pytest.raises(ValueError, match=message):
+        run_training(config(base))
+
+
 def test_fsdp_without_processes_is_refused(base, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name, value in FSDP2.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP: wanted processes on GPUs, got none"):
         run_training(config(base))
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
@@ -298,3 +320,22 @@ def test_a_full_disk_stops_the_run_in_one_line_and_leaves_the_last_checkpoint(ba
     monkeypatch.undo()
     run_training(run, resume=True)
     assert len(history(run)) == 6
+
+
+def test_tensorboard_gets_the_log_or_is_refused(base, monkeypatch):
+    monkeypatch.setattr(run_module, "is_tensorboard_available", lambda: False)
+    with pytest.raises(ValueError, match="report_to: wanted TensorBoard installed"):
+        run_training(config(base, report_to="tensorboard"))
+
+    class Board(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            folder = Path(args.output_dir) / "runs"
+            folder.mkdir(exist_ok=True)
+            with (folder / "events").open("a") as file:
+                file.write(" ".join(logs))
+
+    monkeypatch.setattr(run_module, "is_tensorboard_available", lambda: True)
+    monkeypatch.setattr(run_module, "TensorBoardCallback", Board)
+    run = config(base, report_to="tensorboard", steps=1)
+    run_training(run)
+    assert "condensed_loss" in (run.output / "runs" / "adapt" / "events").read_text()

@@ -166,6 +166,7 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
         tmp_path / "adapted",
         pretrained=tmp_path / "saved",
         method=method,
+        mix="alternate",
         steps=2,
         group_sizes=(),
         sequence_length=128,

@@ -10,7 +10,7 @@ import torch
 
 import condense
 from condense.functional import extend
-from condense.ops import POOLINGS, SummarySpans, pool_groups, summarize
+from condense.ops import POOLINGS, Chunks, SummaryColumns, SummarySpans, pool_groups, summarize
 from condense.ops.triton import limits
 from condense.plan import ForwardPlan
 from condense.testing.budget import errors, one_ulp
@@ -29,6 +29,11 @@ def tensors(*shapes, dtype, seed=0):
 
 def numbers(*values):
     return torch.tensor(values, dtype=torch.int64)
+
+
+def columns(starts, G, g):
+    """Where G groups of g tokens begin that follow one another from ``starts`` on, row by row."""
+    return torch.tensor(starts, device=DEVICE)[:, None] + g * torch.arange(G, device=DEVICE)
 
 
 def check(run, low, weights):
@@ -52,16 +57,23 @@ def check(run, low, weights):
 
 
 def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted", lse=False):
-    B, N = len(start), max(start) + g * G + 2
+    check_groups(dtype, columns(start, G, g), g=g, K=K, D=D, Dv=Dv, keys=keys, values=values, lse=lse)
+
+
+def check_groups(dtype, begins, *, g, K=2, D=24, Dv=16, keys="weighted", values="weighted", lse=False):
+    (B, G), N = begins.shape, int(begins.max()) + g + 2
     scored = lse or bool({"weighted", "select"} & {keys, values})
     low = tensors((B, K, N, D), (B, K, N, Dv), dtype=dtype)
     # the summary is float32 whatever the dtype of keys: see to it that all backends choose by the same numbers
     summary = tensors((B, K, G, D), dtype=torch.float32, seed=1)
 
     def run(backend, k, v, qbar=None):
+        where = begins.to(k.device)
+        # rows that agree: the number of the first column
+        where = int(where[0, 0]) if B == 1 and G > 1 and set(where[0].diff().tolist()) == {g} else where
         return pool_groups(
-            k, v, qbar, start=numbers(*start), num_groups=G, group_size=g, scale=D**-0.5,
-            key_pooling=keys, value_pooling=values, return_lse=lse, backend=backend,
+            Chunks(k, v, where, G, g, 0), qbar, scale=D**-0.5, key_pooling=keys, value_pooling=values, return_lse=lse,
+            backend=backend,
         )  # fmt: skip
 
     weights = tensors((B, K, G, D), (B, K, G, Dv), dtype=dtype, seed=2)[: 2 if Dv else 1]
@@ -83,9 +95,16 @@ def test_log_sum_exp_of_the_scores(keys, values, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("g", [1, 3, 7, 16, 20])
-@pytest.mark.parametrize("start", [(2, 2), (0, 5)], ids=["rows alike", "rows apart"])
+@pytest.mark.parametrize("start", [(2,), (0, 5)], ids=["one after another", "rows apart"])
 def test_every_group_size(g, start, dtype):
     check_pooling(dtype, g=g, G=9, start=start, keys="select")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values", ["weighted", "max"])
+def test_groups_with_tokens_between_them(values, dtype):
+    """As in packed documents, whose last tokens are in no group."""
+    check_groups(dtype, torch.tensor([[0, 4, 9, 22, 26, 33]]), g=4, keys="select", values=values, lse=True)
 
 
 # the forward adds one token after another: at 1000 tokens of float32 that was 4 times PyTorch's pairwise error
@@ -140,6 +159,22 @@ def test_more_queries_than_the_windows_apart(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "spans", [([0, 3, 9, 20], [2, 4, 12, 23], 3), ([0, 0, 0, 9, 17, 17], [4, 8, 9, 17, 23, 37], 20)], ids=str
+)
+def test_spans_that_are_given_one_by_one(spans, dtype):
+    """As in packed documents; some queries in no span, some in several."""
+    lo, hi, size = spans
+    columns = SummaryColumns(torch.tensor(lo, device=DEVICE), torch.tensor(hi, device=DEVICE), size)
+
+    def run(backend, q):
+        where = columns._replace(lo=columns.lo.to(q.device), hi=columns.hi.to(q.device))
+        return (summarize(q, q.new_zeros(1, 2, 0, 24), where, backend=backend),)
+
+    check(run, tensors((1, 6, 37, 24), dtype=dtype), tensors((1, 2, len(lo), 24), dtype=torch.float32, seed=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("R", [1, 2, 4, 7, 12])
 def test_every_ratio(R, dtype):
     check_summaries(dtype, ROWS["chunk, rows apart"], R=R)
@@ -158,8 +193,8 @@ def test_ties_go_to_the_lowest_position(size, dtype):
     k = one.expand(-1, -1, -1, size, -1).flatten(2, 3).to(DEVICE)
     v = torch.arange(size).to(k).repeat(3)[:, None].expand(2, 2, -1, 16)
     _, value = pool_groups(
-        k, v, summary.float().to(DEVICE), start=numbers(0, 0), num_groups=3, group_size=size, scale=0.3,
-        key_pooling="weighted", value_pooling="select", backend="triton",
+        Chunks(k, v, 0, 3, size, 0), summary.float().to(DEVICE), scale=0.3, key_pooling="weighted",
+        value_pooling="select", backend="triton",
     )  # fmt: skip
     assert bool((value == 0).all())
 
@@ -168,9 +203,8 @@ def test_equal_largest_numbers_share_the_gradient():
     k = torch.tensor([1.0, 4.0, 4.0, 2.0, 4.0, -1.0, 0.0])[:, None].repeat(1, 16).expand(1, 1, -1, -1)
     k = k.to(DEVICE, DTYPES[0]).requires_grad_()
     key, _ = pool_groups(
-        k, k[..., :0], None, start=numbers(1), num_groups=1, group_size=5, scale=1.0,
-        key_pooling="max", value_pooling="mean", backend="triton",
-    )  # fmt: skip
+        Chunks(k, k[..., :0], 1, 1, 5, 0), None, scale=1.0, key_pooling="max", value_pooling="mean", backend="triton"
+    )
     (grad,) = torch.autograd.grad(key.sum() * 6, k)
     assert grad[0, 0, :, 0].tolist() == [0, 2, 2, 0, 2, 0, 0]
 
@@ -180,8 +214,8 @@ def both(k, v, q, start, *, g=4, G=3):
     windows = SummarySpans(numbers(0, 0), numbers(0, 0), q.shape[2] - start, G, g, g)
     summary = summarize(q, k[:, :, :0].detach(), windows, backend="triton")
     out = pool_groups(
-        k, v, summary, start=start, num_groups=G, group_size=g, scale=0.2,
-        key_pooling="select", value_pooling="weighted", backend="triton",
+        Chunks(k, v, columns(start.tolist(), G, g), G, g, 0), summary, scale=0.2, key_pooling="select",
+        value_pooling="weighted", backend="triton",
     )  # fmt: skip
     return [*out, *torch.autograd.grad(sum(x.float().square().sum() for x in out), (k, v, q))]
 
@@ -243,12 +277,9 @@ def test_chunks_give_what_one_call_gives(summary, queries):
 
 def test_what_triton_cannot_pool_is_named():
     k = torch.zeros(1, 1, 8, 16, dtype=torch.float64, device=DEVICE)
-    settings = {
-        "start": numbers(0), "num_groups": 2, "group_size": 4, "scale": 1.0, "key_pooling": "mean",
-        "value_pooling": "mean", "backend": "triton",
-    }  # fmt: skip
+    settings = {"scale": 1.0, "key_pooling": "mean", "value_pooling": "mean", "backend": "triton"}
     with pytest.raises(ValueError, match=r"^backend 'triton' pools .*float32, got torch.float64; use backend='torch'"):
-        pool_groups(k, k, None, **settings)
+        pool_groups(Chunks(k, k, 0, 2, 4, 0), None, **settings)
     wide = torch.zeros(1, 1, 8, limits.MAX_POOLING_WIDTH + 1, device=DEVICE)
     with pytest.raises(ValueError, match=r"^backend 'triton' pools head widths up to 1024, got \(1025, 16\)"):
-        pool_groups(wide, k.float(), None, **settings)
+        pool_groups(Chunks(wide, k.float(), 0, 2, 4, 0), None, **settings)

@@ -4,6 +4,7 @@ from condense.analysis.conditioning import Conditioning, conditioning, counterex
 from condense.analysis.cost import Cost, Heads, keys_read, measure_cost
 from condense.analysis.deviation import Deviation, LayerDeviation, VectorDeviation, measure_deviation
 from condense.analysis.noise import noise_effect
+from condense.analysis.patterns import HeadPattern, patterns_by_layer, save_patterns, search_patterns
 from condense.analysis.recall import LayerRecall, measure_recall
 from condense.analysis.sparsity import LayerSparsity, measure_sparsity
 
@@ -11,6 +12,7 @@ __all__ = [
     "Conditioning",
     "Cost",
     "Deviation",
+    "HeadPattern",
     "Heads",
     "LayerDeviation",
     "LayerRecall",
@@ -24,4 +26,7 @@ __all__ = [
     "measure_recall",
     "measure_sparsity",
     "noise_effect",
+    "patterns_by_layer",
+    "save_patterns",
+    "search_patterns",
 ]

@@ -35,6 +35,7 @@ class StaticCondensedLayer(CacheLayerMixin):
     ``num_slots`` int64 ``[]`` on that device counts the slots seen, so that a replayed CUDA graph counts too. To avoid
     a wait per layer of a prompt, the host keeps its own count (`count_slots`) until a step is captured or compiled.
     ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single one.
+    ``expects_plain_prompt``: the next tokens are the first ones, and none of them is padding.
     """
 
     is_compileable = True
@@ -48,6 +49,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.buffers: Buffers | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.awaits_prompt = method.prompt_reader is not None
+        self.expects_plain_prompt = False
         # num_slots on the host, None where a step that is replayed may have counted
         self._known_slots: int | None = 0
         self._is_replayed = False
@@ -105,6 +107,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         or captured it cannot look, and a step too many stays inside the buffers.
         """
         out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
+        self.expects_plain_prompt = False
         if _is_recorded(self.device):
             self._known_slots, self._is_replayed = None, True
             self.num_slots.add_(1)
@@ -147,7 +150,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         if fresh and self.method.prompt_reader is not None:
             self._set_bias(after.prompt_tokens)
         self._advance(L)
-        self.awaits_prompt = False
+        self.awaits_prompt = self.expects_plain_prompt = False
         return context
 
     def update(
@@ -159,6 +162,10 @@ class StaticCondensedLayer(CacheLayerMixin):
     def skip_prompt(self) -> None:
         """Go on as after an empty prompt: `step` reads the next token."""
         self.awaits_prompt = False
+
+    def expect_prompt(self, *, plain: bool) -> None:
+        """Say if the next tokens are without padding: as the first ones, a compiled graph can then read them."""
+        self.expects_plain_prompt = plain and self._known_slots == 0 and self.method.prompt_reader is None
 
     def count_slots(self) -> int:
         """``num_slots`` as a number; waits for the device where only that knows."""

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from condense.analysis import Deviation, measure_deviation
 from condense.cli.analyze_papers import conditioning_command, cost_command, noise_command, sparsity_command
+from condense.cli.analyze_patterns import patterns_command
 from condense.cli.analyze_recall import recall_command
 from condense.cli.options import (
     POOLING_HELP,
@@ -41,6 +42,7 @@ def analyze() -> None:
 
 
 analyze_app.command("recall")(recall_command)
+analyze_app.command("patterns")(patterns_command)
 analyze_app.command("sparsity")(sparsity_command)
 analyze_app.command("noise")(noise_command)
 analyze_app.command("conditioning")(conditioning_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -146,18 +147,15 @@ def conditioning_command(
     )
     _write(json, model, loaded, overwrite, {"group_size": group_size, "layers": found_all})
     if plot is not None:
-        layers = list(found)
-        panels: dict[str, Any] = {
-            "weights: V Vt (holds)": {
-                "tokens": (layers, [c.weights for c in found.values()]),
-                "groups": (layers, [c.weights_grouped for c in found.values()]),
-            },
-            "values: Vt V (as printed)": {
-                "tokens": (layers, [c.values for c in found.values()]),
-                "groups": (layers, [c.values_grouped for c in found.values()]),
-            },
+        forms = {"weights: V Vt (holds)": ("weights", "weights_grouped"), "values: Vt V": ("values", "values_grouped")}
+        panels = {
+            title: {
+                label: (list(found), [math.log10(getattr(c, name)) for c in found.values()])
+                for label, name in zip(("tokens", "groups"), names, strict=True)
+            }
+            for title, names in forms.items()
         }
-        plot_lines(panels, plot, x_label="layer", y_label="condition number")
+        plot_lines(panels, plot, x_label="layer", y_label="log10 of the condition number")
 
 
 def cost_command(

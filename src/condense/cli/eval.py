@@ -25,11 +25,11 @@ from condense.cli.options import (
     load_model,
     saved_choice,
 )
-from condense.evaluate.harness import OWN, Score, Settings, evaluate, write_report
+from condense.evaluate.harness import OWN, Score, Settings, evaluate, saved_scores, write_report
 from condense.evaluate.harness.tasks import require_harness
 from condense.methods import Dense, Method
 from condense.models import MethodChoice, choice_from_text, restore
-from condense.results import provenance, refuse_existing
+from condense.results import refuse_existing
 
 
 def eval_command(
@@ -74,6 +74,11 @@ def eval_command(
         if output.exists():
             raise ValueError(f"output: wanted a folder that does not exist yet, got {output}; --resume goes on with it")
         refuse_existing(output / "env.json", "output")
+    elif (output / "metrics.json").exists():
+        if (output / "report.html").exists():
+            raise ValueError(f"output: the run in {output} is complete")
+        _show(output, model)  # all that an interruption after the last score can have left out
+        return
     if data is not None and not data.is_dir():
         raise ValueError(f"data: wanted a folder, got {data}")
     methods: dict[str, MethodChoice] = {text: choose(choice_from_text(text), layers) for text in method or ()}
@@ -100,7 +105,7 @@ def eval_command(
         run_generated_code=run_generated_code,
     )
     err = Console(stderr=True, highlight=False)
-    scores = evaluate(
+    evaluate(
         loaded,
         tokenizer,
         methods,
@@ -109,8 +114,13 @@ def eval_command(
         resume=resume,
         on_method=lambda label: err.print(label, style="dim"),
     )
+    _show(output, model)
+
+
+def _show(output: Path, model: str | None) -> None:
+    """Print the scores in a run's folder, and draw its page."""
+    scores, where = saved_scores(output)
     _print(scores)
-    where = provenance(device=loaded.device)
     facts = {
         "model": model or "bundled",
         **{key: where[key] for key in ("device", "condense", "torch", "commit", "date")},

@@ -31,9 +31,9 @@ def methods_command(
         return
     table = Table("setting", "values", "default", box=None)
     for field in fields:
-        table.add_row(field.name, _values(types[field.name]), str(field.default))
+        table.add_row(field.name, _values(types[field.name]), _default(field))
     console.print(table)
-    example = f"--method {cls.name}:{fields[0].name}={fields[0].default}"
+    example = f"--method {cls.name}:{fields[0].name}={_default(fields[0])}"
     console.print(f"As an option: {example}", highlight=False, markup=False)
 
 
@@ -43,8 +43,14 @@ def _paragraphs(cls: type) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n")) + "\n"
 
 
+def _default(field: dataclasses.Field[Any]) -> str:
+    return ", ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
+
+
 def _values(kind: Any) -> str:
     """A setting's type in words: ``a`` or ``b`` for choices."""
+    if get_origin(kind) is tuple:
+        return f"{_values(get_args(kind)[0])}, or several in a file"
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if get_args(kind):

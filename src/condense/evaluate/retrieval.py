@@ -34,11 +34,24 @@ class RetrievalResult:
 
 
 def passkey_sequences(
-    builder: SequenceBuilder, count: int, *, keys: int = 8, form: str = "cloze", seed: int = 0
+    builder: SequenceBuilder,
+    count: int,
+    *,
+    keys: int = 8,
+    form: str = "cloze",
+    seed: int = 0,
+    shared: bool = False,
+    anywhere: bool = False,
 ) -> list[PasskeySequence]:
-    """``count`` sequences with ``keys`` hidden numbers each; the same for the same arguments."""
+    """``count`` sequences with ``keys`` hidden numbers each; the same for the same arguments.
+
+    form, shared, anywhere: as in `SequenceBuilder.passkeys`.
+    """
     check_int("count", count, 1)
-    return [builder.passkeys(np.random.default_rng([seed, index]), keys, form) for index in range(count)]
+    return [
+        builder.passkeys(np.random.default_rng([seed, index]), keys, form, shared=shared, anywhere=anywhere)
+        for index in range(count)
+    ]
 
 
 def retrieval(

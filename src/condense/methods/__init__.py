@@ -4,13 +4,15 @@ from condense.methods.base import Context, Method, Prompt, check_trainable, entr
 from condense.methods.cca import CCA
 from condense.methods.dense import Dense
 from condense.methods.dga import DGA
+from condense.methods.flex_prefill import FlexPrefill
 from condense.methods.layout import ChunkPooling, Layout, Lookahead, first_tokens
 from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
+from condense.methods.minference import AShape, BlockSparse, MInference, VerticalSlash
 from condense.methods.recall import Recall
 from condense.methods.saved import methods_in, settings_of
 from condense.methods.snapkv import SnapKV
-from condense.methods.sparse_prefill import FlexPrefill, SparsePrefill, VerticalSlash
+from condense.methods.sparse_prefill import SparsePrefill
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
 
@@ -18,6 +20,8 @@ __all__ = [
     "CCA",
     "DGA",
     "LCA",
+    "AShape",
+    "BlockSparse",
     "ChunkPooling",
     "Chunks",
     "Context",
@@ -26,6 +30,7 @@ __all__ = [
     "LMInfinite",
     "Layout",
     "Lookahead",
+    "MInference",
     "Method",
     "Prompt",
     "Recall",

@@ -114,6 +114,15 @@ class Method(MethodConfig):
         """Reads a whole prompt at once; None for a method that reads prompts like other tokens."""
         return None
 
+    @property
+    def reads_packed(self) -> bool:
+        """True if one call reads several documents packed into a row, False if each is a call of its own.
+
+        The plan restarts chunks and windows at every document. A method that reads prompts at once or attends in its
+        own way counts from one beginning.
+        """
+        return self.prompt_reader is None and type(self).attend is Method.attend
+
     def attend(
         self,
         q: Tensor,

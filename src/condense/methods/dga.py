@@ -21,7 +21,6 @@ from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
 from condense.methods.prompt import FocalPrompt, take
 from condense.ops import Chunks, UniformRule, group_scores, pool
-from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import scramble
 
 
@@ -125,7 +124,7 @@ class DGA(Method):
         scores = group_scores(summary, k, scale=scale, backend=backend)
         ranking = scores.detach()
         if self.focal == "random":
-            ranking = self._random_scores(chunks.first, k.shape[2], k.shape[3], k.device).expand_as(scores)
+            ranking = self._random_scores(chunks, k.device).expand_as(scores)
         order = ranking.argsort(stable=True, descending=True)
         focal, rest = (x.sort(-1).values for x in order.split([num_focal, self.group_size], dim=-1))
         weights = scores.gather(-1, rest)
@@ -149,7 +148,9 @@ class DGA(Method):
         """``gamma`` as a fraction of the decimal that was written, numerator and denominator."""
         return Fraction(str(self.gamma)).as_integer_ratio()
 
-    def _random_scores(self, first_chunk: PerRow, G: int, c: int, device: torch.device) -> Tensor:
+    def _random_scores(self, chunks: Chunks, device: torch.device) -> Tensor:
         """A random number per token, int64 ``[B|1, 1, G, c]``, computed from its position and the seed alone."""
-        number = torch.arange(G, device=device)[None] + broadcast_rows(first_chunk, 2, device)
-        return scramble(number[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]
+        numbers, c = chunks.numbers, chunks.size
+        if not isinstance(numbers, Tensor):
+            numbers = numbers + torch.arange(chunks.num, device=device)[None]
+        return scramble(numbers[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]

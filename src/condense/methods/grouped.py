@@ -84,7 +84,7 @@ class GroupPooling(Method):
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the window."""
-        k, v, *lse = self.pool(chunks, chunks.window_v, summary, scale=scale, backend=backend)
+        k, v, *lse = self.pool(chunks, summary, scale=scale, backend=backend)
         return k, v, *self.biases(summary, k, lse, scale=scale, backend=backend)
 
     def biases(
@@ -95,20 +95,14 @@ class GroupPooling(Method):
             return ()
         return (matched_bias(summary, k, lse[0], scale=scale, backend=backend),)
 
-    def pool(
-        self, chunks: Chunks, values: Tensor, summary: Tensor | None, *, scale: float, backend: str
-    ) -> tuple[Tensor, ...]:
-        """Pooled keys ``[B, K, G, D]`` and pooled ``values``, ``[B, K, N, any width]`` for the window's tokens.
+    def pool(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
+        """Pooled keys ``[B, K, G, D]`` and values ``[B, K, G, Dv]``, in the widths that the chunks have.
 
         Then, for matched biases, the log-sum-exp of every group's scores ``[B, K, G]``.
         """
         return pool_groups(
-            chunks.window_k,
-            values,
+            chunks,
             summary,
-            start=chunks.start,
-            num_groups=chunks.num,
-            group_size=self.group_size,
             scale=scale,
             key_pooling=self.key_pooling,
             value_pooling=self.value_pooling,
@@ -144,8 +138,8 @@ class LatentGroups(Method):
         absorbed queries. Latents are pooled as the values of their own keys: ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
         """
         d_c = self.latent_width
-        latents = chunks.window_k[..., :d_c]
-        positional, semantic, *lse = self.groups.pool(chunks, latents, summary, scale=scale, backend=backend)
+        latents = chunks._replace(window_v=chunks.window_k[..., :d_c])
+        positional, semantic, *lse = self.groups.pool(latents, summary, scale=scale, backend=backend)
         entries = torch.cat([semantic, positional[..., d_c:]], dim=-1)
         return entries, entries[..., :0], *self.groups.biases(summary, entries, lse, scale=scale, backend=backend)
 

@@ -196,12 +196,8 @@ class Recall(Method):
         if self.unchosen == "drop":
             return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
         k, v, *lse = pool_groups(
-            chunks.window_k,
-            chunks.window_v,
+            chunks,
             summary,
-            start=chunks.start,
-            num_groups=chunks.num,
-            group_size=self.group_size,
             scale=scale,
             key_pooling=self.key_pooling,
             value_pooling=self.value_pooling,

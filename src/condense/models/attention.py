@@ -30,7 +30,8 @@ from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
 _PROMPT_NOT_COMPILED = (
-    "a prompt is read into a condensed cache with counts on the host; compile single steps instead: "
+    "a prompt is read into a condensed cache with counts on the host, unless generate knows that it has no padding and "
+    "reads it at once into a new static cache; compile single steps instead: "
     "generate(cache_implementation='static', compile_config=CompileConfig()) or condense.GraphDecoder(compile=True)"
 )
 
@@ -118,7 +119,9 @@ class CacheProxy:
             out = self._step(call)
             if out is not None:
                 return out
-        return self._read(call) if self.cache is None else self._read_eagerly(call)
+        if self.cache is None or self._is_plain_prompt():
+            return self._read(call)
+        return self._read_eagerly(call)
 
     def _step(self, call: AttentionCall) -> Tensor | None:
         """Attention of one token per row, added to the real cache in place; None if the layer cannot step."""
@@ -152,6 +155,11 @@ class CacheProxy:
         padding = self._forward_of(call).padding(layer.get_seq_length(), 1)
         return None if padding is None else padding.counts
 
+    def _is_plain_prompt(self) -> bool:
+        """True for the first tokens of a static layer that is known to get them without padding."""
+        layer = self.cache.layers[self.layer_idx] if isinstance(self.cache, StaticCache) else None
+        return isinstance(layer, StaticCondensedLayer) and layer.expects_plain_prompt
+
     def _forward_of(self, call: AttentionCall) -> Forward:
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
         return board.forward_of(call, self.cache, self.layer_idx)
@@ -168,7 +176,7 @@ class CacheProxy:
         condensed = _condensed if self.latents is None else condensed_latents
         forward = self._forward_of(call)
         seen = 0 if self.cache is None else num_seen(self.cache, self.layer_idx)
-        all_real = ALL_REAL in call.options
+        all_real = ALL_REAL in call.options or self._is_plain_prompt()
         if torch.compiler.is_compiling() and not all_real:
             assert_one_document(call)
             all_real = True
@@ -176,8 +184,10 @@ class CacheProxy:
         documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
         if documents is not None:
             refuse_cached_documents(call.module, self.cache, seen)
-            parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             no_cache = Target(call, None, 0)
+            if method_of(call.module).reads_packed:
+                return condensed(no_cache._replace(plan=forward.plan(documents=documents)), *tensors)
+            parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
         target = Target(call, self.cache, self.layer_idx, padding, forward.plan(padding))
         if padding is None:

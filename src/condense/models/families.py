@@ -114,6 +114,8 @@ FAMILIES = {
 # classes that `condense.register` took
 REGISTERED: set[type[nn.Module]] = set()
 _LEARNED_POSITIONS = ("biogpt", "gpt2", "gpt_bigcode", "opt")
+# experts that run all at once, on every token; transformers calls them "eager", as it has no other implementation
+_EXPERTS_AT_ONCE = ("Llama4TextExperts",)
 
 
 def stock_class(name: str) -> type[nn.Module]:
@@ -274,7 +276,8 @@ def has_eager_experts(model: nn.Module) -> bool:
     """True if a mixture's experts run one by one, which waits for the device to learn which of them have tokens."""
     config: Any = model.config
     implementation = getattr(config.get_text_config(decoder=True), "_experts_implementation", None)
-    return implementation == "eager" and any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    experts = (type(m).__name__ for name, m in model.named_modules() if name.rpartition(".")[2] == "experts")
+    return implementation == "eager" and any(name not in _EXPERTS_AT_ONCE for name in experts)
 
 
 def rope_that_changes(config: Any) -> str | None:

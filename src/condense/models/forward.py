@@ -57,7 +57,7 @@ class Forward:
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
-        self._plans: dict[int | None, ForwardPlan] = {}
+        self._plans: dict[tuple[int, int], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
@@ -89,11 +89,12 @@ class Forward:
             self._paddings[start, length] = look_at(mask[:, 0, 0, start : start + length])
         return self._paddings[start, length]
 
-    def plan(self, padding: Padding | None = None) -> ForwardPlan:
-        """The plan of the new tokens; with padding, after they were aligned by it."""
-        key = None if padding is None else id(padding)
+    def plan(self, padding: Padding | None = None, documents: list[int] | None = None) -> ForwardPlan:
+        """The plan of the new tokens; with padding, after they were aligned by it; or of packed documents."""
+        key = id(padding), id(documents)
         if key not in self._plans:
-            self._plans[key] = ForwardPlan(self.L, None if padding is None else padding.counts)
+            counts = None if padding is None else padding.counts
+            self._plans[key] = ForwardPlan(self.L, counts, documents=documents)
         return self._plans[key]
 
     def documents(self, *, plain: bool) -> list[int] | None:

@@ -51,7 +51,8 @@ class GraphDecoder:
         if self.model.device.type == "cuda" and has_eager_experts(self.model):
             raise ValueError(
                 "experts that run one by one wait for the device, which a graph cannot: call "
-                "model.set_experts_implementation('batched_mm') first"
+                "model.set_experts_implementation('batched_mm') first, or, where a model has no other experts (DBRX, "
+                "LongCat-Flash), use model.generate"
             )
         self.methods = condensed_layers(self.model)
         self.cache = StaticCache(config=config, max_cache_len=max_length)

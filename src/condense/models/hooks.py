@@ -31,9 +31,9 @@ from condense.models import adapters
 from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import max_learned_positions
-from condense.models.layers import ensure_layers
+from condense.models.layers import ensure_layers, expect_prompt
 from condense.models.masks import condense_mask
-from condense.models.replay import ReplayedForward, can_replay, replayable_cache
+from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
 from condense.models.saving import write_card, written
 
 _CACHES = (None, "dynamic", "offloaded", "static")
@@ -108,6 +108,10 @@ def _wrap_prepare_cache(stock: Any) -> Any:
                 model_kwargs["past_key_values"] = cache
             _check_room(cache, max_cache_length)
             ensure_layers(cache, static_methods(self) if isinstance(cache, StaticCache) else methods)
+            if isinstance(cache, StaticCache):
+                mask = model_kwargs.get("attention_mask")
+                # looking at the mask waits for the device
+                expect_prompt(cache, plain=is_compiled(self) and (mask is None or bool(mask.all())))
         return result
 
     return prepare

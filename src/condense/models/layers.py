@@ -76,6 +76,13 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
         cache.layers[index] = _condensed_layer(cache.layers[index], method, room)
 
 
+def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
+    """Say if a static cache gets a prompt without padding, which a compiled forward can read as one graph."""
+    for layer in cache.layers:
+        if isinstance(layer, StaticCondensedLayer):
+            layer.expect_prompt(plain=plain)
+
+
 def _room(cache: Cache) -> int:
     """Tokens that a static cache has room for; 0 for others."""
     static = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))

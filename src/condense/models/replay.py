@@ -5,6 +5,7 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.masking_utils import create_chunked_causal_mask
 
 from condense.models.families import has_eager_experts, rope_that_changes
 
@@ -36,11 +38,22 @@ def replayable_cache(
     config = model.config.get_text_config(decoder=True)
     if not model._can_compile_fullgraph or rope_that_changes(config) is not None or torch.is_autocast_enabled("cuda"):
         return cache
+    if not _has_static_masks(config):
+        return cache
     static = StaticCache(config=config, max_cache_len=-(-length // _BLOCK) * _BLOCK)
-    # states of linear attention are not proved to be the same in a replayed step
-    can_step = not any(static.is_linear) and can_replay(model)
     compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
-    return static if can_step and compilable else cache
+    return static if can_replay(model) and compilable else cache
+
+
+def _has_static_masks(config: Any) -> bool:
+    """False for layers with chunks (Llama 4) in transformers 5.17, whose `generate` fails on a static cache's masks."""
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    return not chunked or "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """True if the model's user compiled its forward."""
+    return bool(getattr(model, "_compiled_call_impl", None)) or hasattr(model.forward, "_torchdynamo_orig_callable")
 
 
 def can_replay(model: PreTrainedModel) -> bool:
@@ -48,10 +61,9 @@ def can_replay(model: PreTrainedModel) -> bool:
 
     Not if its user compiled the forward, nor if its experts wait for the device.
     """
-    compiled = getattr(model, "_compiled_call_impl", None) or hasattr(model.forward, "_torchdynamo_orig_callable")
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     devices = set(getattr(model, "hf_device_map", {}).values())
-    captures = not compiled and not has_eager_experts(model)
+    captures = not is_compiled(model) and not has_eager_experts(model)
     return model.device.type == "cuda" and not distributed and len(devices) <= 1 and captures
 
 

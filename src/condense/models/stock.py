@@ -14,10 +14,10 @@ from transformers import Cache, StaticCache
 from condense.methods import Layout, Method, StreamingLLM
 from condense.methods.layout import EACH_TOKEN
 from condense.models.families import is_chunked, sliding_window
-from condense.models.forward import AttentionCall, ForwardBoard, refuse_cached_documents
+from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.padding import is_real
 from condense.ops import RuleSpans, Source, UniformRule, attend
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class StockAttention:
             return self._read(call)
         return self._step(call) if call.q.shape[2] == 1 else self._read_eagerly(call)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="a stock layer reads a prompt into a static cache with counts on the host")
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
         """`_read` of a static layer's used slots, outside of compiled graphs: the host must know their number."""
         self.seen = int(self.seen)
@@ -80,16 +80,23 @@ class StockAttention:
         if mask is not None and real is not None:
             sees = sees & mask | pad
         out, lse = attend_block(
-            q, k, call.v, sees, pad, None, scale=call.scale, softcap=call.extras.softcap, dropout_p=call.dropout,
+            q,
+            BlockKeys(k, call.v, sees, pad, None),
+            scale=call.scale,
+            softcap=call.extras.softcap,
+            dropout_p=call.dropout,
             return_lse=call.extras.needs_lse,
-        )  # fmt: skip
+        )
         return call.extras.finish(out, lse)
 
     def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:
         """Attention over the first ``filled`` keys; None: all."""
+        q, k, v, L = call.q, call.k[:, :, :filled], call.v[:, :, :filled], call.q.shape[2]
+        if torch.compiler.is_compiling() and self.cache is None:
+            assert_one_document(call)
+            return self._attend(call, q, k, v, L)
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
         forward = board.forward_of(call, self.cache, self.layer_idx)
-        q, k, v, L = call.q, call.k[:, :, :filled], call.v[:, :, :filled], call.q.shape[2]
         S = k.shape[2]
         # a local layer's cache holds the last keys of those that the mask has columns for
         num_columns = 0 if call.mask is None else call.mask[..., :filled].shape[-1]

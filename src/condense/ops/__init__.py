@@ -11,9 +11,9 @@ from condense.ops.api import (
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule
+from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
 from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
-from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummarySpans
+from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummaryColumns, SummarySpans
 
 __all__ = [
     "BLOCK",
@@ -31,10 +31,12 @@ __all__ = [
     "SparseKeys",
     "StepSettings",
     "StepState",
+    "SummaryColumns",
     "SummarySpans",
     "UniformRule",
     "attend",
     "decode_step",
+    "document_spans",
     "group_scores",
     "importance",
     "pool",

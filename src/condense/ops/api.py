@@ -14,11 +14,9 @@ from torch import Tensor
 from condense.ops.backends import BACKENDS, check_backend, resolve_backend, resolve_importance, resolve_pooling
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import Source, Spans
-from condense.ops.tensors.per_row import PerRow
-from condense.ops.tensors.right_aligned import chunks
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
-from condense.ops.types import Pooling, Represent, StepSettings, StepState, SummarySpans
+from condense.ops.types import Chunks, Pooling, Represent, StepSettings, StepState, SummaryColumns, SummarySpans
 
 
 def attend(
@@ -68,13 +66,14 @@ def attend(
     return extras.finish(out, lse), lse if return_lse else None
 
 
-def summarize(q: Tensor, tail: Tensor, spans: SummarySpans, *, backend: str = "auto") -> Tensor:
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, backend: str = "auto") -> Tensor:
     """Summary queries: per KV head the mean of the queries in each span, float32 or wider ``[B, K, G, D]``.
 
     q ``[B, H, L, D]``, right-aligned: a row's new queries are its last columns, the columns before them are not read.
     tail ``[B, K, Q, D]``, right-aligned: mean queries kept from earlier calls, in the dtype of q; they get no gradient.
     A query is averaged over the H / K heads that share a KV head in float32 or wider and rounded to the dtype of q,
-    then over its span. Positions of a span that neither q nor tail holds count as zero.
+    then over its span. Positions of a span that neither q nor tail holds count as zero. With `SummaryColumns` B is 1
+    and Q is 0.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     chosen = resolve_pooling(backend, q.device, q.dtype, (q.shape[3],))
@@ -82,13 +81,9 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans, *, backend: str = "a
 
 
 def pool_groups(
-    k: Tensor,
-    v: Tensor,
+    groups: Chunks,
     summary: Tensor | None,
     *,
-    start: PerRow,
-    num_groups: int,
-    group_size: int,
     scale: float,
     key_pooling: Pooling,
     value_pooling: Pooling,
@@ -99,28 +94,19 @@ def pool_groups(
 
     Then, with ``return_lse``, the log-sum-exp of each group's scores ``[B, K, G]`` (natural, float32 or wider).
 
-    k ``[B, K, N, D]``, v ``[B, K, N, Dv]`` (Dv may be 0); group j holds columns ``[start + c * j,
-    start + c * (j + 1))``, start >= 0. summary ``[B, K, G, D]`` float32 or
-    wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select", see
-    `pool`) asks for scores and no log-sum-exp is wanted. The entry of a group that reaches past column N is finite but
-    undefined.
+    groups: their tokens and where they stand, Dv may be 0; no token is in two groups. summary ``[B, K, G, D]`` float32
+    or wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select",
+    see `pool`) asks for scores and no log-sum-exp is wanted. The entry of a group that reaches past the window is
+    finite but undefined.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
+    k, v = groups.window_k, groups.window_v
     operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
     if operations.pool_groups is not None:
         return operations.pool_groups(
-            k,
-            v,
-            summary,
-            start=start,
-            num_groups=num_groups,
-            group_size=group_size,
-            scale=scale,
-            key_pooling=key_pooling,
-            value_pooling=value_pooling,
-            return_lse=return_lse,
+            groups, summary, scale=scale, key_pooling=key_pooling, value_pooling=value_pooling, return_lse=return_lse
         )
-    groups_k, groups_v = (chunks(x, start, num_groups, group_size) for x in (k, v))
+    groups_k, groups_v = groups.tokens()
     if summary is None:
         scores = k.new_zeros(groups_k.shape[:4], dtype=torch.promote_types(k.dtype, torch.float32))
     else:

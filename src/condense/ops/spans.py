@@ -253,3 +253,21 @@ class ArraySpans:
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
         """False: to know it, the spans would have to be copied to the host."""
         return False
+
+
+def document_spans(rule: Rule, lengths: Tensor, device: torch.device) -> ArraySpans:
+    """Spans in a row of packed documents, where ``rule`` starts anew at each: no query sees another document.
+
+    lengths: int64 CPU ``[n]``, tokens per document. The entries of a document follow those of the one before, only
+    those that its last query sees.
+    """
+    spans = rule.spans(lengths)
+    assert len(spans) == 2, "entries and window"
+    ends, num_entries = lengths.cumsum(0), spans[0][1]
+    columns = torch.arange(int(ends[-1]), device=device)
+    numbers = torch.stack([ends, ends - lengths, num_entries.cumsum(0) - num_entries]).to(device, non_blocking=True)
+    document = torch.searchsorted(numbers[0], columns, right=True)
+    start, first_entry = numbers[1:, document]
+    of_entries, of_window = rule.spans(columns - start + 1)
+    shifted = ((first_entry, of_entries), (start, of_window))
+    return ArraySpans(tuple(Span(*((shift + x)[None, None] for x in ends)) for shift, ends in shifted))

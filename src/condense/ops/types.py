@@ -40,22 +40,23 @@ POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 
 
 class Chunks(NamedTuple):
-    """G chunks of ``size`` tokens each, consecutive in the window from column ``start`` on.
+    """G chunks of ``size`` tokens each in the window, window_k ``[B, K, N, D]`` and window_v ``[B, K, N, Dv]``.
 
-    window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``; start >= 0 and first, the number of each row's first chunk:
-    an int, or int64 ``[B]`` where rows differ.
+    columns: where in the window each chunk begins, >= 0. numbers: how many chunks come before it in its row or packed
+    document. Both are an int, that of the first chunk, which the others follow one after another in all rows; or
+    int64 ``[B|1, G]`` on the device of the window.
     """
 
     window_k: Tensor
     window_v: Tensor
-    start: PerRow
+    columns: int | Tensor
     num: int
     size: int
-    first: PerRow
+    numbers: int | Tensor
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Keys ``[B, K, G, c, D]`` and values ``[B, K, G, c, Dv]``."""
-        k, v = (chunks(x, self.start, self.num, self.size) for x in (self.window_k, self.window_v))
+        k, v = (chunks(x, self.columns, self.num, self.size) for x in (self.window_k, self.window_v))
         return k, v
 
 
@@ -87,6 +88,22 @@ class SummarySpans(NamedTuple):
     def rows(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """start, before and after of each row, int64 CPU ``[B]``."""
         return as_rows(self.start, num_rows), as_rows(self.before, num_rows), as_rows(self.after, num_rows)
+
+
+class SummaryColumns(NamedTuple):
+    """Queries whose means are summaries, in one row of packed documents: span j holds columns ``[lo[j], hi[j])`` of q.
+
+    lo, hi: int64 ``[G]`` on the device of q, hi > lo; neither ever decreases. size: the most columns in any span.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    size: int
+
+    @property
+    def num(self) -> int:
+        """Number of spans G."""
+        return self.lo.shape[0]
 
 
 class Problem(NamedTuple):

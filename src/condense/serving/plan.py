@@ -125,7 +125,7 @@ class EngineSettings:
 
 
 # releases of vLLM that this package was tested with: from the first, below the second
-TESTED = ("0.32", "0.33")
+TESTED = ("0.29", "0.33")
 
 
 def check_engine(engine: EngineSettings) -> None:
@@ -133,8 +133,8 @@ def check_engine(engine: EngineSettings) -> None:
     first, end = (_release(version) for version in TESTED)
     if not first <= _release(engine.version) < end:
         raise ValueError(
-            f"vLLM must be {TESTED[0]}, the release that condensed models were tested with, got {engine.version}: "
-            f"install 'vllm>={TESTED[0]},<{TESTED[1]}'"
+            f"vLLM must be at least {TESTED[0]} and below {TESTED[1]}, the releases that condensed models were tested "
+            f"with, got {engine.version}: install 'vllm>={TESTED[0]},<{TESTED[1]}'"
         )
     if engine.cache_dtype not in ("auto", engine.model_dtype):
         raise ValueError(
@@ -147,8 +147,9 @@ def check_engine(engine: EngineSettings) -> None:
             f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"
         )
     for chosen, message in (
-        (engine.kv_transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
+        # first, as vLLM makes a transfer of it
         (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
+        (engine.kv_transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
         (
             engine.one_manager,
             "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",

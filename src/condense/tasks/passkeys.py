@@ -7,6 +7,7 @@ The questions stand after the text. They come in two forms, so that a user's own
 - ``"question"``: ``Question: What is the number of the quiet bridge?`` / ``Answer:`` -> `` 4821.``
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,17 +25,27 @@ class Key:
     number: str
 
 
-def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int) -> list[Key]:
-    """``count`` keys with different numbers, no word used twice.
+def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int, *, shared: bool = False) -> list[Key]:
+    """``count`` keys with different numbers and names.
 
+    shared: names share words with each other (quiet bridge, quiet garden, narrow bridge); otherwise no word is used
+    twice.
     Raises ValueError if ``count`` is not positive, or needs more words than there are.
     """
-    if count <= 0 or 2 * count > len(words):
-        raise ValueError(f"count: wanted 1 to {len(words) // 2} keys for {len(words)} words, got {count}")
-    chosen = rng.choice(len(words), size=2 * count, replace=False)
+    most = len(words) ** 2 // 8 if shared else len(words) // 2
+    if not 0 < count <= most:
+        raise ValueError(f"count: wanted 1 to {most} keys for {len(words)} words, got {count}")
+    # shared: about half of the pairs of so many first and second words
+    side = math.ceil(math.sqrt(2 * count)) if shared else count
+    chosen = rng.choice(len(words), size=2 * side, replace=False)
     numbers = 1000 + rng.choice(9000, size=count, replace=False)
+    if shared:
+        pairs = [divmod(int(pair), side) for pair in rng.choice(side**2, size=count, replace=False)]
+        names = [(chosen[first], chosen[side + second]) for first, second in pairs]
+    else:
+        names = [(chosen[2 * index], chosen[2 * index + 1]) for index in range(count)]
     return [
-        Key(words[chosen[2 * index]], words[chosen[2 * index + 1]], str(number)) for index, number in enumerate(numbers)
+        Key(words[first], words[second], str(number)) for (first, second), number in zip(names, numbers, strict=True)
     ]
 
 

@@ -75,22 +75,30 @@ class SequenceBuilder:
         self._the_number, self._is, self._end, self._question, self._answer, self._newline = encode(
             ["The number of the", " is", ".\n", "Question: What is the number of the", "?\nAnswer:", "\n"]
         )
+        self._the_number_inside, self._stop = encode([" The number of the", "."])
+        # byte-level tokenizers write a space as the first of these, SentencePiece as the second
+        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        self._begins_word = np.array([(token or "").startswith(("\u0120", "\u2581")) for token in tokens])
 
     def plain(self, rng: np.random.Generator) -> np.ndarray:
         """``[length]`` int64: a stretch of text that starts at a random line."""
         return np.concatenate([self._bos, self._text(rng, self.length - len(self._bos))[0]])
 
-    def passkeys(self, rng: np.random.Generator, count: int, form: str) -> PasskeySequence:
+    def passkeys(
+        self, rng: np.random.Generator, count: int, form: str, *, shared: bool = False, anywhere: bool = False
+    ) -> PasskeySequence:
         """Text with ``count`` numbers hidden at uniform depth, and the questions in random order at the end.
 
+        shared: see `draw_keys`. anywhere: the numbers stand between any two words, as sentences; otherwise on lines of
+        their own.
         Long words can make ``count`` numbers too many for a short sequence; then as many are hidden as fit.
 
         Raises ValueError for an unknown form, or a ``count`` that ``draw_keys`` refuses.
         """
         if form not in FORMS:
             raise ValueError(f"form: wanted one of {', '.join(FORMS)}, got {form!r}")
-        keys = draw_keys(rng, self._words, count)
-        lines = [self._line(key) for key in keys]
+        keys = draw_keys(rng, self._words, count, shared=shared)
+        lines = [self._line(key, inside=anywhere) for key in keys]
         questions = [self._ask(key, form) for key in keys]
         room = self.length - len(self._bos) - len(self._newline)
         sizes = [len(line) + len(ask) + len(reply) for line, (ask, reply) in zip(lines, questions, strict=True)]
@@ -98,9 +106,11 @@ class SequenceBuilder:
             for parts in (keys, lines, questions, sizes):
                 parts.pop()
 
-        text, line_starts = self._text(rng, room - sum(sizes))
+        text, allowed = self._text(rng, room - sum(sizes))
         depths = rng.random(len(keys)) * len(text)
-        places = line_starts[_nearest(line_starts, depths)]
+        if anywhere:
+            allowed = np.union1d(allowed[:1], np.flatnonzero(self._begins_word[text]))
+        places = allowed[_nearest(allowed, depths)]
         order = np.argsort(places, kind="stable")
         pieces, at, length = [self._bos], 0, len(self._bos)
         positions = np.zeros(len(keys), np.int64)
@@ -137,8 +147,9 @@ class SequenceBuilder:
         text = self._corpus.tokens[start : start + size].astype(np.int64)
         return text, self._corpus.line_starts[first:last] - start
 
-    def _line(self, key: Key) -> np.ndarray:
-        return np.concatenate([*self._name(key, self._the_number), self._is, self._number_ids[key.number], self._end])
+    def _line(self, key: Key, *, inside: bool) -> np.ndarray:
+        opening, end = (self._the_number_inside, self._stop) if inside else (self._the_number, self._end)
+        return np.concatenate([*self._name(key, opening), self._is, self._number_ids[key.number], end])
 
     def _ask(self, key: Key, form: str) -> tuple[np.ndarray, np.ndarray]:
         """The question up to where the answer begins, and the answer with its full stop and newline."""

@@ -18,6 +18,7 @@ _SCHEDULES = ("cosine", "constant")
 _TRAINED = ("all", "qkv", "qkvo", "lora")
 _LORA_TARGETS = ("qkv", "qkvo", "all-linear")
 _DTYPES = ("float32", "bfloat16")
+_REPORTS = ("none", "tensorboard")
 _GROWING = 2 / 3  # of the steps: by then the groups have their full size
 
 
@@ -37,8 +38,9 @@ class PhaseConfig:
     learning_rate: its peak. warmup_steps: steps until the peak. schedule: what follows it, ``"cosine"`` down to 0 or
     ``"constant"``. weight_decay: AdamW's, on matrices. max_grad_norm: longer gradients are scaled down to it.
     task_share: share of the sequences with hidden numbers and questions; the others are plain text. keys: fewest and
-    most hidden numbers in one sequence, drawn uniformly. answer_weight: weight in the loss of an answer's tokens; all
-    others weigh 1.
+    most hidden numbers in one sequence, drawn uniformly. varied_share: share of these sequences in which names share
+    words with each other and numbers stand anywhere in the text, not on lines of their own. answer_weight: weight in
+    the loss of an answer's tokens; all others weigh 1.
     gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
     checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the loss
@@ -59,6 +61,7 @@ class PhaseConfig:
     schedule: Schedule = "cosine"
     task_share: float = 0.5
     keys: tuple[int, int] = (2, 8)
+    varied_share: float = 0.0
     answer_weight: float = 5.0
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
@@ -86,6 +89,7 @@ class PhaseConfig:
         check_choice("schedule", self.schedule, _SCHEDULES)
         check_number("distill", self.distill, 0, 1)
         check_number("task_share", self.task_share, 0, 1)
+        check_number("varied_share", self.varied_share, 0, 1)
         for count in self.keys:
             check_int("keys", count, 1)
         if len(self.keys) != 2 or self.keys[0] > self.keys[1]:
@@ -130,6 +134,8 @@ class TrainConfig:
     lora_targets: the layers that get one: ``"qkv"``, ``"qkvo"`` or ``"all-linear"``.
     cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``. workers: processes
     that build sequences; 0 builds them in the training process.
+    report_to: ``"tensorboard"``: the log is written for it too, in ``runs`` of each phase's folder and of the finished
+    model.
     save_condensed: the finished model is saved with the last phase's method, so that it loads condensed. shard_size: no
     file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
     Raises ValueError for a run without data, without phases or with two of one name, for both or neither of
@@ -149,6 +155,7 @@ class TrainConfig:
     lora_targets: str = "all-linear"
     cache: Path | None = None
     workers: int = 0
+    report_to: Literal["none", "tensorboard"] = "none"
     save_condensed: bool = False
     shard_size: str = "5GB"
 
@@ -163,6 +170,7 @@ class TrainConfig:
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
         check_choice("dtype", self.dtype, _DTYPES)
         check_choice("train", self.train, _TRAINED)
+        check_choice("report_to", self.report_to, _REPORTS)
         check_choice("lora_targets", self.lora_targets, _LORA_TARGETS)
         check_int("lora_rank", self.lora_rank, 1)
         if self.train == "lora" and (self.pretrained is None or len(self.phases) > 1):

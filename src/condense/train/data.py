@@ -32,7 +32,9 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
         if rng.random() < self._phase.task_share:
             fewest, most = self._phase.keys
             count = int(rng.integers(fewest, most + 1))
-            sequence = self._builder.passkeys(rng, count, FORMS[int(rng.integers(len(FORMS)))])
+            form = FORMS[int(rng.integers(len(FORMS)))]
+            varied = self._phase.varied_share > 0 and rng.random() < self._phase.varied_share
+            sequence = self._builder.passkeys(rng, count, form, shared=varied, anywhere=varied)
             for start, stop in sequence.answers:
                 weights[start:stop] = self._phase.answer_weight
             ids = sequence.input_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,15 @@ from condense.train.data import TrainingSequences
 from condense.train.plan import plan_of
 from condense.train.trainer import COMPLETE, MixedTrainer
 from condense.train.watch import Watch
+
+# a variable of accelerate's, its default, the value that is needed and why
+_SHARDING = (
+    ("FSDP_VERSION", "1", "2", "the first version spreads weights in another way, which is not supported"),
+    ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "SHARDED_STATE_DICT",
+     "others gather weights and optimizer on one process for every checkpoint"),
+    ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "TRANSFORMER_BASED_WRAP",
+     "others do not spread layer by layer, and a step may gather all weights on every GPU"),
+)  # fmt: skip
 
 
 def train_phase(
@@ -46,6 +56,7 @@ def train_phase(
     FSDP is asked for where it cannot be or would fail; and if training must stop (see `MixedTrainer`).
     """
     interactive, sharded = sys.stderr.isatty(), parse_flag_from_env("ACCELERATE_USE_FSDP")
+    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
     low_precision = next(model.parameters()).dtype == torch.bfloat16
     if sharded:
         _check_sharding(adapters=hasattr(model, "disable_adapter"), low_precision=low_precision)
@@ -57,7 +68,7 @@ def train_phase(
         lr_scheduler_type="cosine" if phase.schedule == "cosine" else "constant_with_warmup",
         warmup_steps=phase.warmup_steps,
         max_grad_norm=phase.max_grad_norm,
-        bf16=sharded and low_precision,  # else the weights are bfloat16 themselves
+        bf16=(sharded or deepspeed) and low_precision,  # else the weights are bfloat16 themselves
         seed=seed,
         use_cpu=not torch.accelerator.is_available(),  # without it several processes would not find each other there
         # The dataset is random already; in its own order, a resumed run sees the same sequences.
@@ -91,7 +102,10 @@ def train_phase(
             "or unset it"
         )
     if arguments.process_index == 0:
-        print(plan_of(model, phase, processes=arguments.world_size, sharded=sharded), flush=True)
+        plan = plan_of(
+            model, phase, processes=arguments.world_size, sharded=sharded or deepspeed, sharded_teacher=sharded
+        )
+        print(plan, flush=True)
     if phase.gradient_checkpointing:
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -117,7 +131,10 @@ def part_size(phase: PhaseConfig, processes: int) -> int:
 
 
 def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
-    """Raise ValueError for settings of FSDP2 that fail later."""
+    """Raise ValueError for settings of FSDP2 that fail later, or that would gather all weights on one GPU."""
+    for name, default, wanted, reason in _SHARDING:
+        if (value := os.environ.get(name, default)) != wanted:
+            raise ValueError(f"{name}: wanted {wanted}, as {reason}, got {value}")
     if parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise ValueError(
             "FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false, as each process reads model and teacher itself, got true"

@@ -44,11 +44,18 @@ class Plan:
         )
 
 
-def plan_of(model: nn.Module, phase: PhaseConfig, *, processes: int = 1, sharded: bool = False) -> Plan:
+def plan_of(
+    model: nn.Module,
+    phase: PhaseConfig,
+    *,
+    processes: int = 1,
+    sharded: bool = False,
+    sharded_teacher: bool = False,
+) -> Plan:
     """The plan of a phase for a model whose trained weights are marked by ``requires_grad``.
 
-    processes: that share each step. sharded: whether they share weights, gradients and optimizer too (FSDP2), whose
-    trained weights are float32.
+    processes: that share each step. sharded: whether they share weights, gradients and optimizer too (FSDP2, ZeRO-3),
+    whose trained weights are float32. sharded_teacher: and the teacher (FSDP2).
     """
     parameters = list(model.parameters())
     width = parameters[0].element_size()
@@ -70,7 +77,7 @@ def plan_of(model: nn.Module, phase: PhaseConfig, *, processes: int = 1, sharded
         weights=((total - trained) * width + trained * stored) // shares,
         gradients=trained * stored // shares,
         optimizer=trained * (8 + copies) // shares,
-        teacher=total * width // shares if own_teacher else 0,
+        teacher=total * width // (processes if sharded_teacher else 1) if own_teacher else 0,
         logits=2 * sequences * phase.sequence_length * vocabulary * width,
     )
 

@@ -12,7 +12,7 @@ from condense.train.config import PhaseConfig, TrainConfig
 
 _TEXT_FIELDS = ("pretrained", "method")
 _LIST_FIELDS = ("data", "group_sizes", "keys")
-_RUN_FIELDS = ("dtype", "train", "lora_rank", "lora_targets", "shard_size")
+_RUN_FIELDS = ("dtype", "train", "lora_rank", "lora_targets", "shard_size", "report_to")
 ADAPT_FIELDS = (
     *(field.name for field in dataclasses.fields(PhaseConfig) if field.name not in ("name", "method")),
     *_RUN_FIELDS,
@@ -153,11 +153,12 @@ def adapt(
 ) -> TrainConfig:
     """Adapt a saved Hugging Face model to a method, on any text, half of it with hidden numbers.
 
-    By default it learns from its dense self alone (``distill`` 1), groups grow from a quarter of their size, and every
-    other step is dense. The adapted model is saved condensed: it loads with the method it was adapted to.
+    By default it learns from its dense self alone (``distill`` 1), in condensed steps whose groups grow from a quarter
+    of their size; docs/adaptation.md tells what each is worth. The adapted model is saved condensed: it loads with the
+    method it was adapted to.
 
     method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``dtype``,
-    ``train``, ``lora_rank``, ``lora_targets``, ``shard_size`` of `TrainConfig`.
+    ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
     Raises ValueError for another field, and as these two.
     """
     unknown = fields.keys() - set(ADAPT_FIELDS)
@@ -170,7 +171,7 @@ def adapt(
         "steps": steps,
         "sequence_length": 4096,
         "batch_size": 16,
-        "mix": "alternate",
+        "mix": "condensed",
         "group_sizes": _growing(method),
         "distill": 1.0,
         "learning_rate": 3e-4,

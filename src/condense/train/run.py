@@ -19,8 +19,10 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TrainerCallback,
     set_seed,
 )
+from transformers.integrations import TensorBoardCallback, is_tensorboard_available
 
 from condense.files import whole_folder
 from condense.methods.base import check_trainable
@@ -38,6 +40,7 @@ from condense.train.trained import set_trained
 from condense.train.watch import LOG
 
 REPORT = "training.json"
+_RUNS = "runs"  # TensorBoard's files, by the name that transformers gives their folder
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     names = [phase.name for phase in config.phases]
     if until is not None and until not in names:
         raise ValueError(f"until: wanted one of {', '.join(names)}, got {until!r}")
+    if config.report_to == "tensorboard" and not is_tensorboard_available():
+        raise ValueError("report_to: wanted TensorBoard installed for 'tensorboard', got none: pip install tensorboard")
     _check_model(config)
     begun = config.work.exists()
     processes.wait_for_everyone()
@@ -160,7 +165,10 @@ def _run_phase(
     with processes.main_process_first():  # which removes half-written ones
         checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
-    trainer = train_phase(model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint)
+    reports: list[TrainerCallback] = [TensorBoardCallback()] if config.report_to == "tensorboard" else []
+    trainer = train_phase(
+        model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint, callbacks=reports
+    )
     report = {
         "phase": phase,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -170,7 +178,8 @@ def _run_phase(
         "history": trainer.state.log_history,
     }
     # gathered from all processes, of which the first writes
-    weights = trainer.accelerator.get_state_dict(model) if trainer.is_fsdp_enabled else None
+    spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if spread else None
     if processes.is_main_process:
         _write_phase(config, phase, prepared, model, weights, folder, report)
     processes.wait_for_everyone()
@@ -263,6 +272,8 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
         for phase, report in zip(config.phases, reports, strict=True):
             if (log := report.with_name(LOG)).exists():  # not if it had fewer steps than a log entry
                 shutil.copy(log, folder / f"log-{phase.name}.jsonl")
+            if (events := report.with_name(_RUNS)).exists():
+                shutil.copytree(events, folder / _RUNS / phase.name)
         content = {**summary(config), "phases": phases}
         write_results(folder / REPORT, content, seed=config.seed)
     shutil.rmtree(config.work)

@@ -45,11 +45,11 @@ class MixedTrainer(Trainer):
         self._since = time.monotonic(), 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW with float32 copies of low-precision weights; FSDP's shards are float32 themselves."""
+        """AdamW with float32 copies of low-precision weights; FSDP and DeepSpeed keep float32 shards themselves."""
         optimizer: torch.optim.Optimizer | None = vars(self).get("optimizer")
         if optimizer is None:
             trained, phase = self.model if model is None else model, self._phase
-            if self.is_fsdp_enabled:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled:
                 groups = parameter_groups(trained, phase.weight_decay)
                 optimizer = torch.optim.AdamW(groups, lr=phase.learning_rate, betas=(0.9, 0.95))
             else:

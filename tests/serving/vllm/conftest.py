@@ -1,10 +1,12 @@
-"""Engines of vLLM in this process, on the CPU, small enough for two cores; and a check that each gives its pages back.
+"""Engines of vLLM in this process, small; and a check that each gives its pages back.
 
-`make test-vllm` runs this folder, in an environment of its own; without vLLM installed it is not collected.
+`make test-vllm` runs this folder on the CPU, in an environment of its own; with vLLM for CUDA it runs on a GPU, with
+steps recorded in graphs. Without vLLM installed it is not collected.
 """
 
 import gc
 import importlib.util
+import json
 import os
 
 import pytest
@@ -19,8 +21,21 @@ if HAS_VLLM:
         VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_NO_USAGE_STATS="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_USE_FLASHINFER_SAMPLER="0",
         HF_HUB_OFFLINE="1",
+        # LoRA's kernels would round float32 to fewer bits
+        TRITON_F32_DEFAULT="ieee",
     )
+
+# an engine's settings on this device: on a GPU single tokens are read by recorded kernels
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+DEVICE_SETTINGS = {"enforce_eager": True}
+if torch.cuda.is_available():
+    DEVICE_SETTINGS = {
+        "compilation_config": GRAPHS,
+        "kv_cache_memory_bytes": 1 << 28,
+        "gpu_memory_utilization": 0.01,
+    }
 
 
 class Engine:
@@ -29,8 +44,8 @@ class Engine:
     def __init__(self, folder, **settings):
         from vllm import LLM
 
-        fixed = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 8, "seed": 0}
-        self.llm = LLM(str(folder), **{**fixed, **settings})
+        fixed = {"dtype": "float32", "max_num_seqs": 8, "seed": 0}
+        self.llm = LLM(str(folder), **{**fixed, **DEVICE_SETTINGS, **settings})
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
 
     def generate(self, prompts, max_tokens, **sampling):
@@ -84,6 +99,15 @@ def engine(engines):
     yield make
     for each in engines.values():
         assert each.free_pages == each.pages
+
+
+@pytest.fixture(scope="session")
+def device_flags():
+    """This device's settings for the server's command line."""
+    flags = []
+    for name, value in DEVICE_SETTINGS.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [json.dumps(value)])]
+    return flags
 
 
 @pytest.fixture(scope="session")

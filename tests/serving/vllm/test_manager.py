@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 import condense
 from condense.demo import demo_model
-from condense.serving.plan import EngineSettings, serving_plan
+from condense.serving.plan import EngineSettings, check_engine, serving_plan
 from condense.serving.vllm.layer import _engine_settings, _specs
 
 PLAN = serving_plan(condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size"))
@@ -91,6 +91,23 @@ def ids(count, start=0):
 
 def test_settings_that_are_checked(config):
     assert _engine_settings(config) == EngineSettings(version=vllm.__version__, kv_heads=5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "--kv-transfer-config"),
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
+    ],
+    ids=str,
+)
+def test_flags_that_are_refused(flags, words):
+    config = EngineArgs(demo_model()[0].name_or_path, max_model_len=4096, **flags).create_engine_config()
+    with pytest.raises(ValueError, match=words):
+        check_engine(_engine_settings(config))
 
 
 def test_groups(config):

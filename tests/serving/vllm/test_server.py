@@ -22,11 +22,11 @@ NEW = 12
 class Server:
     """The server's process and its answers."""
 
-    def __init__(self, folder, log):
+    def __init__(self, folder, log, device_flags):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        flags = ["--port", self.port, "--dtype", "float32", "--max-model-len", 1024, "--enforce-eager"]
+        flags = ["--port", self.port, "--dtype", "float32", "--max-model-len", 1024, *device_flags]
         flags += ["--served-model-name", "bundled", "--max-num-seqs", 8]
         self.log = log
         self.process = subprocess.Popen(
@@ -78,8 +78,8 @@ def bundled(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(bundled, tmp_path_factory):
-    started = Server(bundled[2], tmp_path_factory.mktemp("log") / "server.txt")
+def server(bundled, tmp_path_factory, device_flags):
+    started = Server(bundled[2], tmp_path_factory.mktemp("log") / "server.txt", device_flags)
     try:
         started.wait()
         yield started

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from condense.evaluate.harness.longbench import longbench_row
 from condense.tasks import read_json_lines
 
 Row = dict[str, Any]
@@ -21,11 +22,12 @@ Row = dict[str, Any]
 class LocalFiles:
     """A data set of the hub as small local files.
 
-    splits: split -> pattern of its file's name, without ``.jsonl`` or ``.jsonl.zst``. row: turns a line into a row as
-    the hub has it, given the configuration's and the split's name; None leaves the line out.
+    splits: split -> patterns of its files' names, without ``.jsonl`` or ``.jsonl.zst``; ``{name}`` stands for the
+    configuration's. row: turns a line into a row as the hub has it, given the configuration's and the split's name;
+    None leaves the line out.
     """
 
-    splits: dict[str, str]
+    splits: dict[str, tuple[str, ...]]
     row: Callable[[Row, str | None, str], Row | None] = lambda line, name, split: line
 
 
@@ -41,10 +43,17 @@ def _mmlu(line: Row, name: str | None, split: str) -> Row | None:
     return fields | {"answer": "ABCD".index(line["answer"])}
 
 
+def _olympiad(line: Row, name: str | None, split: str) -> Row | None:
+    text_only = {"modality": "Text-only", "subject": "Math", "language": "English"}
+    return line if all(line.get(field, value) == value for field, value in text_only.items()) else None
+
+
 FILES = {
-    "openai/gsm8k": LocalFiles({"train": "gsm8k-train*", "test": "gsm8k-test*"}),
-    "google-research-datasets/mbpp": LocalFiles({"test": "mbpp-test*"}, _mbpp),
-    "cais/mmlu": LocalFiles({"dev": "mmlu-*", "test": "mmlu-*"}, _mmlu),
+    "openai/gsm8k": LocalFiles({"train": ("gsm8k-train*",), "test": ("gsm8k-test*",)}),
+    "google-research-datasets/mbpp": LocalFiles({"test": ("mbpp-test*",)}, _mbpp),
+    "cais/mmlu": LocalFiles({"dev": ("mmlu-*",), "test": ("mmlu-*",)}, _mmlu),
+    "Xnhyacinth/LongBench": LocalFiles({"test": ("longbench/{name}", "*minilongbench*")}, longbench_row),
+    "Hothan/OlympiadBench": LocalFiles({"train": ("olympiadbench*",)}, _olympiad),
 }
 SOURCES = {
     "multidoc_em": "nq-open files of github.com/nelson-liu/lost-in-the-middle (qa_data), unpacked to .jsonl",
@@ -73,14 +82,30 @@ def find(folder: str | Path | None, task: str, *patterns: str, required: bool = 
     return found
 
 
+def names_of_files(path: str, name: str | None) -> list[str]:
+    """Files by which a folder can stand for that data set of the hub; empty for those of which it needs a copy."""
+    known = FILES.get(path)
+    patterns = [pattern for of_split in known.splits.values() for pattern in of_split] if known else []
+    return [f"{pattern.format(name=name or '*')}.jsonl" for pattern in dict.fromkeys(patterns)]
+
+
+def has(folder: Path, path: str, name: str | None) -> bool:
+    """True if the folder holds that data set of the hub, in files or as a copy."""
+    return (folder / path).is_dir() or _read(folder, path, name) is not None
+
+
 @contextmanager
-def local_datasets(folder: Path | None) -> Iterator[None]:
-    """Inside the block `datasets.load_dataset` looks into the folder first, then where it always does."""
+def local_datasets(folder: Path | None) -> Iterator[list[tuple[str, str | None]]]:
+    """Inside the block `datasets.load_dataset` looks into the folder first, then where it always does.
+
+    Gives a list to which name and configuration of every data set are added that is asked for.
+    """
     import datasets
 
-    stock = datasets.load_dataset
+    stock, asked = datasets.load_dataset, []
 
     def load(path: str, name: str | None = None, *args: Any, **settings: Any) -> Any:
+        asked.append((path, name))
         found = None if folder is None else _read(folder, path, name)
         if found is not None:
             split = settings.get("split")
@@ -91,26 +116,27 @@ def local_datasets(folder: Path | None) -> Iterator[None]:
 
     datasets.load_dataset = load
     try:
-        yield
+        yield asked
     finally:
         datasets.load_dataset = stock
 
 
 def _read(folder: Path, path: str, name: str | None) -> Any:
-    """The data set of that hub name from local files, or None if the folder has not all its splits."""
+    """The data set of that hub name from local files, or None if the folder has not rows of all its splits."""
     import datasets
 
     known = FILES.get(path)
     if known is None:
         return None
-    parts = {split: find(folder, path, pattern, required=False) for split, pattern in known.splits.items()}
+    parts = {
+        split: [
+            row
+            for file in find(folder, path, *(pattern.format(name=name) for pattern in patterns), required=False)
+            for line in rows(file)
+            if (row := known.row(line, name, split)) is not None
+        ]
+        for split, patterns in known.splits.items()
+    }
     if not all(parts.values()):
         return None
-    return datasets.DatasetDict(
-        {
-            split: datasets.Dataset.from_list(
-                [row for file in files for line in rows(file) if (row := known.row(line, name, split)) is not None]
-            )
-            for split, files in parts.items()
-        }
-    )
+    return datasets.DatasetDict({split: datasets.Dataset.from_list(found) for split, found in parts.items()})

@@ -114,6 +114,18 @@ def evaluate(
     return scores
 
 
+def saved_scores(output: Path) -> tuple[list[Score], dict[str, Any]]:
+    """The scores of a finished run, from the ``metrics.json`` in its folder, and the provenance that it names."""
+    document = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+
+    def score(saved: dict[str, Any]) -> Score:
+        interval = saved["interval"]
+        value, low, high = (math.nan if interval[key] is None else interval[key] for key in ("value", "low", "high"))
+        return Score(**saved | {"interval": Interval(value, low, high, interval["n"])})  # JSON has no NaN
+
+    return [score(saved) for saved in document["results"]["scores"]], document["provenance"]
+
+
 def fingerprint(model: nn.Module) -> str:
     """A short hash of the names, shapes, dtypes and first and last numbers of all parameters."""
     digest = hashlib.sha256()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from condense.evaluate.harness.local import FILES, local_datasets
+from condense.evaluate.harness.local import has, local_datasets, names_of_files
 
 OWN_FOLDER = Path(__file__).parent / "task_files"
 OWN = tuple(sorted(path.stem for path in OWN_FOLDER.glob("*.yaml")))
@@ -58,14 +58,14 @@ def load_tasks(
             "machine where they can do no harm"
         )
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
-    with local_datasets(data):
+    with local_datasets(data) as asked:
         for name in names:
-            for part, found in _load(manager, name).items():
+            for part, found in _load(manager, name, data, asked).items():
                 loaded[part].update(found)
     return LoadedTasks(manager, loaded)
 
 
-def _load(manager: Any, name: str) -> Any:
+def _load(manager: Any, name: str, data: Path | None, asked: Sequence[tuple[str, str | None]]) -> Any:
     try:
         return manager.load([name])
     except ImportError as error:
@@ -75,13 +75,21 @@ def _load(manager: Any, name: str) -> Any:
     except Exception as error:
         # datasets raises many kinds for data that cannot be had: ConnectionError, FileNotFoundError, its own
         logging.getLogger(__name__).debug("loading %s", name, exc_info=True)
-        repository = _repository(manager.task_index, name)
-        known = FILES.get(repository)
-        files = f"{', '.join(f'{p}.jsonl' for p in dict.fromkeys(known.splits.values()))} or " if known else ""
-        raise ValueError(
-            f"task: the data of {name} cannot be had: {_line(error)}; offline, put {files}a copy of the data set into "
-            f"--data FOLDER: hf download --repo-type dataset {repository} --local-dir FOLDER/{repository}"
-        ) from error
+        missing = asked[-1] if asked else ("OWNER/NAME", None)
+        raise ValueError(_missing(manager.task_index, name, data, missing, error)) from error
+
+
+def _missing(index: Any, name: str, data: Path | None, missing: tuple[str, str | None], error: Exception) -> str:
+    """Which data set there is not, what to put where, and which parts of a group have theirs."""
+    repository, configuration = missing
+    files = "".join(f"{file} or " for file in names_of_files(repository, configuration))
+    parts = [(task, s["dataset_path"], s.get("dataset_name")) for task, s in _leaves([name], index) if _is_on_hub(s)]
+    there = [task for task, *of in parts if data is not None and has(data, *of)]
+    rest = f"; {data} has those of {', '.join(there)}, which can be named instead" if there else ""
+    return (
+        f"task: the data of {name} cannot be had: {_line(error)}; offline, put {files}a copy of the data set into "
+        f"--data FOLDER: hf download --repo-type dataset {repository} --local-dir FOLDER/{repository}{rest}"
+    )
 
 
 def _line(error: BaseException) -> str:
@@ -119,5 +127,5 @@ def _unsafe(names: Sequence[str], index: Any) -> Iterable[str]:
     return [name for name, settings in _leaves(names, index) if settings.get("unsafe_code")]
 
 
-def _repository(index: Any, name: str) -> str:
-    return next((s["dataset_path"] for _, s in _leaves([name], index) if s.get("dataset_path")), "OWNER/NAME")
+def _is_on_hub(settings: dict[str, Any]) -> bool:
+    return bool(settings.get("dataset_path")) and "custom_dataset" not in settings

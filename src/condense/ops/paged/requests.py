@@ -12,7 +12,7 @@ from condense.ops.api import attend, pool_groups, summarize
 from condense.ops.paged.pages import NewTokens, PagedState, Pages
 from condense.ops.spans import RuleSpans, Source
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.types import StepSettings, SummarySpans
+from condense.ops.types import Chunks, StepSettings, SummarySpans
 
 
 def read_requests(
@@ -103,12 +103,8 @@ class _Request:
             spans = SummarySpans(start, self.before, self.seen, num, settings.num_summary, g)
             summary = summarize(self.q, self._past_queries(start), spans, backend=self.backend)
         pooled = pool_groups(
-            tokens[..., :D],
-            tokens[..., D:],
+            Chunks(tokens[..., :D], tokens[..., D:], 0, num, g, first),
             summary,
-            start=0,
-            num_groups=num,
-            group_size=g,
             scale=self.scale,
             key_pooling=settings.key_pooling,
             value_pooling=settings.value_pooling,

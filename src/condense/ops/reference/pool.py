@@ -8,14 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.types import SummarySpans
+from condense.ops.types import SummaryColumns, SummarySpans
 
 
-def summarize(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> Tensor:
     """See `condense.ops.summarize`. One row and span at a time."""
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     means = q.to(wide).unflatten(1, (K, -1)).mean(2).to(q.dtype)
+    if isinstance(spans, SummaryColumns):
+        ends = zip(spans.lo.tolist(), spans.hi.tolist(), strict=True)
+        return torch.stack([means[:, :, lo:hi].to(wide).mean(2) for lo, hi in ends], dim=2)
     rows = []
     for b, (start, before, after) in enumerate(zip(*(x.tolist() for x in spans.rows(q.shape[0])), strict=True)):
         # the columns of `known` are positions `oldest` to `after - 1`

@@ -76,14 +76,16 @@ def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Ten
     return wide.scatter(2, index.expand_as(new), new)[:, :, : max_row(stop)]
 
 
-def chunks(window: Tensor, start: PerRow, G: int, c: int) -> Tensor:
-    """``[B, K, G, c, D]``: G chunks of c window columns from column ``start`` on."""
-    start = int_if_equal(start)
-    if not isinstance(start, Tensor):
-        return window[:, :, start : start + G * c].unflatten(2, (G, c))
-    column = (start[:, None] + torch.arange(G * c)).clamp(0, window.shape[2] - 1).to(window.device, non_blocking=True)
-    index = column[:, None, :, None].expand(-1, window.shape[1], -1, window.shape[3])
-    return window.gather(2, index).unflatten(2, (G, c))
+def chunks(window: Tensor, columns: int | Tensor, G: int, c: int) -> Tensor:
+    """``[B, K, G, c, D]``: G chunks of c window columns; columns: where they begin, see `condense.ops.types.Chunks`.
+
+    Columns past the end of the window stand for its last one.
+    """
+    if not isinstance(columns, Tensor):
+        return window[:, :, columns : columns + G * c].unflatten(2, (G, c))
+    column = (columns[..., None] + torch.arange(c, device=columns.device)).flatten(1).clamp(max=window.shape[2] - 1)
+    B, K, _, D = window.shape
+    return window.gather(2, column[:, None, :, None].expand(B, K, -1, D)).unflatten(2, (G, c))
 
 
 def newest(x: Tensor, count: int) -> Tensor:
@@ -93,6 +95,8 @@ def newest(x: Tensor, count: int) -> Tensor:
 
 def detach_compact(x: Tensor) -> Tensor:
     """Detach, and copy a view of a larger storage: the view would keep the whole storage alive."""
+    if torch.compiler.is_compiling():
+        return detach_copy(x)  # storages have no sizes there
     x = x.detach()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 

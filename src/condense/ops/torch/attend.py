@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,21 @@ from condense.ops.tensors.right_aligned import joined_bias
 # beyond the limit, and with a soft cap, whose scores would be kept too, each block is computed again in the backward
 # pass.
 _MAX_KEPT = 4
+
+
+class BlockKeys(NamedTuple):
+    """What a block of queries reads: k ``[B, K, S, D]``, v ``[B, K, S, Dv]``, and who sees what.
+
+    mask: bool ``[B|1, K|1, L, S]``, True where a query sees a key. empty: bool ``[B|1, K|1, L, 1]``, queries that see
+    nothing, whose rows of the mask are all True. Both None: every query sees every key. bias: ``[B|1, K|1, M]`` of the
+    first M keys, None for none.
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    empty: Tensor | None
+    bias: Tensor | None
 
 
 def attend(
@@ -41,8 +57,9 @@ def attend(
     K, N = window.k.shape[1], window.k.shape[2]
     # scale > 0, because PyTorch's causal kernel gives NaN on a CPU for scale <= 0
     if not return_lse and not softcap and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
+        is_causal = bool(L > 1)  # while compiling for any length, L is a symbol
         out = F.scaled_dot_product_attention(
-            q, window.k, window.v, dropout_p=dropout_p, is_causal=L > 1, scale=scale, enable_gqa=H != K
+            q, window.k, window.v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=H != K
         )
         return out, None
     size = _block_size(q.device, H // K)
@@ -54,10 +71,8 @@ def attend(
         v = torch.cat([source.v[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
         stop = start + q.shape[2]
         mask, empty = (None, None) if spans.is_hull(start, stop) else _visible(spans, start, stop, hulls, q.device)
-        bias = _bias(sources, hulls, q.device)
-        return attend_block(
-            q, k, v, mask, empty, bias, scale=scale, softcap=softcap, dropout_p=dropout_p, return_lse=return_lse
-        )
+        keys = BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device))
+        return attend_block(q, keys, scale=scale, softcap=softcap, dropout_p=dropout_p, return_lse=return_lse)
 
     work = zip(q.split(size, dim=2), blocks, hulls, strict=True)
     tensors = [q, *(x for source in sources for x in (source.k, source.v))]
@@ -119,23 +134,18 @@ def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: tor
 
 def attend_block(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    empty: Tensor | None,
-    bias: Tensor | None,
+    keys: BlockKeys,
     *,
     scale: float,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, L, Dv]`` of one block, and log-sum-exp ``[B, H, L]`` if asked for, else an empty tensor.
+    """Output ``[B, H, L, Dv]`` of one block of queries ``[B, H, L, D]``.
 
-    q ``[B, H, L, D]``, k ``[B, K, S, D]``, v ``[B, K, S, Dv]``, bias ``[B|1, K|1, M]`` of the first M keys. mask bool
-    ``[B|1, K|1, L, S]``: True where a query sees a key; empty bool ``[B|1, K|1, L, 1]``: queries that see nothing,
-    whose rows of the mask are all True. Both None: every query sees every key.
+    Then log-sum-exp ``[B, H, L]`` if asked for, else an empty tensor.
     """
+    k, v, mask, empty, bias = keys
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)

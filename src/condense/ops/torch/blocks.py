@@ -26,14 +26,16 @@ class SparseKeys(NamedTuple):
     columns: Tensor
 
 
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, *, scale: float) -> tuple[Tensor, Tensor]:
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, *, scale: float, compiled: bool = True
+) -> tuple[Tensor, Tensor]:
     """Attention of q ``[1, H, L, D]`` over the chosen ones of k ``[1, K, L, D]`` and v ``[1, K, L, Dv]``.
 
-    Compiled FlexAttention on CUDA; elsewhere block by block, which is the definition. Returns out ``[1, H, L, Dv]`` in
-    the dtype of q and the log-sum-exp ``[1, H, L]`` in float32 or wider.
+    Compiled FlexAttention on CUDA; elsewhere, and if not ``compiled``, block by block, which is the definition. Returns
+    out ``[1, H, L, Dv]`` in the dtype of q and the log-sum-exp ``[1, H, L]`` in float32 or wider.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    if q.device.type == "cuda":
+    if compiled and q.device.type == "cuda":
         return _by_flex(q, k, v, keys, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     L = q.shape[2]
@@ -94,6 +96,7 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
         BLOCK_SIZE=BLOCK,
         mask_mod=causal,
         seq_lengths=(L, L),
+        compute_q_blocks=False,  # which only gradients need
     )
     out, lse = _attend(q, k, v, mask, scale)
     if C == 0:
@@ -110,7 +113,11 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
         return (at <= query) & ~lower[h, query // BLOCK, torch.clamp(at, max=L - 1) // BLOCK]
 
     mask = BlockMask.from_kv_blocks(
-        *_listed(reached), BLOCK_SIZE=BLOCK, mask_mod=outside, seq_lengths=(L, padded.shape[1])
+        *_listed(reached),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=outside,
+        seq_lengths=(L, padded.shape[1]),
+        compute_q_blocks=False,
     )
     more, more_lse = _attend(q, k_columns, v_columns, mask, scale)
     total = torch.logaddexp(lse, more_lse)
@@ -135,8 +142,12 @@ def _rounded(length: int) -> int:
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Bool ``[H, N, M]`` as FlexAttention wants it: counts ``[1, H, N]`` and indices, the chosen ones first."""
-    order = chosen.to(torch.int8).argsort(dim=2, descending=True, stable=True)
-    return chosen.sum(2, dtype=torch.int32)[None], order.to(torch.int32)[None].contiguous()
+    counts = chosen.sum(2, dtype=torch.int32)
+    # the place of each: among the chosen ones, or behind them; sorting takes longer
+    place = torch.where(chosen, chosen.cumsum(2), counts[..., None] + (~chosen).cumsum(2)) - 1
+    number = torch.arange(chosen.shape[2], device=chosen.device, dtype=torch.int32)
+    order = torch.empty_like(place, dtype=torch.int32).scatter_(2, place, number.expand_as(place))
+    return counts[None], order[None]
 
 
 @functools.cache

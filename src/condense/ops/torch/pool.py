@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.types import SummarySpans
+from condense.ops.types import SummaryColumns, SummarySpans
 
 
-def summarize(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> Tensor:
     """See `condense.ops.summarize`."""
+    if isinstance(spans, SummaryColumns):
+        return _of_columns(head_mean(q, tail.shape[1]), spans)
     K, Q, L = tail.shape[1], tail.shape[2], q.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     G, S, stride = spans.num, spans.size, spans.stride
@@ -47,6 +49,17 @@ def _mean(queries: list[Tensor], wide: torch.dtype) -> Tensor:
     for other in queries[1:]:
         total = total + other
     return total / len(queries)
+
+
+def _of_columns(means: Tensor, spans: SummaryColumns) -> Tensor:
+    """`summarize` for spans of columns; means ``[1, K, L, D]``: the mean queries of each KV head."""
+    wide = torch.promote_types(means.dtype, torch.float32)
+    total = means.new_zeros(*means.shape[:2], spans.num, means.shape[3], dtype=wide)
+    for s in range(spans.size):
+        column = spans.lo + s
+        query = means.index_select(2, torch.minimum(column, spans.hi - 1)).to(wide)
+        total = total + query.masked_fill((column >= spans.hi)[:, None], 0.0)
+    return total / (spans.hi - spans.lo)[:, None]
 
 
 def _ragged(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:

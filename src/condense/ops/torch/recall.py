@@ -18,7 +18,7 @@ from condense.ops.recall.choice import Choice, chosen_groups
 from condense.ops.recall.sources import RecallSources
 from condense.ops.spans import Hull, Source
 from condense.ops.tensors.right_aligned import per_entry
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 
 # queries per block: the mask of a block has as many rows, times the query heads
 _BLOCK = 128
@@ -60,10 +60,8 @@ def attend_recall(
         mask = torch.cat(masks, dim=-1)
         empty = ~mask.any(-1, keepdim=True)
         k, v = torch.cat([source.k for source in seen], dim=2), torch.cat([source.v for source in seen], dim=2)
-        return attend_block(
-            q, k, v, mask | empty, empty, bias[..., :n] if pool and bias is not None else None,
-            scale=scale, softcap=softcap, return_lse=return_lse,
-        )  # fmt: skip
+        keys = BlockKeys(k, v, mask | empty, empty, bias[..., :n] if pool and bias is not None else None)
+        return attend_block(q, keys, scale=scale, softcap=softcap, return_lse=return_lse)
 
     tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)
     if len(blocks) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

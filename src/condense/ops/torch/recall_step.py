@@ -17,7 +17,7 @@ from condense.ops.recall.choice import choose_groups, chosen_groups, index_score
 from condense.ops.recall.index import build_index
 from condense.ops.recall.state import NewToken, RecallSettings, RecallState
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.torch.pool import group_scores, pool
 from condense.ops.torch.step import _read, _write, newest_mean
 
@@ -124,17 +124,9 @@ def _attend(
         bias = state.biases[..., 0]
     elif settings.pool and settings.entries.bias != 0.0:
         bias = torch.full((1, 1, G), settings.entries.bias, dtype=torch.float64, device=q.device)
-    return attend_block(
-        q,
-        keys,
-        keys[..., :latent] if latent else torch.cat(v, dim=2),
-        sees | empty,
-        empty,
-        bias,
-        scale=scale,
-        softcap=extras.softcap,
-        return_lse=extras.needs_lse,
-    )
+    values = keys[..., :latent] if latent else torch.cat(v, dim=2)
+    block = BlockKeys(keys, values, sees | empty, empty, bias)
+    return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)
 
 
 def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:

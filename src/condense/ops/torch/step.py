@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.torch.attend import attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.types import Chunks, Represent, StepSettings, StepState
 
 
@@ -77,7 +77,7 @@ def _append_entry(
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
-    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk), summary, scale=scale, backend="torch")
+    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk[:, None]), summary, scale=scale, backend="torch")
     for buffer, entries in zip(state.entries, new, strict=True):
         _write(buffer, first, entries, due)
 
@@ -139,14 +139,6 @@ def _attend(
     sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
     keys = torch.cat([state.entries_k, state.ring_k], dim=2)
-    return attend_block(
-        q,
-        keys,
-        keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2),
-        sees[:, None, None] | empty,
-        empty,
-        entry_bias,
-        scale=scale,
-        softcap=extras.softcap,
-        return_lse=extras.needs_lse,
-    )
+    values = keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2)
+    block = BlockKeys(keys, values, sees[:, None, None] | empty, empty, entry_bias)
+    return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)

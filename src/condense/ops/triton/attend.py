@@ -217,17 +217,13 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
 
 
 def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Per source the queries ``[lo, hi)`` that see each key, int32 ``[2, B|1, K|1, size]``.
+    """Per source the queries ``[lo, hi)`` that see each key, int32 ``[2, B|1, K|1, max(sizes)]``; hi < lo for none.
 
-    spans: int32 ``[sources, 2, B|1, K|1, L]``, never decreasing along L.
+    spans: int32 ``[sources, 2, B|1, K|1, L]``, never decreasing along L: the queries that see a key begin behind those
+    whose spans end before it, and end with the last whose span begins at it or before.
     """
-    seen = []
-    for (first, last), size in zip(spans, sizes, strict=True):
-        key = torch.arange(size, device=spans.device, dtype=torch.int32).expand(*first.shape[:2], size).contiguous()
-        lo = torch.searchsorted(last, key, right=True, out_int32=True)
-        hi = torch.searchsorted(first, key, right=True, out_int32=True)
-        seen.append(torch.stack([lo, torch.maximum(hi, lo)]))
-    return tuple(seen)
+    key = torch.arange(max(sizes), device=spans.device, dtype=torch.int32).expand(*spans.shape[:-1], -1)
+    return torch.searchsorted(spans.flip(1), key.contiguous(), right=True, out_int32=True).unbind()
 
 
 def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -1,5 +1,7 @@
 """One decode step over pages in Triton: a kernel that stores, two that attend, and no wait for the host.
 
+On Hopper each starts while the one before still runs, and waits for it where it reads what that one writes.
+
 Shapes: R requests, H query heads, K KV heads, r = H / K, S splits, D and Dv widths, N slots of a page.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ def store(
                 *launch.store_numbers,
             ),
             (launch.kind, state.ring is not None),
-            {"num_warps": 4},
+            launch.store_options,
         )
 
 
@@ -69,7 +71,7 @@ def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *
             (q, seen, *_places(state), part, lse),
             (*q.stride()[:2], *_strides(state.window), *_strides(state.entries), *launch.attend_numbers),
             (launch.kind,),
-            launch.options,
+            launch.attend_options,
         )
         _join(
             (R * H, cdiv(Dv, columns), 1),
@@ -123,7 +125,8 @@ class _Launch(NamedTuple):
     store_numbers: tuple[int | float, ...]
     attend_numbers: tuple[int | float, ...]
     kind: Kind
-    options: Mapping[str, Any]
+    store_options: Mapping[str, int | bool]
+    attend_options: Mapping[str, int | bool]
     join_options: Mapping[str, bool]
 
 
@@ -155,7 +158,8 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
         (K, heads, settings.num_summary, rule.chunk, settings.summary_delay, weight_scale),
         (K, heads, rule.chunk, rule.window, settings.summary_delay, scale * LOG2E, settings.bias * LOG2E),
         kind,
-        {"num_warps": warps, "num_stages": stages},
+        {"num_warps": 4, **starts_early},
+        {"num_warps": warps, "num_stages": stages, **starts_early},
         starts_early,
     )
 
@@ -166,5 +170,4 @@ def _tiles(device: torch.device, dtype: torch.dtype, width: int) -> tuple[int, i
         return 16, 4, 1, 1
     if dtype == torch.float32:
         return 32 if width <= 128 else 16, 8, 2, 2
-    # two more stages than over contiguous keys, as the pages must be known before their keys can be fetched
-    return (64, 4, 5, 2) if width <= 128 else (32, 4, 5, 2)
+    return (64, 4, 3, 2) if width <= 128 else (32, 4, 3, 2)

@@ -23,6 +23,7 @@ from condense.ops.triton.device.entry import (
     load_row,
     make_entries,
     mean_query,
+    page_numbers,
     page_slots,
     store_row,
     summary_query,
@@ -61,6 +62,10 @@ def paged_store_kernel(
     KIND: tl.constexpr, HAS_RING: tl.constexpr,
 ):  # fmt: skip
     """Keys, values and mean queries into the pages, and the entry of a group that is due; grid (K, R requests, 1)."""
+    if KIND.early:
+        gdc_wait()
+        # only now: what the next kernel reads before it waits must have been written before this one
+        gdc_launch_dependents()
     request, kvh = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     t = tl.load(seen_ptr + request).to(tl.int32) - 1
     if t >= 0:
@@ -93,17 +98,25 @@ def paged_store_kernel(
 
 
 @triton.jit
-def _attend_pages(softmax, q, pages, stretch, lo, hi, scale, bias, KIND: tl.constexpr):
-    """Adds tiles ``[lo, hi)`` of a stretch; no tile is empty."""
+def _tile_pages(pages, stretch, tile, hi, KIND: tl.constexpr):
+    """The page of every row of a tile; page 0 from tile ``hi`` on."""
+    i = tile * KIND.keys + tl.arange(0, KIND.keys)
+    return page_numbers(pages, stretch.first + i, (i < stretch.count) & (tile < hi), KIND)
+
+
+@triton.jit
+def _attend_pages(softmax, q, pages, stretch, page, lo, hi, scale, bias, KIND: tl.constexpr):
+    """Adds tiles ``[lo, hi)`` of a stretch, the first of which lies in pages ``page``; no tile is empty."""
     PRECISION: tl.constexpr = KIND.precision
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
-        inside = i < stretch.count
-        at = page_slots(pages, stretch.first + i, inside, KIND)
+        inside, at = i < stretch.count, page_slots(pages, page, stretch.first + i, KIND)
         k = load_rows(pages.k, at, inside, KIND.D0, KIND.D1)
         s = tl.where(inside[None, :], key_products(q, k, PRECISION) * scale + bias, float("-inf"))
         v = load_rows(pages.v, at, inside, KIND.V0, KIND.V1)
         softmax = add_keys(softmax, s, v, PRECISION)
+        # of the next tile, while this one's keys are on their way
+        page = _tile_pages(pages, stretch, tile + 1, hi, KIND)
     return softmax
 
 
@@ -128,14 +141,17 @@ def paged_attend_kernel(
         far_tiles = tl.cdiv(far.count, KIND.keys)
         tiles = far_tiles + tl.cdiv(near.count, KIND.keys)
         lo, hi = tiles * split // S, tiles * (split + 1) // S
+        far_hi, near_lo, near_hi = tl.minimum(hi, far_tiles), tl.maximum(lo - far_tiles, 0), hi - far_tiles
+        far_pages = _tile_pages(entries, far, lo, far_hi, KIND)
+        near_pages = _tile_pages(window, near, near_lo, near_hi, KIND)
+        if KIND.early:
+            gdc_wait()
         r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
         at = request * s_qt + (kvh * R + r) * s_qh
         q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
         softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
-        softmax = _attend_pages(softmax, q, entries, far, lo, tl.minimum(hi, far_tiles), score_scale, bias, KIND)
-        softmax = _attend_pages(
-            softmax, q, window, near, tl.maximum(lo - far_tiles, 0), hi - far_tiles, score_scale, 0.0, KIND
-        )  # fmt: skip
+        softmax = _attend_pages(softmax, q, entries, far, far_pages, lo, far_hi, score_scale, bias, KIND)
+        softmax = _attend_pages(softmax, q, window, near, near_pages, near_lo, near_hi, score_scale, 0.0, KIND)
         at = (program.to(tl.int64) * R + r) * S + split
         store_part(part_ptr, lse_ptr, softmax, at, r < R, KIND.V0, KIND.V1)
 

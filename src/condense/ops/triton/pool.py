@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.pool_kernels import (
@@ -22,7 +21,7 @@ from condense.ops.triton.pool_kernels import (
     summarize_bwd_kernel,
     summarize_fwd_kernel,
 )
-from condense.ops.types import SummarySpans
+from condense.ops.types import Chunks, SummaryColumns, SummarySpans
 
 _SUMMARIZE, _SUMMARIZE_BACKWARD, _POOL, _POOL_BACKWARD = (
     Launcher(kernel) for kernel in (summarize_fwd_kernel, summarize_bwd_kernel, pool_fwd_kernel, pool_bwd_kernel)
@@ -51,36 +50,45 @@ def _tile(dtype: torch.dtype, *widths: int) -> _Tile:
 
 
 class _Place(NamedTuple):
-    """start, before and after of summary spans: numbers if the rows agree, else int32 ``[3, B]`` on the device."""
+    """Summary spans as kernels take them: numbers, tensors and KIND.
+
+    numbers: start, before and after if the rows agree; else rows: int32 ``[3, B]``, or ``[2, G]`` for spans of columns.
+    """
 
     numbers: tuple[int, int, int]
     rows: Tensor | None
+    kind: str
+    size: int
+    stride: int
 
 
-def _place(spans: SummarySpans, num_rows: int, device: torch.device) -> _Place:
+def _place(spans: SummarySpans | SummaryColumns, q: Tensor) -> _Place:
+    if isinstance(spans, SummaryColumns):
+        ends = torch.stack([spans.lo, spans.hi]).to(torch.int32)
+        return _Place((0, 0, q.shape[2]), ends, "columns", spans.size, spans.size)
     agreed = spans.int_if_equal()
     if agreed is not None:
-        return _Place(agreed, None)
-    rows = torch.stack(spans.rows(num_rows)).to(torch.int32)
-    return _Place((0, 0, 0), rows.to(device, non_blocking=True))
+        return _Place(agreed, None, "row", spans.size, spans.stride)
+    rows = torch.stack(spans.rows(q.shape[0])).to(torch.int32)
+    return _Place((0, 0, 0), rows.to(q.device, non_blocking=True), "rows", spans.size, spans.stride)
 
 
-def _summarize(q: Tensor, tail: Tensor, spans: SummarySpans, place: _Place) -> Tensor:
-    """See `summarize`."""
+def _summarize(q: Tensor, tail: Tensor, G: int, place: _Place) -> Tensor:
+    """G summaries, see `summarize`."""
     q, tail = dense_rows(q), dense_rows(tail)
     B, H, L, D = q.shape
-    K, Q, G, R = tail.shape[1], tail.shape[2], spans.num, H // tail.shape[1]
+    K, Q, R = tail.shape[1], tail.shape[2], H // tail.shape[1]
     out = q.new_empty(B, K, G, D, dtype=torch.float32)
     check_programs(B * K)
     tile = _tile(q.dtype, D)
     heads = min(tile.vectors, power_of_2(R))
-    tokens = min(tile.vectors // heads, power_of_2(spans.size))
+    tokens = min(tile.vectors // heads, power_of_2(place.size))
     with on_device_of(q):
         _SUMMARIZE(
             (cdiv(G, tile.groups), B * K, 1),
             (q, tail, q if place.rows is None else place.rows, out),
-            (*q.stride()[:3], *tail.stride()[:3], *place.numbers, B, K, L, Q, G, spans.size, spans.stride),
-            (R, D, tokens, heads, tile.groups, tile.width, Q > 0, place.rows is not None),
+            (*q.stride()[:3], *tail.stride()[:3], *place.numbers, B, K, L, Q, G, place.size, place.stride),
+            (R, D, tokens, heads, tile.groups, tile.width, Q > 0, place.kind),
             tile.warps,
         )
     return out
@@ -90,52 +98,54 @@ class _Summarize(torch.autograd.Function):
     """`_summarize` with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, tail: Tensor, spans: SummarySpans, place: _Place) -> Tensor:
-        ctx.place, ctx.spans, ctx.shape, ctx.num_kv_heads, ctx.dtype = place, spans, q.shape, tail.shape[1], q.dtype
-        return _summarize(q, tail, spans, place)
+    def forward(ctx: Any, q: Tensor, tail: Tensor, G: int, place: _Place) -> Tensor:
+        ctx.place, ctx.shape, ctx.num_kv_heads, ctx.dtype = place, q.shape, tail.shape[1], q.dtype
+        return _summarize(q, tail, G, place)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         place: _Place = ctx.place
-        spans: SummarySpans = ctx.spans
-        (B, H, L, D), K = ctx.shape, ctx.num_kv_heads
+        (B, H, L, D), K, G = ctx.shape, ctx.num_kv_heads, d_out.shape[2]
         d_out = dense_rows(d_out)
         dq = d_out.new_empty(ctx.shape, dtype=ctx.dtype)
         tile = _tile(dq.dtype, D)
+        rows = d_out if place.rows is None else place.rows
         with on_device_of(d_out):
             _SUMMARIZE_BACKWARD(
                 (cdiv(L, tile.groups), B * K, 1),
-                (d_out, d_out if place.rows is None else place.rows, dq),
-                (*d_out.stride()[:3], *place.numbers, B, K, L, spans.num, spans.size, spans.stride),
-                (H // K, D, tile.groups, tile.width, place.rows is not None),
+                (d_out, rows, _holders(rows, L) if place.kind == "columns" else rows, dq),
+                (*d_out.stride()[:3], *place.numbers, B, K, L, G, place.size, place.stride),
+                (H // K, D, tile.groups, tile.width, place.kind),
                 tile.warps,
             )
         return dq, None, None, None
 
 
+def _holders(ends: Tensor, L: int) -> Tensor:
+    """The spans ``[first, last)`` that hold each of L columns, int32 ``[2, L]``; ends: int32 ``[2, G]``, rising."""
+    column = torch.arange(L, device=ends.device, dtype=torch.int32).expand(2, L).contiguous()
+    return torch.searchsorted(ends.flip(0), column, right=True, out_int32=True)
+
+
 class _Groups(NamedTuple):
-    """Where and how to pool. start: first column of group 0 if the rows agree; earliest and latest: over the rows."""
+    """How to pool G groups of ``size`` tokens, and the column of the first one if the others follow it in all rows."""
 
     start: int
     num: int
     size: int
-    earliest: int
-    latest: int
     scale: float
     key_pooling: str
     value_pooling: str
     return_lse: bool
 
-    def constants(self, D: int, Dv: int, tile: _Tile, *, scored: bool, per_row: bool) -> tuple[int | str | bool, ...]:
+    def constants(self, D: int, Dv: int, tile: _Tile, *, scored: bool) -> tuple[int | str | bool, ...]:
         """Constants that a kernel is compiled for."""
-        return (
-            D, Dv, tile.vectors, tile.groups, tile.width, self.key_pooling, self.value_pooling, scored, per_row,
-        )  # fmt: skip
+        return D, Dv, tile.vectors, tile.groups, tile.width, self.key_pooling, self.value_pooling, scored
 
 
-def _pool(k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, groups: _Groups) -> tuple[Tensor, ...]:
-    """See `pool_groups`. All with dense rows; starts: int32 ``[B]`` on the device where they differ."""
+def _pool(k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None, groups: _Groups) -> tuple[Tensor, ...]:
+    """See `pool_groups`. All with dense rows; columns: int32 ``[B|1, G]`` of groups that stand anywhere."""
     (B, K, N, D), Dv, G = k.shape, v.shape[3], groups.num
     check_programs(B * K)
     key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)
@@ -144,9 +154,9 @@ def _pool(k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, g
     with on_device_of(k):
         _POOL(
             (cdiv(G, tile.groups), B * K, 1),
-            (k, v, k if summary is None else summary, k if starts is None else starts, key, value, lse),
-            (*_strides(k, v, summary), groups.start, K, N, G, groups.size, groups.scale * LOG2E),
-            groups.constants(D, Dv, tile, scored=summary is not None, per_row=starts is not None),
+            (k, v, k if summary is None else summary, columns, key, value, lse),
+            (*_strides(k, v, summary, columns), groups.start, K, N, G, groups.size, groups.scale * LOG2E),
+            groups.constants(D, Dv, tile, scored=summary is not None),
             tile.warps,
         )
     return (key, value) if lse is None else (key, value, lse)
@@ -157,41 +167,42 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, summary: Tensor | None, starts: Tensor | None, groups: _Groups
+        ctx: Any, k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None, groups: _Groups
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(k, v, summary, starts)
+        ctx.save_for_backward(k, v, summary, columns)
         ctx.groups = groups
-        return _pool(k, v, summary, starts, groups)
+        return _pool(k, v, summary, columns, groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_key: Tensor, d_value: Tensor, *d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        k, v, summary, starts = ctx.saved_tensors
+        k, v, summary, columns = ctx.saved_tensors
         groups: _Groups = ctx.groups
         (B, K, N, D), Dv, G, c = k.shape, v.shape[3], groups.num, groups.size
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+        # zeros, because the kernel does not write tokens that are in no group
+        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         d_summary = None if summary is None else summary.new_empty(B, K, G, D)
         tile = _tile(k.dtype, D, Dv)
-        # groups before the first and after the last, so that every token of the window is in a group
-        lead = cdiv(groups.latest, c)
-        num_all = lead + max(G, cdiv(N - groups.earliest, c))
         with on_device_of(k):
             _POOL_BACKWARD(
-                (cdiv(num_all, tile.groups), B * K, 1),
+                (cdiv(G, tile.groups), B * K, 1),
                 (
-                    k, v, k if summary is None else summary, k if starts is None else starts, d_key.contiguous(),
-                    d_value.contiguous(), d_lse[0].contiguous() if d_lse else None, dk, dv,
-                    dk if d_summary is None else d_summary,
+                    k, v, k if summary is None else summary, columns, d_key.contiguous(), d_value.contiguous(),
+                    d_lse[0].contiguous() if d_lse else None, dk, dv, dk if d_summary is None else d_summary,
                 ),
-                (*_strides(k, v, summary), groups.start, K, N, G, c, lead, groups.scale, groups.scale * LOG2E),
-                groups.constants(D, Dv, tile, scored=summary is not None, per_row=starts is not None),
+                (
+                    *_strides(k, v, summary, columns), groups.start, K, N, G, c, groups.scale, groups.scale * LOG2E,
+                ),
+                groups.constants(D, Dv, tile, scored=summary is not None),
                 tile.warps,
             )  # fmt: skip
         return dk, dv, d_summary, None, None
 
 
-def _strides(k: Tensor, v: Tensor, summary: Tensor | None) -> tuple[int, ...]:
-    return (*k.stride()[:3], *v.stride()[:3], *((0, 0, 0) if summary is None else summary.stride()[:3]))
+def _strides(k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None) -> tuple[int, ...]:
+    of_summary = (0, 0, 0) if summary is None else summary.stride()[:3]
+    of_columns = 0 if columns is None or columns.shape[0] == 1 else columns.stride(0)
+    return *k.stride()[:3], *v.stride()[:3], *of_summary, of_columns
 
 
 def _wants_gradient(*tensors: Tensor | None) -> bool:
@@ -199,36 +210,31 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def summarize(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
+def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> Tensor:
     """See `condense.ops.summarize`."""
-    place = _place(spans, q.shape[0], q.device)
-    out: Tensor = (_Summarize.apply if _wants_gradient(q) else _summarize)(q, tail, spans, place)
+    run = _Summarize.apply if _wants_gradient(q) else _summarize
+    out: Tensor = run(q, tail, spans.num, _place(spans, q))
     return out
 
 
 def pool_groups(
-    k: Tensor,
-    v: Tensor,
+    groups: Chunks,
     summary: Tensor | None,
     *,
-    start: PerRow,
-    num_groups: int,
-    group_size: int,
     scale: float,
     key_pooling: str,
     value_pooling: str,
     return_lse: bool,
 ) -> tuple[Tensor, ...]:
     """See `condense.ops.pool_groups`."""
-    start = int_if_equal(start)
-    starts = start.to(torch.int32).to(k.device, non_blocking=True) if isinstance(start, Tensor) else None
-    groups = _Groups(
-        0 if isinstance(start, Tensor) else start, num_groups, group_size, min_row(start), max_row(start), scale,
-        key_pooling, value_pooling, return_lse,
-    )  # fmt: skip
-    k, v = dense_rows(k), dense_rows(v)
+    start, columns = 0, None
+    if isinstance(groups.columns, Tensor):
+        columns = groups.columns.to(torch.int32).contiguous()
+    else:
+        start = groups.columns
+    settings = _Groups(start, groups.num, groups.size, scale, key_pooling, value_pooling, return_lse)
+    k, v = dense_rows(groups.window_k), dense_rows(groups.window_v)
     summary = None if summary is None else dense_rows(summary.float())
-    pooled: tuple[Tensor, ...] = (_Pool.apply if _wants_gradient(k, v, summary) else _pool)(
-        k, v, summary, starts, groups
-    )
+    run = _Pool.apply if _wants_gradient(k, v, summary) else _pool
+    pooled: tuple[Tensor, ...] = run(k, v, summary, columns, settings)
     return pooled

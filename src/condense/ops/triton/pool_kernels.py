@@ -9,6 +9,9 @@ Shapes: B rows of the batch, K KV heads, R query heads per KV head, L new querie
 window, G spans of queries or groups, D and DV widths. BG spans, groups or columns per tile, BR heads and BT tokens read
 at once, BD the larger width rounded up to a power of two, so that keys and values have one layout. Strides are in
 elements, those of the width are 1.
+
+Spans of queries are given by KIND: "row", by arithmetic, the same in all rows; "rows", by arithmetic, with numbers of
+each row; "columns", each span by itself.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ import triton
 import triton.language as tl
 
 # not specialised: these numbers change from call to call, and a new value must not compile a new kernel
-VARYING = ["start", "before", "after", "L", "Q", "N", "G", "S", "c", "stride", "lead"]
+VARYING = ["start", "before", "after", "L", "Q", "N", "G", "S", "c", "stride", "s_cb"]
 
 
 @triton.jit
-def _row(rows_ptr, b, num_rows, start, before, after, PER_ROW: tl.constexpr):
+def _row(rows_ptr, b, num_rows, start, before, after, KIND: tl.constexpr):
     """Where a row's first span of queries begins, and its real tokens before and after the new queries."""
-    if PER_ROW:
+    if KIND == "rows":
         start = tl.load(rows_ptr + b)
         before = tl.load(rows_ptr + num_rows + b)
         after = tl.load(rows_ptr + 2 * num_rows + b)
@@ -35,20 +38,28 @@ def summarize_fwd_kernel(
     q_ptr, tail_ptr, rows_ptr, out_ptr, s_qb, s_qh, s_ql, s_tb, s_tk, s_tn,
     start, before, after, num_rows, K, L, Q, G, S, stride,
     R: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
-    TAIL: tl.constexpr, PER_ROW: tl.constexpr,
+    TAIL: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """out float32 ``[B, K, G, D]``, contiguous."""
+    """out float32 ``[B, K, G, D]``, contiguous. rows: int32, ``[3, B]`` start, before and after of each row, or
+    ``[2, G]`` first column of each span and the one after its last.
+    """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    start, before, after = _row(rows_ptr, b, num_rows, start, before, after, PER_ROW)
+    start, before, after = _row(rows_ptr, b, num_rows, start, before, after, KIND)
     first = L - (after - before)
     j, d = tl.program_id(0) * BG + tl.arange(0, BG), tl.arange(0, BD)
     begin, real, width = start + j * stride, j < G, d < D
+    size = tl.full([BG], 0, tl.int32) + S
+    count = tl.minimum(begin + S, S)
+    if KIND == "columns":
+        begin = tl.load(rows_ptr + j, mask=real, other=0)
+        size = tl.load(rows_ptr + G + j, mask=real, other=0) - begin
+        count = size
     q_row, t_row = q_ptr + b * s_qb + kvh * R * s_qh + d, tail_ptr + b * s_tb + kvh * s_tk + d
     total = tl.zeros([BG, BD], tl.float32)
     for s0 in range(0, S, BT):
         s = s0 + tl.arange(0, BT)
         p = begin[None, :] + s[:, None]
-        wanted = real[None, :] & (s < S)[:, None]
+        wanted = real[None, :] & (s[:, None] < size[None, :])
         new = (wanted & (p >= before) & (p < after))[:, None, :, None] & width[None, None, None, :]
         at = q_row[None, None, None, :] + (first + p - before)[:, None, :, None].to(tl.int64) * s_ql
         mean = tl.zeros([BT, BG, BD], tl.float32)
@@ -62,31 +73,46 @@ def summarize_fwd_kernel(
             at_old = t_row[None, None, :] + (Q + p - before)[:, :, None].to(tl.int64) * s_tn
             mean += tl.load(at_old, mask=old, other=0.0).to(tl.float32)
         total += tl.sum(mean, 0)
-    count = tl.maximum(tl.minimum(begin + S, S), 1).to(tl.float32)
+    count = tl.maximum(count, 1).to(tl.float32)
     out = out_ptr + ((b * K + kvh) * G + j)[:, None] * D + d[None, :]
     tl.store(out, total / count[:, None], mask=real[:, None] & width[None, :])
 
 
 @triton.jit(do_not_specialize=VARYING)
 def summarize_bwd_kernel(
-    d_out_ptr, rows_ptr, dq_ptr, s_db, s_dk, s_dg, start, before, after, num_rows, K, L, G, S, stride,
-    R: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, PER_ROW: tl.constexpr,
+    d_out_ptr, rows_ptr, holders_ptr, dq_ptr, s_db, s_dk, s_dg, start, before, after, num_rows, K, L, G, S, stride,
+    R: tl.constexpr, D: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """dq ``[B, H, L, D]``, contiguous: for every query the sum over the spans that hold it."""
+    """dq ``[B, H, L, D]``, contiguous: for every query the sum over the spans that hold it.
+
+    rows: as in `summarize_fwd_kernel`; holders, with "columns": int32 ``[2, L]``, query i is in spans
+    ``[holders[0, i], holders[1, i])``.
+    """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    start, before, after = _row(rows_ptr, b, num_rows, start, before, after, PER_ROW)
+    start, before, after = _row(rows_ptr, b, num_rows, start, before, after, KIND)
     column, d = tl.program_id(0) * BG + tl.arange(0, BG), tl.arange(0, BD)
     width = d[None, :] < D
     p = before + column - (L - (after - before))
     real = (column < L) & (p >= before) & (p >= start)
     last = (p - start) // stride
+    most = tl.cdiv(S, stride)
+    earliest = tl.zeros([BG], tl.int32)
+    if KIND == "columns":
+        earliest = tl.load(holders_ptr + column, mask=real, other=0)
+        last = tl.load(holders_ptr + L + column, mask=real, other=0) - 1
+        most = tl.max(last - earliest) + 1
     d_row = d_out_ptr + b * s_db + kvh * s_dk + d[None, :]
     total = tl.zeros([BG, BD], tl.float32)
-    for i in range((S + stride - 1) // stride):
+    for i in range(most):
         j = last - i
-        end = start + j * stride + S
-        holds = real & (j >= 0) & (j < G) & (p < end)
-        count = tl.maximum(tl.minimum(end, S), 1).to(tl.float32)
+        holds = real & (j >= earliest) & (j < G)
+        if KIND == "columns":
+            count = tl.load(rows_ptr + G + j, mask=holds, other=1) - tl.load(rows_ptr + j, mask=holds, other=0)
+        else:
+            end = start + j * stride + S
+            holds = holds & (p < end)
+            count = tl.minimum(end, S)
+        count = tl.maximum(count, 1).to(tl.float32)
         at = d_row + j[:, None].to(tl.int64) * s_dg
         total += tl.load(at, mask=holds[:, None] & width, other=0.0) / count[:, None]
     dq = (total * (1.0 / R)).to(dq_ptr.dtype.element_ty)
@@ -100,6 +126,15 @@ def summarize_bwd_kernel(
 def _load(row, n, s_n, mask):
     """Vectors ``[BT, BG, BD]`` of tokens n ``[BT, BG]``, float32, 0 where masked."""
     return tl.load(row[None, None, :] + n[:, :, None].to(tl.int64) * s_n, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _begin(columns_ptr, row, start, j, G, c):
+    """Where groups j begin; row: offset of the batch row's columns."""
+    if columns_ptr is None:
+        return start + j * c
+    else:
+        return tl.load(columns_ptr + row + j, mask=j < G, other=0)
 
 
 @triton.jit
@@ -128,20 +163,19 @@ def _pooled(pooled, total, c, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def pool_fwd_kernel(
-    k_ptr, v_ptr, summary_ptr, starts_ptr, out_k_ptr, out_v_ptr, lse_ptr,
-    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, start, K, N, G, c, scale,
+    k_ptr, v_ptr, summary_ptr, columns_ptr, out_k_ptr, out_v_ptr, lse_ptr,
+    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, s_cb, start, K, N, G, c, scale,
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """out_k ``[B, K, G, D]`` and out_v ``[B, K, G, Dv]``, contiguous; unless lse is None, the natural log-sum-exp of a
     group's scores, float32 ``[B, K, G]``, which need SCORED. ``scale``: times log2(e).
 
-    start: first column of group 0 in all rows; with PER_ROW, ``starts`` has each row's.
+    columns: where groups begin, int32 ``[B|1, G]``; None: one after another from column ``start`` on.
     """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    if PER_ROW:
-        start = tl.load(starts_ptr + b)
     j = tl.program_id(0) * BG + tl.arange(0, BG)
+    begin = _begin(columns_ptr, b * s_cb, start, j, G, c)
     d = tl.arange(0, BD)
     k_width, v_width = (j < G)[:, None] & (d < D)[None, :], (j < G)[:, None] & (d < DV)[None, :]
     k_row, v_row = k_ptr + b * s_kb + kvh * s_kh + d, v_ptr + b * s_vb + kvh * s_vh + d
@@ -160,7 +194,7 @@ def pool_fwd_kernel(
         step = tl.arange(0, BT)
         valid = i + step < c
         # groups past the end read the last token: no query sees them, but they must be finite
-        n = tl.minimum((start + j * c)[None, :] + (i + step)[:, None], N - 1)
+        n = tl.minimum(begin[None, :] + (i + step)[:, None], N - 1)
         k = _load(k_row, n, s_kn, valid[:, None, None] & k_width[None, :, :])
         if DV > 0:
             v = _load(v_row, n, s_vn, valid[:, None, None] & v_width[None, :, :])
@@ -220,21 +254,20 @@ def _shares(d_x, x, largest, ties, weight, chosen, c, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def pool_bwd_kernel(
-    k_ptr, v_ptr, summary_ptr, starts_ptr, d_key_ptr, d_value_ptr, d_lse_ptr, dk_ptr, dv_ptr, d_summary_ptr,
-    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, start, K, N, G, c, lead, scale, base2,
+    k_ptr, v_ptr, summary_ptr, columns_ptr, d_key_ptr, d_value_ptr, d_lse_ptr, dk_ptr, dv_ptr, d_summary_ptr,
+    s_kb, s_kh, s_kn, s_vb, s_vh, s_vn, s_sb, s_sh, s_sg, s_cb, start, K, N, G, c, scale, base2,
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr, PER_ROW: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, N, D]``, dv ``[B, K, N, Dv]`` and d_summary float32 ``[B, K, G, D]`` of the gradients of
     `pool_fwd_kernel`'s results; all of these contiguous. d_lse: None without. ``base2``: the scale times log2(e).
 
-    Programs also own ``lead`` groups before the first and those after the last, whose tokens get gradient zero.
+    dk and dv of tokens that are in no group are not written.
     """
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
-    if PER_ROW:
-        start = tl.load(starts_ptr + b)
-    j = tl.program_id(0) * BG + tl.arange(0, BG) - lead
-    real, step = (j >= 0) & (j < G), tl.arange(0, BT)
+    j = tl.program_id(0) * BG + tl.arange(0, BG)
+    begin = _begin(columns_ptr, b * s_cb, start, j, G, c)
+    real, step = j < G, tl.arange(0, BT)
     d = tl.arange(0, BD)
     k_width, v_width = (d < D)[None, None, :], (d < DV)[None, None, :]
     k_row, v_row = k_ptr + b * s_kb + kvh * s_kh + d, v_ptr + b * s_vb + kvh * s_vh + d
@@ -259,7 +292,7 @@ def pool_bwd_kernel(
     if SCORED or KEYS == "max" or VALUES == "max":
         for i in range(0, c, BT):
             valid = i + step < c
-            n = (start + j * c)[None, :] + (i + step)[:, None]
+            n = begin[None, :] + (i + step)[:, None]
             seen = (valid[:, None] & real[None, :] & (n < N))[:, :, None]
             k = _load(k_row, n, s_kn, seen & k_width)
             gain = tl.zeros([BT, BG], tl.float32)
@@ -291,9 +324,8 @@ def pool_bwd_kernel(
         slope -= tl.load(d_lse_ptr + (b * K + kvh) * G + j, mask=real, other=0.0)
     for i in range(0, c, BT):
         valid = i + step < c
-        n = (start + j * c)[None, :] + (i + step)[:, None]
-        inside = (valid[:, None] & (n >= 0) & (n < N))[:, :, None]
-        seen = inside & real[None, :, None]
+        n = begin[None, :] + (i + step)[:, None]
+        seen = (valid[:, None] & real[None, :] & (n < N))[:, :, None]
         k = _load(k_row, n, s_kn, seen & k_width)
         v = tl.zeros([BT, BG, BD], tl.float32)
         if DV > 0 and (VALUES == "weighted" or VALUES == "max"):
@@ -312,12 +344,12 @@ def pool_bwd_kernel(
             if VALUES == "weighted":
                 gain += tl.sum(v * d_value[None, :, :], 2)
             at_v = dv_ptr + out * DV + d[None, None, :]
-            tl.store(at_v, dv.to(dv_ptr.dtype.element_ty), mask=inside & v_width)
+            tl.store(at_v, dv.to(dv_ptr.dtype.element_ty), mask=seen & v_width)
         if KEYS == "weighted" or (VALUES == "weighted" and DV > 0) or d_lse_ptr is not None:
             d_score = (weight * (gain - slope[None, :]) * scale)[:, :, None]
             dk += d_score * summary[None, :, :]
             d_summary += tl.sum(d_score * k, 0)
         at_k = dk_ptr + out * D + d[None, None, :]
-        tl.store(at_k, dk.to(dk_ptr.dtype.element_ty), mask=inside & k_width)
+        tl.store(at_k, dk.to(dk_ptr.dtype.element_ty), mask=seen & k_width)
     if SCORED:
         tl.store(d_summary_ptr + group * D + d[None, :], d_summary, mask=own_k)

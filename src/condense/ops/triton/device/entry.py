@@ -155,10 +155,15 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def page_slots(pages, position, inside, KIND: tl.constexpr):
-    """Where the rows of these positions begin, int64; anywhere where not inside."""
-    page = tl.load(pages.table + position // KIND.page, mask=inside, other=0).to(tl.int64)
-    return page * pages.s_page + (position % KIND.page).to(tl.int64) * pages.s_k
+def page_numbers(pages, position, inside, KIND: tl.constexpr):
+    """The pages of these positions; page 0 where not inside."""
+    return tl.load(pages.table + position // KIND.page, mask=inside, other=0)
+
+
+@triton.jit
+def page_slots(pages, page, position, KIND: tl.constexpr):
+    """Where the rows of these positions, which lie in pages ``page``, begin, int64."""
+    return page.to(tl.int64) * pages.s_page + (position % KIND.page).to(tl.int64) * pages.s_k
 
 
 @triton.jit
@@ -166,7 +171,7 @@ def _places(ring, stride, chunk, i, KIND: tl.constexpr):
     """Where the rows of tokens i of the chunk begin."""
     position = chunk.first + i
     if KIND.page > 0:
-        return page_slots(ring, position, i < chunk.size, KIND)
+        return page_slots(ring, page_numbers(ring, position, i < chunk.size, KIND), position, KIND)
     else:
         return (position % ring.size).to(tl.int64) * stride
 

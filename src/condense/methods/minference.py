@@ -1,0 +1,169 @@
+"""MInference (Jiang et al., 2024): three patterns of sparse prefill, and a pattern for each head, found beforehand.
+
+`condense.analysis.search_patterns` finds the patterns of a model's heads.
+
+Shapes: H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D width. One row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from condense.config import check_int
+from condense.methods.base import Method
+from condense.methods.sparse_prefill import SparsePrefill, block_scores, by_distance, last_weights, no_columns
+from condense.ops import BLOCK, SparseKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class AShape(SparsePrefill):
+    """MInference's A-shape pattern (Jiang et al., 2024): the first ``sink`` tokens and the last ``window`` ones.
+
+    Both in whole blocks of 128. Unlike `condense.StreamingLLM` it keeps all tokens for decode.
+    Raises ValueError for numbers below 1.
+    """
+
+    name: ClassVar[str] = "a_shape"
+    sink: int = 1024
+    window: int = 4096
+
+    def __post_init__(self) -> None:
+        check_int("sink", self.sink, 1)
+        check_int("window", self.window, 1)
+
+    def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
+        """The same blocks for all heads, whatever the tokens are."""
+        block = torch.arange(-(-q.shape[2] // BLOCK), device=q.device)
+        # the first query of a block sees window - 1 tokens back
+        near = block[:, None] - block <= -(-(self.window - 1) // BLOCK)
+        blocks = (near | (block * BLOCK < self.sink)).tril()
+        return SparseKeys(blocks.expand(q.shape[1], -1, -1), no_columns(q))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSparse(SparsePrefill):
+    """MInference's block-sparse pattern (Jiang et al., 2024): each block of queries sees the ``blocks`` best of keys.
+
+    Blocks of 128 (the paper's: 64) are ranked by the product of their mean queries and mean keys; the queries' own
+    block is always seen.
+    Raises ValueError for less than one block.
+    """
+
+    name: ClassVar[str] = "block_sparse"
+    blocks: int = 50
+
+    def __post_init__(self) -> None:
+        check_int("blocks", self.blocks, 1)
+
+    def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
+        """Algorithm 3 of the paper."""
+        H, K = q.shape[1], k.shape[1]
+        scores = block_scores(q[0], k[0].repeat_interleave(H // K, dim=0), scale)
+        best = scores.topk(min(self.blocks, scores.shape[2])).indices
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
+        own = torch.arange(scores.shape[1], device=q.device)
+        chosen[:, own, own] = True
+        return SparseKeys(chosen.tril(), no_columns(q))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerticalSlash(SparsePrefill):
+    """MInference's vertical-slash pattern (Jiang et al., 2024), the same numbers of lines for all heads.
+
+    The last 64 queries choose, per head: the ``vertical`` tokens with the largest sum of weights, the first 30 always,
+    seen by all later queries; and the ``slash`` distances with the largest sum, the last 100 always, seen in whole
+    blocks (of 128; the authors' kernel has 64).
+    Raises ValueError for numbers below 0.
+    """
+
+    name: ClassVar[str] = "vertical_slash"
+    vertical: int = 1000
+    slash: int = 6096
+
+    def __post_init__(self) -> None:
+        check_int("vertical", self.vertical, 0)
+        check_int("slash", self.slash, 0)
+
+    def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
+        """Algorithm 2 of the paper: lines from the last queries' weights."""
+        L = q.shape[2]
+        weights = last_weights(q, k, 64, scale)
+        columns = weights.sum(1)
+        distances = _sum_of_diagonals(weights)
+        columns[:, :30], distances[:, :100] = float("inf"), float("inf")
+        chosen = columns.topk(min(self.vertical, L)).indices.sort().values
+        far = distances.topk(min(self.slash, L)).indices
+        N = -(-L // BLOCK)
+        # a distance reaches from a block of queries into one or two blocks of keys
+        steps = torch.zeros(q.shape[1], N + 1, dtype=torch.bool, device=q.device)
+        steps[:, 0] = True
+        for step in (far // BLOCK, -(-far // BLOCK)):
+            steps.scatter_(1, step, True)
+        return SparseKeys(by_distance(steps[:, :N]), chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MInference(SparsePrefill):
+    """MInference (Jiang et al., 2024): every query head has a pattern of its own, found by a search beforehand.
+
+    patterns: one per query head, or one for all, as text: ``a_shape``, ``vertical_slash`` or ``block_sparse`` with
+    their settings, as in ``"vertical_slash:vertical=500,slash=1500"``. ``condense analyze patterns`` finds them.
+    Raises ValueError for anything else.
+    """
+
+    name: ClassVar[str] = "minference"
+    patterns: tuple[str, ...] = ("vertical_slash",)
+
+    def __post_init__(self) -> None:
+        given: Any = self.patterns
+        if isinstance(given, str):  # as the command line has it
+            given = (given,)
+        if not isinstance(given, list | tuple) or not given:
+            raise ValueError(
+                "patterns must be a list of text, one per query head or one for all, got "
+                f"{given!r}; condense analyze patterns --output FILE finds them, for --method @FILE"
+            )
+        object.__setattr__(self, "patterns", tuple(given))
+        for text in dict.fromkeys(self.patterns):
+            pattern_of(text)
+
+    def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
+        """Each head's keys by its pattern. Raises ValueError for another number of patterns than of heads."""
+        H = q.shape[1]
+        if len(self.patterns) not in (1, H):
+            raise ValueError(f"patterns must be one, or one for each of {H} query heads, got {len(self.patterns)}")
+        N = -(-q.shape[2] // BLOCK)
+        blocks = torch.empty(H, N, N, dtype=torch.bool, device=q.device)
+        columns: dict[int, Tensor] = {}
+        for text in dict.fromkeys(self.patterns):
+            heads = torch.tensor([h for h in range(H) if self.patterns[h % len(self.patterns)] == text])
+            heads = heads.to(q.device)
+            keys = pattern_of(text).choose(q[:, heads], k[:, heads // (H // k.shape[1])], scale=scale)
+            blocks[heads] = keys.blocks
+            columns |= dict(zip(heads.tolist(), keys.columns, strict=True))
+        most = max(len(of_head) for of_head in columns.values())
+        padded = [F.pad(columns[h], (0, most - len(columns[h])), value=q.shape[2]) for h in range(H)]
+        return SparseKeys(blocks, torch.stack(padded))
+
+
+def pattern_of(text: object) -> AShape | VerticalSlash | BlockSparse:
+    """A head's pattern from text. Raises ValueError for anything else."""
+    method = Method.parse(text) if isinstance(text, str) else text
+    if not isinstance(text, str) or not isinstance(method, AShape | VerticalSlash | BlockSparse):
+        raise ValueError(f"patterns must be a_shape, vertical_slash or block_sparse, with settings, got {text!r}")
+    return method
+
+
+def _sum_of_diagonals(weights: Tensor) -> Tensor:
+    """Sums ``[H, L]`` by distance of query and key, of weights ``[H, n, L]`` of the last n of L queries."""
+    _, n, L = weights.shape
+    # The last row first, each row is shifted by one more than the row before, so that distances stand in columns: read
+    # with rows one number shorter than they are written, row r begins r numbers early, in the zeros behind row r - 1.
+    written = F.pad(weights.flip(1), (0, n)).flatten(1)
+    shifted = written[:, : n * (L + n - 1)].unflatten(1, (n, L + n - 1))
+    return shifted.sum(1)[:, :L].flip(-1)
