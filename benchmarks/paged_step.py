@@ -18,7 +18,7 @@ import condense
 from condense.methods import step_settings
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.ops.triton import step as contiguous
-from condense.ops.types import StepState
+from condense.ops.types import NewToken, StepState
 from condense.results import write_results
 from condense.serving.plan import serving_plan
 
@@ -66,12 +66,10 @@ def paged_steps(rows, copies):
             for row in table:
                 row[width - count :] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
             kinds.append(Pages(cache, table.cuda()))
-        q, k, v = tokens(rows)
-        out, state = torch.empty_like(q), PagedState(*kinds)
+        qkv = tuple(tokens(rows))
+        out, state = torch.empty_like(qkv[0]), PagedState(*kinds)
         steps.append(
-            lambda q=q, k=k, v=v, out=out, state=state: read_paged(
-                q, k, v, state, new, plan.settings, scale=D**-0.5, out=out
-            )
+            lambda qkv=qkv, out=out, state=state: read_paged(qkv, state, new, plan.settings, scale=D**-0.5, out=out)
         )
     return steps
 
@@ -88,7 +86,9 @@ def contiguous_steps(rows, copies):
             torch.zeros(rows, K, 0, 1, device="cuda"),
         )
         q, k, v = (x[:, :, None] for x in tokens(rows))
-        steps.append(lambda q=q, k=k, v=v, state=state: contiguous.step(q, k, v, state, settings, scale=D**-0.5))
+        steps.append(
+            lambda q=q, k=k, v=v, state=state: contiguous.step(NewToken(q, k, v), state, settings, scale=D**-0.5)
+        )
     return steps
 
 

@@ -178,7 +178,8 @@ class Figures:
         rows = {(row["method"], row["length"]): row for row in self.sparse_prefill[shape]}
         lengths = list(dict.fromkeys(length for _, length in rows))
         names = [*dict.fromkeys(name for name, _ in rows), *(["snapkv"] if with_share else [])]
-        head = ["method", *(["found"] if with_share else [])]
+        read = self.read("sparse-prefill-retrieval-cpu.json")["computed"] if with_share else {}
+        head = ["method", *(["found", "computed"] if with_share else [])]
         for length in lengths:
             head += [f"{length:,} tokens: time", "index", "computed", *(["kept"] if with_share else [])]
         lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -186,6 +187,7 @@ class Figures:
             cells = ["dense, cuDNN" if name == "cudnn" else name]
             if with_share:
                 cells.append("{share:.3f} [{low:.3f}, {high:.3f}]".format(**found[name]) if name in found else "")
+                cells.append(f"{read[name]:.3f}" if name in read else "")
             for length in lengths:
                 row = rows.get((name, length), {})
                 ratio = f" ({row['speedup']:.2f}x)" if "speedup" in row else ""

@@ -65,6 +65,10 @@ def methods(length: int, patterns: dict[int, MInference] | None = None) -> dict[
     }
 
 
+def is_sparse(choice: MethodChoice) -> bool:
+    return isinstance(choice[0] if isinstance(choice, dict) else choice, SparsePrefill)
+
+
 def exact_part(method: Method) -> Method:
     """The method that sees what this one sees exactly, and nothing else."""
     if isinstance(method, CCA):
@@ -106,6 +110,17 @@ Layer = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
+def computed(layers: list[Layer], choice: MethodChoice) -> float:
+    """The share of dense attention's pairs of query and key that a sparse prefill reads, in whole blocks."""
+    length = layers[0][0].shape[2]
+    pairs = []
+    for i, (q, k, _) in enumerate(layers):
+        method = choice[i] if isinstance(choice, dict) else choice
+        pairs.append(seen_pairs(method.choose(q, k, scale=q.shape[-1] ** -0.5), length).double().mean())
+    return float(torch.stack(pairs).mean()) / (length * (length + 1) / 2)
+
+
+@torch.no_grad()
 def compare(layers: list[Layer], choices: dict[str, MethodChoice], *, with_share: bool) -> list[dict[str, Any]]:
     """Rows of every method on queries, keys and values of layers."""
     length, rows, repeats = layers[0][0].shape[2], [], 3
@@ -133,16 +148,12 @@ def compare(layers: list[Layer], choices: dict[str, MethodChoice], *, with_share
                 for x, m in zip(layers, of_layers, strict=True)
             )
             row["speedup"] = dense / row["ms"]
-            if isinstance(of_layers[0], SparsePrefill):
+            if is_sparse(choice):
                 row["index_ms"] = sum(
                     timed(lambda x=x, m=m: m.choose(*x[:2], scale=x[0].shape[-1] ** -0.5), repeats)
                     for x, m in zip(layers, of_layers, strict=True)
                 )
-                pairs = [
-                    seen_pairs(m.choose(*x[:2], scale=x[0].shape[-1] ** -0.5), length).double().mean()
-                    for x, m in zip(layers, of_layers, strict=True)
-                ]
-                row["computed"] = float(torch.stack(pairs).mean()) / (length * (length + 1) / 2)
+                row["computed"] = computed(layers, choice)
             if with_share:
                 lses = [
                     condense.attention(*x, method=exact_part(m), return_lse=True)[1]
@@ -204,13 +215,15 @@ def found(options: argparse.Namespace) -> dict[str, Any]:
     builder = SequenceBuilder(tokenizer, encode_corpus(documents, tokenizer), load_words().held_out, 4096)
     sequences = passkey_sequences(builder, options.sequences, seed=11)
     sample = torch.as_tensor(passkey_sequences(builder, 1, seed=12)[0].input_ids)
-    patterns = patterns_by_layer(search_patterns(model, sample, AShape(sink=128, window=512)))
+    patterns = patterns_by_layer(search_patterns(model, sample, AShape(sink=256, window=1536)))
     results = retrieval(model, {"dense": Dense(), **methods(4096, patterns)}, sequences)
     # SnapKV evicts after the prompt, so its answers are generated: in one forward over all it would be dense
     evicted = retrieval(model, {"snapkv": SnapKV(budget=512)}, sequences[: options.generated], decoding="generate")
     for result in (*results, *evicted):
         print(result.name, result.exact, flush=True)
-    return {"length": 4096, "keys": 8, "results": [*results, *evicted]}
+    layers = layers_of(model, sample[None].to(model.device))
+    read = {name: computed(layers, choice) for name, choice in methods(4096, patterns).items() if is_sparse(choice)}
+    return {"length": 4096, "keys": 8, "results": [*results, *evicted], "computed": read}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import torch
 
 import condense
 from condense.caches import StaticCondensedLayer, StaticRecallLayer, read_request
-from condense.functional import extend
+from condense.functional import read_whole
 from condense.ops import Extras
 from condense.ops.reference.attend import visible
 
@@ -42,7 +42,7 @@ def qkv(dtype=torch.float64, device="cpu", length=L):
 
 def context_of(method, q, k, v, backend="auto"):
     """All tokens, read at once."""
-    return extend(method, None, k, v, q, scale=SCALE, backend=backend, keep=False)[0]
+    return read_whole(method, k, v, q, scale=SCALE, backend=backend)
 
 
 def definition(context, q, extras):

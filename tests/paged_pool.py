@@ -66,7 +66,7 @@ class Pool:
         new = NewTokens(starts, seen, torch.tensor(seen, dtype=torch.int32, device=device), steps)
         q, k, v = (torch.cat([qkv[i] for _, qkv in chunks]).to(device) for i in range(3))
         out = torch.full((*q.shape[:2], v.shape[2]), float("nan"), dtype=q.dtype, device=device)
-        read_paged(q, k, v, self.state(requests), new, self.plan.settings, out=out, **options)
+        read_paged((q, k, v), self.state(requests), new, self.plan.settings, out=out, **options)
         for request, n in zip(requests, seen, strict=True):
             request.seen = n
         return list(out.split(lengths))

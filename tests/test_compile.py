@@ -98,10 +98,10 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
 
 
 def test_prompts_and_steps_of_generate():
-    """Transformers' recipe: a compiled forward, generate over a static cache. Of the last prompt nothing is pooled."""
+    """Transformers' recipe: a compiled forward, generate over a static cache. Prompts of two lengths."""
     torch._dynamo.reset()
     model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
-    prompts = [tiny.tokens(2, n, seed=n) for n in (30, 41, 9)]
+    prompts = [tiny.tokens(2, n, seed=n) for n in (30, 41)]
     want = [tiny.generate(model, ids) for ids in prompts]
     model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
     for ids, tokens in zip(prompts, want, strict=True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import condense
 from condense import CCA, DGA, LCA
 from condense.functional import extend
-from condense.latent import UpProjection, attend_to_latents, summary_queries
+from condense.latent import LatentView, UpProjection, summary_queries
 from condense.testing import cases, latent_oracle
 from condense.testing.latent_oracle import Latents
 
@@ -128,7 +128,8 @@ def read_in_steps(method, x, steps, *, absorb, hand_over=False):
         summary = summary_queries(method, new_q, up)
         sources, past = extend(view, past, new, new[..., :0], summary, scale=q.shape[-1] ** -0.5)
         handed = up.expand(new) if hand_over else None
-        out, _ = attend_to_latents(method, sources, new_q, up, scale=q.shape[-1] ** -0.5, new=handed, absorb=absorb)
+        latents = LatentView.of(sources, new_q, up, new=handed, absorb=absorb)
+        out = latents.finish(method.attend(latents.q, latents.context, scale=q.shape[-1] ** -0.5)[0])
         outs.append(out)
     return torch.cat(outs, 2), past
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import condense
-from condense.results import write_results
+from condense.results import fingerprint, write_results
 
 
 @dataclass(frozen=True)
@@ -88,3 +88,20 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         write_results(tmp_path / "r.json", {"a": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_changed_weight_changes_the_fingerprint(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("condense.results._AT_ONCE", 100)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(25, 40).to(dtype)
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    weight = model.weight.detach()
+    for change in (lambda: weight[20, 12].mul_(-1), lambda: weight[20, 13].add_(1), lambda: weight.mul_(1.25)):
+        kept = weight.clone()
+        change()
+        assert fingerprint(model) != before
+        weight.copy_(kept)
+    assert fingerprint(model) == before
+    assert fingerprint(torch.nn.Linear(40, 25).to(dtype)) != before

@@ -34,27 +34,58 @@ def extend(
     scale: float,
     plan: ForwardPlan | None = None,
     backend: str = "auto",
-    keep: bool = True,
-) -> tuple[Context, LayerState | None]:
-    """Read L new tokens. Returns the sources that their queries attend to, and the new state (None unless ``keep``).
+) -> tuple[Context, LayerState]:
+    """Read L new tokens. Returns the sources that their queries attend to, and the new state.
 
     k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``: their means are the summary queries. state: kept from
-    earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
-    documents begin, of which no state is kept; one plan serves all layers of a forward. The context carries gradients
-    of k, v and q; the state is detached.
+    earlier tokens, None before the first ones. plan: which of the tokens are real (default: all); one plan serves all
+    layers of a forward. The context carries gradients of k, v and q; the state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
     """
+    assert plan is None or plan.documents is None, "no state is kept of packed documents"
+    context, new_state = _read(method, state, k, v, q, plan, scale=scale, backend=backend)
+    return context, new_state()
+
+
+def read_whole(
+    method: Method,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    *,
+    scale: float,
+    plan: ForwardPlan | None = None,
+    backend: str = "auto",
+) -> Context:
+    """The sources that the queries of whole sequences attend to; no state is made.
+
+    plan: which of the tokens are real, or where packed documents begin. Other arguments and errors as of `extend`.
+    """
+    return _read(method, None, k, v, q, plan, scale=scale, backend=backend)[0]
+
+
+def _read(
+    method: Method,
+    state: LayerState | None,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    plan: ForwardPlan | None,
+    *,
+    scale: float,
+    backend: str,
+) -> tuple[Context, Callable[[], LayerState]]:
+    """The sources of L new tokens, and a function that makes the state after them; arguments as of `extend`."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
-    assert plan.documents is None or not keep, "no state is kept of packed documents"
     k, v = plan.without_padding(k), plan.without_padding(v)
     if state is None and method.prompt_reader is not None:
-        return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend, keep=keep)
+        return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend)
     reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
-    window_k = append_window(before.window_k, k, plan.padding)
-    window_v = append_window(before.window_v, v, plan.padding)
+    padding = plan.padding
+    window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
     entries = before.entries
     if reading.num_chunks > 0:
         summary = None
@@ -68,31 +99,30 @@ def extend(
         entries = _append(before.entries, new, reading, prompt_entries(method, before.prompt_tokens))
     bias, extra = split_bias(method, entries, before.prompt_tokens)
     sources = (Source(entries[0], entries[1], bias), Source(window_k, window_v))
-    context = Context(sources, reading.spans, extra)
-    if not keep:
-        return context, None
-    num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
-    keep_only = _keeper(before.window_k)
-    return context, LayerState(
-        tuple(map(keep_only, entries)),
-        keep_only(newest(window_k, num_window)),
-        keep_only(newest(window_v, num_window)),
-        _newest_queries(method.layout.num_summary, before.summary_q, q, plan.padding, backend),
-        reading.seen,
-        before.prompt_tokens,
-    )
+
+    def new_state() -> LayerState:
+        num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
+        keep_only = _keeper(before.window_k)
+        return LayerState(
+            tuple(map(keep_only, entries)),
+            keep_only(newest(window_k, num_window)),
+            keep_only(newest(window_v, num_window)),
+            _newest_queries(method.layout.num_summary, before.summary_q, q, padding, backend),
+            reading.seen,
+            before.prompt_tokens,
+        )
+
+    return Context(sources, reading.spans, extra), new_state
 
 
 def _read_prompt(
-    method: Method, k: Tensor, v: Tensor, q: Tensor, plan: ForwardPlan, *, scale: float, backend: str, keep: bool
-) -> tuple[Context, LayerState | None]:
-    """As `extend`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
+    method: Method, k: Tensor, v: Tensor, q: Tensor, plan: ForwardPlan, *, scale: float, backend: str
+) -> tuple[Context, Callable[[], LayerState]]:
+    """As `_read`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
     assert method.prompt_reader is not None
-    prompt = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend)
-    if not keep:
-        return prompt.context, None
-    state = empty_state(k, v)._replace(entries=prompt.kept(), prompt_tokens=plan.num_tokens - plan.padding)
-    return prompt.context, state
+    prompt, before = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
+    tokens = plan.num_tokens - plan.padding
+    return prompt.context, lambda: before._replace(entries=prompt.kept(), prompt_tokens=tokens)
 
 
 def _append(
@@ -164,7 +194,7 @@ def attention(
         scale = check_scale(scale, q)
 
         def run(q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
-            context, _ = extend(method, None, k, v, q, scale=scale, plan=plan, backend=backend, keep=False)
+            context = read_whole(method, k, v, q, scale=scale, plan=plan, backend=backend)
             return method.attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
 
         out, lse = run_planned(method, run, (q, k, v), cu_seqlens, padding)

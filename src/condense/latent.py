@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.functional import extend, run_planned
+from condense.functional import read_whole, run_planned
 from condense.methods import Context, Method
 from condense.ops import Source
 from condense.ops.checks import DTYPES, check_scale, check_tensors
@@ -88,18 +88,18 @@ def latent_attention(
         latent_method = method.for_latents(c.shape[-1])
 
         def run(q: Tensor, entries: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
-            context, _ = extend(
+            context = read_whole(
                 latent_method,
-                None,
                 entries,
                 entries[..., :0],
                 summary_queries(method, q, up),
                 scale=scale,
                 plan=plan,
                 backend=backend,
-                keep=False,
             )
-            return attend_to_latents(method, context, q, up, scale=scale, backend=backend, return_lse=return_lse)
+            view = LatentView.of(context, q, up)
+            out, lse = method.attend(view.q, view.context, scale=scale, backend=backend, return_lse=return_lse)
+            return view.finish(out), lse
 
         entries = torch.cat([c, k_rope], dim=-1)[:, None]
         out, lse = run_planned(method, run, (q, entries), cu_seqlens, padding)
@@ -130,40 +130,48 @@ def summary_queries(
     return (total / H).to(q.dtype)[:, None]
 
 
-def attend_to_latents(
-    method: Method,
-    context: Context,
-    q: Tensor,
-    up: UpProjection,
-    *,
-    scale: float,
-    new: tuple[Tensor, Tensor] | None = None,
-    absorb: bool | None = None,
-    dropout_p: float = 0.0,
-    backend: str = "auto",
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of q ``[B, H, L, d_n + d_r]`` over what `extend` returned for latents: out ``[B, H, L, d_v]`` and lse.
+class LatentView(NamedTuple):
+    """What queries of a model with latents attend to: latents, or keys and values per head that were made of them.
 
-    new: keys and values per head of the window's last L tokens, if the caller has expanded them already.
-    absorb: True attends on latents, False on expanded keys and values; None takes the one with fewer multiplications.
+    q: absorbed queries, or those of the heads; context: to be given to the method with them; up: the projections that
+    the output still needs, None for keys and values per head.
     """
-    entries, window = context.sources
-    d_c = up.w_uk.shape[1]
-    if context.extra:  # the method's own tensors are latents: it attends to latents
-        absorb = True
-    elif absorb is None:
-        absorb = _absorbing_pays(q.shape[2], entries.k.shape[2] + window.k.shape[2], up)
-    if absorb:
-        q = up.absorb(q)
-        sources = [Source(k, k[..., :d_c], bias) for k, _, bias in context.sources]
-    else:
-        sources = [Source(*up.expand(entries.k), entries.bias), Source(*_expanded_window(window.k, up, new))]
-    context = context._replace(sources=tuple(sources))
-    out, lse = method.attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse)
-    if absorb:
-        out = up.project_out(out)
-    return out, lse
+
+    q: Tensor
+    context: Context
+    up: UpProjection | None
+
+    @classmethod
+    def of(
+        cls,
+        context: Context,
+        q: Tensor,
+        up: UpProjection,
+        *,
+        new: tuple[Tensor, Tensor] | None = None,
+        absorb: bool | None = None,
+    ) -> LatentView:
+        """Of what `extend` returned for latents, for q ``[B, H, L, d_n + d_r]``.
+
+        new: keys and values per head of the window's last L tokens, if the caller has expanded them already.
+        absorb: True attends on latents, False on keys and values per head; None takes the one with fewer
+        multiplications.
+        """
+        entries, window = context.sources
+        if context.extra:  # the method's own tensors are latents: it attends to latents
+            absorb = True
+        elif absorb is None:
+            absorb = _absorbing_pays(q.shape[2], entries.k.shape[2] + window.k.shape[2], up)
+        if absorb:
+            d_c = up.w_uk.shape[1]
+            latents = tuple(Source(k, k[..., :d_c], bias) for k, _, bias in context.sources)
+            return cls(up.absorb(q), context._replace(sources=latents), up)
+        heads = Source(*up.expand(entries.k), entries.bias), Source(*_expanded_window(window.k, up, new))
+        return cls(q, context._replace(sources=heads), None)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """The method's output as ``[B, H, L, d_v]``."""
+        return out if self.up is None else self.up.project_out(out)
 
 
 def _expanded_window(window: Tensor, up: UpProjection, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

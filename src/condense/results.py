@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import hashlib
 import io
 import json
 import math
@@ -14,9 +15,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from condense.files import whole_file
 from condense.version import __version__
+
+# integers as wide as a parameter's numbers, and how many numbers are widened to 64 bits at a time
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 2**24
 
 _EXISTS = "{}: wanted a path that does not exist yet, got {}"
 
@@ -46,6 +52,20 @@ def device_name(device: torch.device | None = None) -> str:
     if device is not None and device.type != "cpu":
         return str(device)
     return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+@torch.no_grad()
+def fingerprint(model: nn.Module) -> str:
+    """A hash of the names, shapes, dtypes and numbers of all parameters, the same on every device.
+
+    Of the numbers it takes the sum of their bits, read as integers, which has no rounding error.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        bits = parameter.detach().reshape(-1).view(_BITS[parameter.element_size()])
+        total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_AT_ONCE))
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {total}\n".encode())
+    return digest.hexdigest()
 
 
 def write_results(

@@ -6,14 +6,17 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and DV widths.
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from caches.test_static_recall import EXACT, _qkv, _read
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import condense
-from condense.caches import RecallLayer, StaticRecallLayer, token_store
+from condense.caches import RecallLayer, StaticRecallLayer, static_recall, token_store
+from condense.ops.recall import limits
 
 METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 HOSTS = [METHOD.replace(store="host", slots=slots) for slots in (0, 2, 5, 99)]
@@ -153,3 +156,33 @@ def test_gradients_flow_past_a_cache_that_goes_on():
             _read(layer, _qkv(1, i))
     out.sum().backward()
     assert bool(q.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("layer", "method", "said"),
+    [
+        (RecallLayer, {"num_recall": 1025}, "got 1,025 times 64; use fewer slots"),
+        (RecallLayer, {"num_recall": 1024}, None),
+        (RecallLayer, {"num_recall": 0.5}, None),  # of how many groups is not known
+        (StaticRecallLayer, {"num_recall": 0.5}, "got 4,095 times 64"),
+        (StaticRecallLayer, {"num_recall": 1025}, "got 1,025 times 64"),
+        (StaticRecallLayer, {"num_recall": 0.1}, None),
+    ],
+)
+def test_more_open_groups_and_slots_than_kernels_look_for_are_refused_before_memory_is_taken(
+    layer, method, said, monkeypatch
+):
+    """Of keys on a GPU, without one: only their device and sizes are looked at."""
+    monkeypatch.setattr(limits, "absence", lambda device: None)
+    monkeypatch.setattr(static_recall, "empty_recall_buffers", lambda *args, **kwargs: None)
+    with FakeTensorMode():
+        k = torch.empty(1, 1, 3, 16, device="cuda")
+    made = condense.Recall(group_size=4, window=4, store="host", **method)
+    made = RecallLayer(made) if layer is RecallLayer else StaticRecallLayer(made, 8190 * 4 + 4)
+    check = made.lazy_initialization if layer is RecallLayer else partial(made._take_memory, M=8190, W=8)
+    made.latent_width = 0
+    if said is None:
+        check(k, k)
+    else:
+        with pytest.raises(ValueError, match=said):
+            check(k, k)

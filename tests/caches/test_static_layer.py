@@ -227,6 +227,14 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
     assert layer.buffers.entries_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
 
 
+def test_biases_of_entries_own_get_as_much_room_as_entries():
+    """No method that reads prompts at once has them, but one of a user's may."""
+    layer = StaticCondensedLayer(condense.CCA(group_size=4, window=8, rep_bias="matched"), 50)
+    layer.lazy_initialization(*_qkv(1)[1:])
+    layer._enlarge(layer.buffers, 99)
+    assert [x.shape[2] for x in layer.buffers.entries] == [99, 99, 99]
+
+
 def test_contract():
     layer = StaticCondensedLayer(tiny.CCA, 50)
     assert (layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized) == (

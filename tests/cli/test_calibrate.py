@@ -30,9 +30,10 @@ def allocation(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the command writes of the model for the bundled text; its picture and its measurements beside it."""
     path = tmp_path_factory.mktemp("calibration") / "a.json"
     done = run_here(
-        "calibrate", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2", "--hidden-numbers", "1",
-        "--candidate", "dense", "--candidate", "recall:window=16,num_recall=2,store=host,slots=2", "--min-found", "0",
-        "--candidate", "cca:window=16", "--output", str(path), "--plot", str(path.with_suffix(".png")),
+        "calibrate", "--model", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2",
+        "--hidden-numbers", "1", "--min-found", "0", "--candidate", "dense", "--candidate", "cca:window=16",
+        "--candidate", "recall:window=16,num_recall=2,store=host,slots=2",
+        "--output", str(path), "--plot", str(path.with_suffix(".png")),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "forwards of 160 tokens" in done.stderr
@@ -89,7 +90,7 @@ def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_line(saved: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     output = () if "--output" in arguments else ("--output", str(tmp_path / "a.json"))
-    done = run_here("calibrate", str(saved), *output, *arguments)
+    done = run_here("calibrate", "--model", str(saved), *output, *arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -26,19 +26,13 @@ from condense.models import condensed_layers
 LINE = "The number of the quiet bridge is 4821."
 
 
-def run(
-    *arguments: str, stdin: str | None = None, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "condense.cli.main", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=env)
-
-
-def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`run` without a process of its own, which spares the imports."""
+def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The command without a process of its own, which spares the imports."""
     out, err = io.StringIO(), io.StringIO()
     verbosity = transformers.logging.get_verbosity()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["condense", *arguments])
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         with pytest.raises(SystemExit) as done:
             main()
     transformers.logging.set_verbosity(verbosity)
@@ -101,7 +95,7 @@ def test_compare_finds_the_number_dense_and_condensed(story: Path, tmp_path: Pat
 
 
 def test_compare_reads_standard_input_and_a_saved_model(saved: Path, story: Path) -> None:
-    done = run("compare", "--model", str(saved), "--text", "-", "--max-new-tokens", "2", stdin=story.read_text())
+    done = run_here("compare", "--model", str(saved), "--text", "-", "--max-new-tokens", "2", stdin=story.read_text())
     assert done.returncode == 0, done.stderr
     assert "LCA(group_size=4, window=8)" in done.stdout
 
@@ -388,9 +382,9 @@ def test_files_of_others_are_refused_in_one_line(saved: Path, tmp_path: Path) ->
         assert not done.stdout
 
 
-def test_an_unknown_name_offline_is_refused_in_one_line(tmp_path: Path) -> None:
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
-    done = run("generate", "a", "--model", "nobody/nothing", env=offline)
+def test_an_unknown_name_offline_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # what the variable of that name sets
+    done = run_here("generate", "a", "--model", "nobody/nothing")
     assert done.returncode == 2
     assert "cannot read nobody/nothing" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -437,6 +431,9 @@ def test_generate_uses_the_layers_of_a_saved_model(saved: Path, monkeypatch: pyt
         assert used == [expected] * 2
 
 
+PIPE = 4096  # bytes that wait to be read
+
+
 def interrupt(
     *arguments: str, wait: float, after: Path | None = None, text: bytes | None = None, how: int = signal.SIGINT
 ) -> int:
@@ -445,7 +442,7 @@ def interrupt(
     # a shell starts background jobs, and so maybe this test run, with the interrupt ignored; children inherit that
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **pipes, preexec_fn=listen) as process:
+    with subprocess.Popen(command, **pipes, pipesize=PIPE, preexec_fn=listen) as process:
         if text is not None:
             process.stdin.write(text)
         process.stdin.close()
@@ -460,8 +457,9 @@ def interrupt(
 def test_ctrl_c_leaves_no_result_files(tmp_path: Path) -> None:
     outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
     # more than a pipe holds: however slow the imports are, the command is past them once it has taken this
-    text = b"The harbour lay quiet under the moon. " * 2000
-    assert interrupt("compare", "--text", "-", "--max-new-tokens", "1000", *outputs, text=text, wait=2) == 130
+    text = b"The harbour lay quiet under the moon. " * 600
+    assert len(text) > 4 * PIPE
+    assert interrupt("compare", "--text", "-", "--max-new-tokens", "1000", *outputs, text=text, wait=1) == 130
     assert not list(tmp_path.iterdir())
 
 

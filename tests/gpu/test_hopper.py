@@ -5,7 +5,7 @@ import torch
 from triton_kernels import test_attend as plain
 
 import condense
-from condense.ops import resolve_backend
+from condense.ops import Problem, resolve_backend
 from condense.ops.backends import BACKENDS
 from condense.ops.hopper import attend_forward, limits
 from condense.testing import oracle
@@ -65,8 +65,9 @@ def test_is_chosen_for_long_sequences_and_agrees_with_the_plain_kernel(H, K, D, 
     """Several tiles per program, so that the ring of keys goes on from one to the next."""
     monkeypatch.undo()
     q, k, v = (x.cuda() for x in oracle.random_qkv(1, H, K, 5000, D, Dv, dtype=torch.bfloat16))
-    assert resolve_backend("auto", q.device, q.dtype, (D, Dv), num_queries=5000, heads=(1, H, K)) == "hopper"
-    assert resolve_backend("auto", q.device, q.dtype, (D, Dv), num_queries=50, heads=(1, H, K)) == "triton"
+    problem = Problem(q.device, q.dtype, (D, Dv), 5000, rows=1, heads=H, kv_heads=K)
+    assert resolve_backend("auto", problem) == "hopper"
+    assert resolve_backend("auto", problem._replace(num_queries=50)) == "triton"
     for method in (condense.CCA(), condense.CCA(window=100, rep_bias="log_size"), condense.StreamingLLM(window=500)):
         got = condense.attention(q, k, v, method=method, return_lse=True)
         named = condense.attention(q, k, v, method=method, return_lse=True, backend="hopper")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_kernels.test_recall_prefill import Case, Problem, chosen, compare, poisoned  # noqa: F401
+from triton_kernels.test_recall_prefill import Case, Problem, chosen, compare, compare_as_one_graph, poisoned  # noqa: F401
 
 from condense.ops.recall import IndexSettings
 
@@ -44,3 +44,9 @@ def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):
     # both round weights and outputs to bfloat16
     assert float((got[0].float() - want[0].float()).abs().max()) <= 2**-6 * float(want[0].abs().max())
     assert float((got[1] - want[1]).abs().max()) < 1e-5
+
+
+def test_compiled_as_one_graph():
+    settings = IndexSettings("bounds", 16, 8, 8)
+    case = Case((4, 1), settings, 901, 0, 100, 9, widths=(128, 128), dtype=torch.bfloat16)
+    compare_as_one_graph(case, "hopper")

@@ -19,7 +19,7 @@ from triton_kernels.test_step import (
 
 import condense
 from condense.ops.triton import step as triton_step
-from condense.ops.types import StepState
+from condense.ops.types import NewToken, StepState
 from condense.testing import oracle
 
 
@@ -52,11 +52,11 @@ def test_a_replayed_graph_decodes_as_eager_steps_do(dtype, method):
     want = decode(method, q, k, v, eager)
     now = [x[:, :, :1].clone() for x in (q, k, v)]
     scratch = copy_of(replayed)
-    triton_step.step(*now, scratch, plan_of(method), scale=D**-0.5)
+    triton_step.step(NewToken(*now), scratch, plan_of(method), scale=D**-0.5)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = triton_step.step(*now, replayed, plan_of(method), scale=D**-0.5)
+        out = triton_step.step(NewToken(*now), replayed, plan_of(method), scale=D**-0.5)
     outs = []
     with no_waiting():
         for t in range(L):
@@ -79,10 +79,10 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
         eager = copy_of(other)
         if state is None:
             state = other
-            triton_step.step(*now, copy_of(state), plan_of(method), scale=0.3)
+            triton_step.step(NewToken(*now), copy_of(state), plan_of(method), scale=0.3)
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                out = triton_step.step(*now, state, plan_of(method), scale=0.3)
+                out = triton_step.step(NewToken(*now), state, plan_of(method), scale=0.3)
         else:
             for mine, new in zip(state, other, strict=True):
                 mine.copy_(new)
@@ -91,7 +91,7 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
                 x.copy_(whole[:, :, t : t + 1])
             with no_waiting():
                 graph.replay()
-            assert torch.equal(out, triton_step.step(*now, eager, plan_of(method), scale=0.3))
+            assert torch.equal(out, triton_step.step(NewToken(*now), eager, plan_of(method), scale=0.3))
         assert same(state, eager)
 
 
@@ -105,5 +105,8 @@ def test_addresses_beyond_32_bits():
         place = far.as_strided((B, K, M, D), (2**31, M * D, D, 1), i * 2**18)
         moved.append(place.copy_(x))
     other = StepState(*moved, *(x.clone() for x in state[2:]))
-    assert torch.equal(triton_step.step(*now, other, plan, scale=0.25), triton_step.step(*now, state, plan, scale=0.25))
+    assert torch.equal(
+        triton_step.step(NewToken(*now), other, plan, scale=0.25),
+        triton_step.step(NewToken(*now), state, plan, scale=0.25),
+    )
     assert same(state, other)

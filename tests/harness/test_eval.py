@@ -1,6 +1,7 @@
 """Scores are the harness's own; runs resume; saved models and adapters run as saved; bad input says what to do."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -200,6 +201,21 @@ def test_ruler_at_4k_on_the_bundled_model(command, tmp_path):
     found = [x for x in scores(output).values() if x["task"] == "niah_single_1"]
     assert [x["metric"] for x in found] == ["4096,none", "4096,none"]
     assert all(0 <= x["interval"]["value"] == x["harness"] <= 1 and x["interval"]["n"] == 1 for x in found)
+
+
+def test_a_tokenizer_s_own_code_runs_only_with_the_option(base, command, tmp_path):
+    """Also where a task reads the tokenizer once more."""
+    folder = shutil.copytree(base, tmp_path / "own")
+    (folder / "own.py").write_text("from transformers import PreTrainedTokenizerFast as Own\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    arguments = (*TASKS, "--model", folder, "--method", "dense", "--output", tmp_path / "run")
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert "code which must be executed" in err
+    code, _, err = command(*arguments, "--trust-remote-code")
+    assert code == 0, err
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from two_sources import attend_to
 
 import condense
-from condense.functional import extend
+from condense.functional import extend, read_whole
 from condense.ops.tensors.per_row import as_rows, max_row
 from condense.plan import ForwardPlan
 from condense.state import SLACK, first_needed, num_entries
@@ -205,6 +205,8 @@ def test_extend_trains_through_the_new_tokens_and_not_the_past():
     assert not any(x.requires_grad for x in past.tensors)
 
 
-def test_extend_without_keep_returns_no_past():
-    q, k, v = rows([5])[0]
-    assert extend(condense.Dense(), None, k, v, q, scale=SCALE, keep=False)[1] is None
+@pytest.mark.parametrize("method", [condense.CCA(group_size=4, window=8), condense.Dense()], ids=str)
+def test_whole_sequences_have_the_same_sources_without_a_state(method):
+    q, k, v = rows([37])[0]
+    whole, (context, _) = read_whole(method, k, v, q, scale=SCALE), extend(method, None, k, v, q, scale=SCALE)
+    assert all(map(torch.equal, whole.tensors, context.tensors))

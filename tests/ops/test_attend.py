@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from two_sources import array_spans, two_sources
 
-from condense.ops import RuleSpans, Source, UniformRule, api, attend, resolve_backend
+from condense.ops import Problem, RuleSpans, Source, UniformRule, api, attend, resolve_backend
 from condense.ops.backends import BACKENDS, Backend
 from condense.ops.tensors.per_row import at_least
 from condense.testing import oracle
@@ -210,15 +210,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_triton_is_refused_where_it_cannot_run_and_auto_does_without(device, changes, message):
     options = {"dtype": torch.bfloat16, "widths": (128, 128), **changes}
     with pytest.raises(ValueError, match=f"^backend 'triton' {message}; use backend='torch'"):
-        resolve_backend("triton", device, **options)
-    assert resolve_backend("auto", device, **options) == "torch"
+        resolve_backend("triton", Problem(device, **options))
+    assert resolve_backend("auto", Problem(device, **options)) == "torch"
 
 
 def test_auto_is_triton_on_cuda_for_more_than_one_query():
-    options = {"dtype": torch.bfloat16, "widths": (128, 128)}
-    assert resolve_backend("auto", CUDA, **options) == "triton"
-    assert resolve_backend("auto", CUDA, **options, num_queries=1) == "torch"
-    assert resolve_backend("triton", CUDA, **options, num_queries=1) == "triton"
+    problem = Problem(CUDA, torch.bfloat16, (128, 128))
+    assert resolve_backend("auto", problem) == "triton"
+    assert resolve_backend("auto", problem._replace(num_queries=1)) == "torch"
+    assert resolve_backend("triton", problem._replace(num_queries=1)) == "triton"
 
 
 def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):

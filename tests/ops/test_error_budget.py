@@ -17,6 +17,7 @@ from condense.ops.torch import attend as torch_attend
 from condense.testing import oracle
 from condense.testing.budget import errors, one_ulp
 from condense.testing.cases import DTYPES, METHODS, SHAPES, inputs_for
+from condense.testing.eager import eager_attention
 
 
 @pytest.mark.parametrize("logits", [1.0, 5.0], ids=["logits x1", "logits x5"])
@@ -27,7 +28,7 @@ def test_output_within_twice_the_eager_error(name, shape, dtype, logits):
     q, k, v = inputs_for(name, shape, dtype, logits=logits)
     method = METHODS[name]
     want, want_lse = oracle.attention(q, k, v, method=method)
-    budget = 2 * errors(oracle.eager(q, k, v, method=method), want) + one_ulp(want, dtype)
+    budget = 2 * errors(eager_attention(q, k, v, method=method), want) + one_ulp(want, dtype)
     out, lse = condense.attention(q, k, v, method=method, backend="torch", return_lse=True)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
@@ -51,7 +52,7 @@ def test_gradients_within_twice_the_eager_error(name, dtype):
     eager, got = (
         torch.autograd.grad(out, inputs, weight)
         for out in (
-            oracle.eager(*inputs, method=method),
+            eager_attention(*inputs, method=method),
             condense.attention(*inputs, method=method, backend="torch"),
         )
     )
@@ -130,5 +131,5 @@ def test_reference_takes_every_dtype(dtype):
     want = oracle.attention(q, k, v, method=METHODS["cca"])[0]
     got = condense.attention(q, k, v, method=METHODS["cca"], backend="reference")
     assert got.dtype == dtype
-    budget = 2 * errors(oracle.eager(q, k, v, method=METHODS["cca"]), want) + one_ulp(want, dtype)
+    budget = 2 * errors(eager_attention(q, k, v, method=METHODS["cca"]), want) + one_ulp(want, dtype)
     assert bool((errors(got, want) <= budget).all())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from extras_cases import METHODS, SCALE, context_of, definition, every_kind, logits, qkv, steps
 
-from condense.ops import Extras, RuleSpans, Source, UniformRule, attend, resolve_backend
+from condense.ops import Extras, Problem, RuleSpans, Source, UniformRule, attend, resolve_backend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -92,9 +92,9 @@ def test_hopper_has_no_soft_cap(monkeypatch):
     monkeypatch.setattr(limits, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(limits, "triton_obstacle", lambda problem: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    problem = (torch.device("cuda"), torch.bfloat16, (64, 64))
-    assert resolve_backend("hopper", *problem) == "hopper"
+    problem = Problem(torch.device("cuda"), torch.bfloat16, (64, 64))
+    assert resolve_backend("hopper", problem) == "hopper"
     with pytest.raises(
         ValueError, match=r"'hopper' has no soft-capped scores, got a cap of 50.0; use backend='triton'"
     ):
-        resolve_backend("hopper", *problem, softcap=50.0)
+        resolve_backend("hopper", problem._replace(softcap=50.0))

@@ -5,7 +5,7 @@ import torch
 from two_sources import attend_to
 
 import condense
-from condense.functional import extend
+from condense.functional import read_whole
 from condense.ops.torch import attend as torch_attend
 from condense.testing import oracle
 
@@ -59,7 +59,7 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass(monkeypatch, limit)
     q, k, v = oracle.random_qkv(1, 4, 2, 60, 4, 4)
     v.requires_grad_()
     method = condense.CCA(group_size=4, window=8)
-    sources, _ = extend(method, None, k, v, q, scale=0.5, keep=False)
+    sources = read_whole(method, k, v, q, scale=0.5)
     out, _ = attend_to(sources, q, scale=0.5, dropout_p=0.3, backend="torch")
     weight = torch.randn_like(out)
     (gradient,) = torch.autograd.grad((out * weight).sum(), v)

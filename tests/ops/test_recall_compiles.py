@@ -9,7 +9,6 @@ from condense.ops.recall import (
     EntrySettings,
     IndexChoice,
     IndexSettings,
-    NewToken,
     Quota,
     RecallSettings,
     RecallSources,
@@ -19,6 +18,7 @@ from condense.ops.recall import (
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import host
 from condense.ops.triton import recall_step as triton_step
+from condense.ops.types import NewToken
 
 
 @pytest.mark.parametrize(("bits", "slots"), [(8, 0), (4, 16)])
@@ -46,10 +46,11 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
 def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
     """Those for Hopper: they fit, and tensor cores multiply."""
     from condense.ops.hopper import recall as hopper_recall
-    from condense.ops.triton import recall_attend, recall_choice
+    from condense.ops.triton import recall_attend, recall_choice, recall_opened
 
     for module, name, place in (
-        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "_queries", 1),
+        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "queries_per_program", 1),
+        (recall_opened, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(

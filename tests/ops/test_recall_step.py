@@ -12,7 +12,6 @@ from ops.test_recall import DV, EXACT, SCALE, B, D, quota_of, recall, tensors
 from condense.ops.recall import (
     EntrySettings,
     IndexSettings,
-    NewToken,
     Quota,
     RecallSettings,
     RecallState,
@@ -22,6 +21,7 @@ from condense.ops.recall import (
 from condense.ops.recall import recall_step as dispatched_step
 from condense.ops.spans import UniformRule
 from condense.ops.torch.recall_step import recall_step
+from condense.ops.types import NewToken
 
 # group size, window, index, index_size, index_bits, num_recall
 CASES = {

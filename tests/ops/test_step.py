@@ -12,7 +12,7 @@ import condense
 from condense.caches.buffers import static_bias
 from condense.functional import extend
 from condense.methods import step_settings
-from condense.ops import Chunks, StepState, decode_step, step_backend
+from condense.ops import Chunks, NewToken, OwnEntries, StepState, decode_step, step_backend
 from condense.ops.triton import limits
 from condense.ops.triton.limits import step_obstacle
 from condense.state import num_entries
@@ -55,8 +55,8 @@ def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
 
 
 def take(method, state, qkv, real=None):
-    fixed = {"represent": method.represent, "entry_bias": own_bias(method, state), "backend": "torch"}
-    return decode_step(*qkv, state, step_settings(method), scale=SCALE, real=real, **fixed)
+    own = OwnEntries(method.represent, own_bias(method, state))
+    return decode_step(NewToken(*qkv, real), state, step_settings(method), scale=SCALE, own=own, backend="torch")
 
 
 def own_bias(method, state):
@@ -175,10 +175,10 @@ def test_one_graph_for_all_steps(method):
 
     plan, qkv = step_settings(method), oracle.random_qkv(B, H, K, 40, D, DV)
     eager, traced = empty_state(method, 40), empty_state(method, 40)
-    fixed = {"represent": method.represent, "entry_bias": own_bias(method, eager), "backend": "torch"}
+    own = OwnEntries(method.represent, own_bias(method, eager))
 
     def step(q, k, v, real, *state):
-        return decode_step(q, k, v, StepState(*state), plan, scale=SCALE, real=real, **fixed)
+        return decode_step(NewToken(q, k, v, real), StepState(*state), plan, scale=SCALE, own=own, backend="torch")
 
     compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=False)
     for i in range(40):

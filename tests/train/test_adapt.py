@@ -98,6 +98,19 @@ def test_the_loss_of_low_precision_logits_is_as_exact_as_pytorchs():
     assert error <= 2 * max((plain[1] - exact[1]).abs().max(), 2**-9 * exact[1].abs().max())
 
 
+def test_a_loss_goes_backward_once():
+    """Its gradient is scaled in place, so a second time raises rather than scale it twice."""
+    logits, targets = torch.randn(4, 9, requires_grad=True), torch.arange(4)
+    loss = token_loss(logits, targets, torch.ones(4)).loss
+    (2 * loss).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = token_loss(logits, targets, torch.ones(4)).loss
+    (gradient,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(gradient.sum(), logits)
+
+
 def test_groups_grow_over_two_thirds_of_the_steps():
     phase = PhaseConfig("p", 18, 128, 1, mix="condensed", method=METHOD, group_sizes=(4, 8))
     assert [phase.attention_at(step).group_size for step in range(18)] == [4] * 4 + [8] * 4 + [16] * 10

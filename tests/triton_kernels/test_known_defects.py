@@ -6,6 +6,7 @@ from triton_kernels.test_step import DEVICE, empty_state, plan_of
 
 from condense import CCA
 from condense.ops.triton import step as triton_step
+from condense.ops.types import NewToken
 
 METHOD = CCA(group_size=2, window=3, summary="streaming")
 
@@ -23,7 +24,7 @@ def test_real_rows_have_any_stride(layout):
     for i in range(L):
         now = [x[:, :, i : i + 1] for x in (q, k, v)]
         outs = [
-            triton_step.step(*now, state, plan_of(METHOD), scale=0.25, real=real)
+            triton_step.step(NewToken(*now, real), state, plan_of(METHOD), scale=0.25)
             for state, real in ((strided, mask[:, i]), (copied, mask[:, i].clone().contiguous()))
         ]
         assert mask[:, i].stride() != (1,)

@@ -92,7 +92,7 @@ def test_places_left_empty():
     out, seen = torch.full_like(q, math.nan), torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     new = NewTokens([0, 1, 2], [1, 0], seen, 2)
     settings = pool.plan.settings
-    read_paged(q, k, v, pool.state([request, nobody]), new, settings, scale=0.1, out=out, backend="triton")
+    read_paged((q, k, v), pool.state([request, nobody]), new, settings, scale=0.1, out=out, backend="triton")
     torch.testing.assert_close(out[0], v[0].repeat_interleave(4, 0))
     assert bool((out[1] == 0).all())
     assert bool(pool.cache[NULL].isnan().all())

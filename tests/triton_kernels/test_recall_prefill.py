@@ -23,6 +23,7 @@ from condense.ops.recall import (
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import recall_attend, recall_choice
+from condense.ops.triton.attend import describe
 from condense.ops.triton.limits import DTYPES
 from condense.testing.budget import judge
 
@@ -281,3 +282,41 @@ def test_refusals():
     problem = Problem(Case((2, 1), L=21))
     with pytest.raises(ValueError, match="backend 'triton' takes torch"):
         problem.attend([x.double() for x in problem.inputs], problem.choice(), "triton")
+
+
+def compare_as_one_graph(case, backend):
+    """torch.compile traces the choice as one operation, and changes no bit of outputs and gradients."""
+    problem, nodes = Problem(case), []
+
+    def attend(*inputs):
+        return problem.attend(inputs, problem.choice(), backend)
+
+    def keep(graph, _):
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch._dynamo.reset()
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True, backend=keep)):
+        inputs = problem.leaves()
+        out, lse = function(*inputs)
+        results.append([out, lse, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert sum("choose_recall" in node for node in nodes) == 1
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("name", ["ratio-1", "ratio-7"])
+def test_compiled_as_one_graph(name):
+    compare_as_one_graph(CASES[name], "triton")
+
+
+def test_the_choice_is_a_whole_operation():
+    """Its schema, and what it says of its result before it runs."""
+    problem = Problem(CASES["a-fifth-padded"])
+    asked = problem.choice()
+    starts, rule = describe(problem.spans, 2, problem.case.L, torch.device(DEVICE))
+    arguments = recall_choice.choice_arguments(
+        asked.q, asked.index, asked.settings, recall_choice.Positions(starts, tuple(rule)), scale=asked.scale,
+        quota=asked.quota, closed=int(problem.closed.max()),
+    )  # fmt: skip
+    torch.library.opcheck(recall_attend._KERNELS.choice, arguments)

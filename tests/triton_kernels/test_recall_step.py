@@ -8,10 +8,11 @@ import pytest
 import torch
 from ops.test_recall_step import CASES, check_slots, empty_state, new_token, settings_of
 
-from condense.ops.recall import EntrySettings, NewToken, Quota, RecallSettings, choose_groups, index_scores
+from condense.ops.recall import EntrySettings, Quota, RecallSettings, choose_groups, index_scores
 from condense.ops.spans import UniformRule
 from condense.ops.torch import recall_step as torch_step
 from condense.ops.triton import recall_step as triton_step
+from condense.ops.types import NewToken
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (64, 80, 96, 128, 256, (192, 128)) if DEVICE == "cuda" else ((16, 40), (24, 16))

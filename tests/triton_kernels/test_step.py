@@ -13,7 +13,8 @@ from condense.functional import extend
 from condense.ops import UniformRule
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import step as triton_step
-from condense.ops.types import StepSettings, StepState
+from condense.ops.triton import step_plan
+from condense.ops.types import NewToken, OwnEntries, StepSettings, StepState
 from condense.plan import ForwardPlan
 from condense.state import most_entries, num_entries
 from condense.testing import oracle
@@ -65,7 +66,7 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
         for x in now:
             x[~real] = torch.nan
         result = triton_step.step(
-            *now, state, plan_of(method), scale=scale, real=None if arrivals is None else real, latent=latent
+            NewToken(*now, None if arrivals is None else real), state, plan_of(method), scale=scale, latent=latent
         )
         assert bool((result[~real] == 0).all())
         out[rows[real], :, at[real]] = result[real][:, :, 0]
@@ -193,7 +194,7 @@ def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
         sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
-        out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
+        out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max(), q.shape[3])
         M = past.entries[0].shape[2]
         for made, entries in ((state.entries_k, past.entries[0]), (state.entries_v, past.entries[1])):
@@ -252,7 +253,7 @@ def test_tokens_are_taken_back_from_larger_rings(name):
 
 def step_at(method, q, k, v, state, t):
     now = (x[:, :, t : t + 1] for x in (q, k, v))
-    return triton_step.step(*now, state, plan_of(method), scale=q.shape[3] ** -0.5)[:, :, 0]
+    return triton_step.step(NewToken(*now), state, plan_of(method), scale=q.shape[3] ** -0.5)[:, :, 0]
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -265,7 +266,7 @@ def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
         sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
-        out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
+        out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max())
     assert state.seen.tolist() == [steps] * 3
     for b, n in enumerate(lengths):
@@ -303,7 +304,7 @@ def test_large_chunks(rows):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
         sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
-        out = triton_step.step(q_now, k_now, v_now, state, plan_of(method), scale=0.3)
+        out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max())
 
 
@@ -371,11 +372,11 @@ def latent_attention(method, q, k, latent, scale):
 
 def torch_decode(method, q, k, scale, latent):
     """Every token one step of the torch backend on absorbed latents, in their dtype."""
-    represent, plan, L = method.for_latents(latent).represent, plan_of(method), k.shape[2]
+    own, plan, L = OwnEntries(method.for_latents(latent).represent), plan_of(method), k.shape[2]
     state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
     state = StepState._make(x.zero_() for x in state)  # it reads all of the buffers, under a mask
     steps = (
-        torch_step.step(*now, now[1][..., :0], state, plan, scale=scale, represent=represent, latent=latent)
+        torch_step.step(NewToken(*now, now[1][..., :0]), state, plan, scale=scale, own=own, latent=latent)
         for now in ((q[:, :, t : t + 1], k[:, :, t : t + 1]) for t in range(L))
     )
     return torch.cat(list(steps), 2)
@@ -447,10 +448,10 @@ def same(one, other):
 def test_repeats_are_bit_equal():
     now, state, plan = some_step(seen=24)
     first = copy_of(state)
-    out = triton_step.step(*now, first, plan, scale=0.25)
+    out = triton_step.step(NewToken(*now), first, plan, scale=0.25)
     for _ in range(50 if DEVICE == "cuda" else 2):
         again = copy_of(state)
-        assert torch.equal(triton_step.step(*now, again, plan, scale=0.25), out)
+        assert torch.equal(triton_step.step(NewToken(*now), again, plan, scale=0.25), out)
         assert same(first, again)
 
 
@@ -461,10 +462,10 @@ def test_any_layout():
     )
     wide = [torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]] for x in now]
     columns = [x.mT.contiguous().mT for x in now]
-    out = triton_step.step(*now, copy := copy_of(state), plan, scale=0.25)
-    assert torch.equal(triton_step.step(*wide, strided, plan, scale=0.25), out)
+    out = triton_step.step(NewToken(*now), copy := copy_of(state), plan, scale=0.25)
+    assert torch.equal(triton_step.step(NewToken(*wide), strided, plan, scale=0.25), out)
     assert same(copy, strided)
-    assert torch.equal(triton_step.step(*columns, copy_of(state), plan, scale=0.25), out)
+    assert torch.equal(triton_step.step(NewToken(*columns), copy_of(state), plan, scale=0.25), out)
 
 
 def column_of(x, among=3):
@@ -480,9 +481,9 @@ def test_counts_with_gaps_between_them():
         real = real.to(DEVICE)
         tight, gaps = copy_of(state), copy_of(state)
         gaps = gaps._replace(seen=column_of(gaps.seen), arrived=column_of(gaps.arrived))
-        out = triton_step.step(*now, tight, plan, scale=0.25, real=real.contiguous())
+        out = triton_step.step(NewToken(*now, real.contiguous()), tight, plan, scale=0.25)
         strided = real if real.stride() == (0,) else column_of(real.int())
-        assert torch.equal(triton_step.step(*now, gaps, plan, scale=0.25, real=strided), out)
+        assert torch.equal(triton_step.step(NewToken(*now, strided), gaps, plan, scale=0.25), out)
         assert same(tight, gaps)
 
 
@@ -490,9 +491,9 @@ def test_prompts_with_gaps_between_them():
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 40, 16, 16, dtype=torch.float32))
     _, state = after_prompts(SELECT, q, k, v, (31, 22), 9)
     now = [x[:, :, 31:32] for x in (q, k, v)]
-    out = triton_step.step(*now, tight := copy_of(state), plan_of(SELECT), scale=0.3)
+    out = triton_step.step(NewToken(*now), tight := copy_of(state), plan_of(SELECT), scale=0.3)
     gaps = copy_of(state)._replace(prompt=column_of(state.prompt))
-    assert torch.equal(triton_step.step(*now, gaps, plan_of(SELECT), scale=0.3), out)
+    assert torch.equal(triton_step.step(NewToken(*now), gaps, plan_of(SELECT), scale=0.3), out)
     assert same(tight, gaps)
 
 
@@ -505,9 +506,9 @@ def test_a_window_longer_than_any_text(window):
         state = empty_state(condense.CCA(group_size=8, window=20), 1, 1, 16, 16, 20, dtype=torch.float32)
         outs.append(decode(method, q, k, v, state))
     assert torch.equal(*outs)
-    sizes = triton_step._Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
+    sizes = step_plan.Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
     settings = plan_of(condense.CCA(group_size=8, window=window))
-    numbers = triton_step._launch(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).numbers
+    numbers = step_plan.launch_of(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).numbers
     assert max(numbers) < 2**31
 
 
@@ -526,7 +527,7 @@ def test_compiles_as_one_operation():
     real = torch.tensor([True, False], device=DEVICE)
 
     def one(q, k, v, *state):
-        return triton_step.step(2 * q, k, v, StepState(*state), plan, scale=0.25, real=real) + 1
+        return triton_step.step(NewToken(2 * q, k, v, real), StepState(*state), plan, scale=0.25) + 1
 
     eager, compiled = copy_of(state), copy_of(state)
     want = one(*now, *eager)
@@ -570,7 +571,7 @@ def test_refuses_what_it_has_no_kernel_for():
         "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),
     }.items():
         with pytest.raises(ValueError, match=match):
-            triton_step.step(*args[:5], scale=0.25, latent=sum(args[5:]))
+            triton_step.step(NewToken(*args[:3]), *args[3:5], scale=0.25, latent=sum(args[5:]))
     with pytest.raises(ValueError, match="real must be"):
-        triton_step.step(q, k, v, state, plan, scale=0.25, real=torch.ones(1, dtype=torch.bool))
+        triton_step.step(NewToken(q, k, v, torch.ones(1, dtype=torch.bool)), state, plan, scale=0.25)
     assert same(before, state)

@@ -6,7 +6,6 @@ Shapes: B rows (1), H query heads, K KV heads, L tokens, D width.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 from condense.config import check_int
 from condense.functional import attention
 from condense.methods import Dense, Method, Recall
+from condense.models.stopwatch import now
 
 
 class Heads(NamedTuple):
@@ -95,8 +95,6 @@ def measure_cost(
 
 
 def _timed(q: Tensor, k: Tensor, v: Tensor, method: Method) -> float:
-    start = time.perf_counter()
+    start = now(q.device)
     attention(q, k, v, method=method)
-    if q.device.type == "cuda":
-        torch.cuda.synchronize(q.device)
-    return time.perf_counter() - start
+    return now(q.device) - start

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.bench.timing import Clock, now
+from condense.bench.timing import Clock
+from condense.models.stopwatch import now
 
 _STEP_BUDGET_S = 0.2
 

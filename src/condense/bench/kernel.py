@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from condense import ops
 from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
 from condense.bench.gate import WHOLE
 from condense.bench.problems import Setting, sees_by_position
@@ -16,7 +17,6 @@ from condense.bench.rows import OPS, Row, crossovers, decode_op, first_line, op_
 from condense.bench.tasks import Problem, Task, Work, has_op
 from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method
-from condense.ops import resolve_backend
 from condense.results import plain
 from condense.testing.budget import Verdict
 
@@ -101,22 +101,16 @@ def bench_kernel(plan: KernelPlan, *, on_row: Callable[[Row], None] = lambda row
         rows.append(row)
     rows = with_ratios(rows)
     heads = setting.shape
+    call = ops.Problem(
+        setting.device, setting.dtype, (heads.width, heads.value_width), num_queries=max(plan.lengths),
+        rows=setting.batch, heads=heads.num_q, kv_heads=heads.num_kv,
+    )  # fmt: skip
     return {
         "kind": "kernel",
         "shape": plain(heads),
         "batch": setting.batch,
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "backends": [
-            resolve_backend(
-                name,
-                setting.device,
-                setting.dtype,
-                (heads.width, heads.value_width),
-                num_queries=max(plan.lengths),
-                heads=(setting.batch, heads.num_q, heads.num_kv),
-            )
-            for name in plan.backends
-        ],
+        "backends": [ops.resolve_backend(name, call) for name in plan.backends],
         "claims": clock.is_cuda,
         "ceilings": plain(ceilings),
         "baselines": {name: BASELINES[name].about for name in plan.baselines},

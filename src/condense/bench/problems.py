@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from condense.functional import extend
+from condense.functional import read_whole
 from condense.methods import DGA, Context, Method, Recall, SparsePrefill
 from condense.methods.prompt import FocalPrompt
 from condense.methods.sparse_prefill import chosen_keys
@@ -85,9 +85,9 @@ class Setting:
 
 
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
-    """The sources that queries of whole sequences attend to: `condense.functional.extend` without a state."""
+    """The sources that queries of whole sequences attend to: `condense.functional.read_whole`."""
     q, k, v = inputs
-    return extend(method, None, k, v, q, scale=inputs.scale, backend=backend, keep=False)[0]
+    return read_whole(method, k, v, q, scale=inputs.scale, backend=backend)
 
 
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:

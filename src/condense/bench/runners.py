@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import Cache, PreTrainedModel, StoppingCriteriaList
 
-from condense.bench.timing import now
 from condense.caches import cache_nbytes
 from condense.models import GraphDecoder, condensed_layers
+from condense.models.stopwatch import Stopwatch, now
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
     if ahead is not None and chunk is not None and chunk < ids.shape[1]:
         raise ValueError(f"{ahead} needs the whole prompt in one forward: leave prefill_chunk out")
     caches: list[Cache] = []
-    watch = _Stopwatch(ids.device)
+    watch = Stopwatch(ids.device)
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caches[:] = [kwargs["past_key_values"]]
@@ -56,9 +56,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
         )
     finally:
         hook.remove()
-    marks = watch.marks
-    further = [b - a for a, b in itertools.pairwise(marks[1:])]
-    return Reading(marks[1] - marks[0], further, *_bytes(caches[0], ids.device))
+    return Reading(watch.first_s, watch.further_s, *_bytes(caches[0], ids.device))
 
 
 def read_by_graph(
@@ -83,19 +81,6 @@ def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:
     """Of a cache: all bytes, and those elsewhere than on the device."""
     everything = cache_nbytes(cache)
     return everything, everything - cache_nbytes(cache, device.type)
-
-
-class _Stopwatch(StoppingCriteria):
-    """Notes when each token is ready; never stops anything."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks = [now(device)]
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """One more token is ready."""
-        self.marks.append(now(self.device))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Runner(NamedTuple):

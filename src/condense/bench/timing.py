@@ -6,13 +6,14 @@ microseconds are captured in a graph and replayed. On a CPU by `torch.utils.benc
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
+
+from condense.models.stopwatch import now
 
 # a call of more than this, after the first, is measured once
 _LONG_S = 3.0
@@ -116,10 +117,3 @@ class Clock:
     def _on_cpu(self, call: Callable[[], Any]) -> list[float]:
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         return list(timer.blocked_autorange(min_run_time=self.budget_s).times)
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once all work queued on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -26,8 +26,8 @@ from condense.caches.token_store import (
     with_pinned_store,
 )
 from condense.methods import Method, Recall
-from condense.ops import Extras
-from condense.ops.recall import NewToken, RecallSettings, RecallState, recall_step
+from condense.ops import Extras, NewToken
+from condense.ops.recall import RecallSettings, RecallState, recall_step
 from condense.ops.tensors.per_row import PerRow
 from condense.state import LayerState
 

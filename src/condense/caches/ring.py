@@ -16,7 +16,7 @@ from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_buffers, read_state, write_state
 from condense.methods import Method
-from condense.ops import NO_EXTRAS, Extras, StepSettings, StepState, decode_step
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepSettings, StepState, decode_step
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries, prompt_entries
 
@@ -94,7 +94,7 @@ class RingState:
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
         assert isinstance(self.buffers, StepState)
         return decode_step(
-            q, k, v, self.buffers, self.settings, scale=scale, real=real, represent=self.method.represent,
+            NewToken(q, k, v, real), self.buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent),
             latent=self.latent, extras=extras, backend="triton",
         )  # fmt: skip
 
@@ -138,8 +138,7 @@ class RingState:
 
     def _longer_entries(self, buffers: Buffers, slots: int) -> Buffers:
         assert isinstance(buffers, StepState)
-        names = ("entries_k", "entries_v", "biases")
-        new = {name: longer(x, slots) for name, x in zip(names, buffers.entries, strict=False)}
+        new = {name: longer(x, slots) for name, x in zip(buffers.entry_names, buffers.entries, strict=True)}
         return buffers._replace(**new)
 
     def _entry_slots(self, entries: int) -> int:

@@ -21,7 +21,7 @@ from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_
 from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
-from condense.ops import NO_EXTRAS, Extras, StepState, decode_step, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepState, decode_step, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, most_entries, num_entries
 
@@ -120,9 +120,10 @@ class StaticCondensedLayer(CacheLayerMixin):
     ) -> Tensor:
         """The step itself, which changes the buffers; arguments as of `step`."""
         assert isinstance(buffers, StepState)
+        own = OwnEntries(self.latent_method.represent, self.bias)
         return decode_step(
-            q, k, v, buffers, self.settings, scale=scale, real=real, represent=self.latent_method.represent,
-            entry_bias=self.bias, latent=self.latent_width, extras=extras, backend=self.backend,
+            NewToken(q, k, v, real), buffers, self.settings, scale=scale, own=own, latent=self.latent_width,
+            extras=extras, backend=self.backend,
         )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
@@ -145,7 +146,6 @@ class StaticCondensedLayer(CacheLayerMixin):
             # nothing was read: a first call leaves no memory behind, nor the rows and dtype that it was taken for
             self.buffers, self.is_initialized = held, held is not None
             raise
-        assert after is not None
         write_state(self.method, buffers, before, after)
         if fresh and self.method.prompt_reader is not None:
             self._set_bias(after.prompt_tokens)
@@ -203,11 +203,10 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def _enlarge(self, buffers: StepState, capacity: int) -> None:
         """Buffers with room for more entries; nothing stands in the old ones."""
-        old = (buffers.entries_k, buffers.entries_v)
-        entries_k, entries_v = (x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in old)
-        self.buffers = buffers._replace(entries_k=entries_k, entries_v=entries_v)
+        larger = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in buffers.entries]
+        self.buffers = buffers._replace(**dict(zip(buffers.entry_names, larger, strict=True)))
         self.bias = static_bias(self.method, self.batch_size, capacity, self.device)
-        for tensor in (entries_k, entries_v):
+        for tensor in larger:
             torch._dynamo.mark_static_address(tensor)
 
     def _refuse_length(self, num_slots: int, L: int) -> NoReturn:

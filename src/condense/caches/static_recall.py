@@ -15,8 +15,8 @@ from condense.caches.buffers import Buffers, empty_recall_buffers
 from condense.caches.static import StaticCondensedLayer
 from condense.caches.token_store import PinnedCopies, check_store, refuse_reorder
 from condense.methods import Recall
-from condense.ops import Extras
-from condense.ops.recall import NewToken, RecallState, recall_step
+from condense.ops import Extras, NewToken
+from condense.ops.recall import RecallState, recall_step
 
 
 class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
@@ -33,7 +33,7 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
         self.recall, self.recall_settings = method, method.step_settings
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
-        check_store(self.recall, k, v, self.latent_width)
+        check_store(self.recall, k, v, self.latent_width, groups=M)
         return empty_recall_buffers(self.recall, k, v, M, W, stored=M, Q=self.settings.num_summary)
 
     def _decode(

@@ -19,18 +19,23 @@ from torch import Tensor
 
 from condense.methods import Recall
 from condense.ops.recall import RecallState
-from condense.ops.recall.limits import store_obstacle
+from condense.ops.recall.limits import pairs_obstacle, store_obstacle
 
 
-def check_store(method: Recall, k: Tensor, v: Tensor, latent: int) -> None:
+def check_store(method: Recall, k: Tensor, v: Tensor, latent: int, groups: int | None = None) -> None:
     """Raise ValueError where steps cannot read a store in host memory.
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; latent: as of `condense.ops.recall.recall_step`.
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; latent: as of `condense.ops.recall.recall_step`. groups: the most that the
+    cache will hold, None if that is not known; then a share of the groups is left for the step to refuse.
     """
     if method.store == "host" and k.is_cuda:
         obstacle = store_obstacle(k, v, method.step_settings, latent=latent)
         if obstacle is not None:
             raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
+        opened = method.quota.at(groups) if groups is not None else method.num_recall
+        obstacle = pairs_obstacle(opened, method.slots) if isinstance(opened, int) else None
+        if obstacle is not None:
+            raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use fewer slots")
 
 
 def refuse_reorder(method: Recall) -> None:

@@ -21,7 +21,7 @@ from condense.calibration.samples import Sample, Samples
 from condense.files import whole_file
 from condense.methods import Method
 from condense.models import use
-from condense.results import plain
+from condense.results import fingerprint, plain
 from condense.version import __version__
 
 _SLICE = 1024  # rows of logits that are held in float32 at a time
@@ -97,7 +97,7 @@ class Meter:
         self._samples = [*samples.measured, *samples.held_out]
         self.measured = range(len(samples.measured))
         self.held_out = range(len(samples.measured), len(self._samples))
-        self._store = Store(path, fingerprint(model, candidates, self._samples))
+        self._store = Store(path, _conditions(model, candidates, self._samples))
 
     def missing(self, sample: int, allocations: Sequence[Allocation]) -> int:
         """Forwards that `read` would take."""
@@ -156,15 +156,12 @@ def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Reading:
     return Reading(float(torch.cat(kl).double().mean()), float(torch.cat(nats).double().mean()), found)
 
 
-def fingerprint(model: PreTrainedModel, candidates: Sequence[Method], samples: Sequence[Sample]) -> str:
-    """A hash of what readings depend on: weights (by their sums), configuration, candidates, texts, this library."""
+def _conditions(model: PreTrainedModel, candidates: Sequence[Method], samples: Sequence[Sample]) -> str:
+    """A hash of what readings depend on: weights, configuration, candidates, texts, this library."""
     config: Any = model.config
     digest = hashlib.sha256()
     settings = {"version": __version__, "config": config.to_dict(), "candidates": plain(list(candidates))}
-    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
-        total = parameter.detach().sum(dtype=torch.float64).item()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {total!r}".encode())
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode() + fingerprint(model).encode())
     for sample in samples:
         digest.update(sample.ids.numpy().tobytes() + sample.compared.numpy().tobytes())
     return digest.hexdigest()

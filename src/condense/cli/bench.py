@@ -28,7 +28,7 @@ from condense.config import check_int
 from condense.files import whole_file
 from condense.methods import Method
 from condense.models import choice_from_text, described, restore
-from condense.ops import resolve_backend
+from condense.ops import Problem, resolve_backend
 from condense.plots import plot_lines, require_matplotlib
 from condense.results import write_results
 
@@ -95,7 +95,7 @@ def kernel_command(
         (0.1 if quick else 0.4) if budget is None else budget,
     )
     for name in backends:
-        resolve_backend(name, where, torch_dtype, (heads.width, heads.value_width))
+        resolve_backend(name, Problem(where, torch_dtype, (heads.width, heads.value_width)))
     what = f"{heads.label}-b{batch}-{str(torch_dtype).removeprefix('torch.')}"
     path = bench.result_path(results, "kernel", what, where)
     last = bench.last_result(results, "kernel", what, where)

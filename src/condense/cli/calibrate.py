@@ -16,6 +16,7 @@ from condense.cli.options import (
     DEVICE_HELP,
     DEVICE_MAP_HELP,
     METHOD_HELP,
+    MODEL_HELP,
     REMOTE_HELP,
     load_model,
     progress,
@@ -33,7 +34,7 @@ DEMO_LENGTH, DEMO_TEXTS = 448, 4
 
 
 def calibrate_command(
-    model: Annotated[str | None, typer.Argument(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     text: Annotated[
         list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
     ] = None,

@@ -103,6 +103,7 @@ def eval_command(
         chat=chat,
         data=data,
         run_generated_code=run_generated_code,
+        trust_remote_code=trust_remote_code,
     )
     err = Console(stderr=True, highlight=False)
     evaluate(

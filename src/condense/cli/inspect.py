@@ -23,7 +23,7 @@ from condense.cli.options import (
 from condense.methods import CCA
 from condense.models import choice_from_text, restore
 from condense.models.inspect import LayerReport, inspect
-from condense.ops import resolve_backend
+from condense.ops import Problem, resolve_backend
 from condense.results import refuse_existing, write_results
 
 
@@ -52,14 +52,16 @@ def inspect_command(
     reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)
     config = skeleton.config.get_text_config()
     heads = config.num_attention_heads
-    backend = resolve_backend(
-        "auto",
+    problem = Problem(
         torch.device(device),
         DTYPES[dtype],
         (reports[0].width, reports[0].value_width),
         num_queries=length,
-        heads=(1, heads, getattr(config, "num_key_value_heads", None) or heads),
+        rows=1,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
     )
+    backend = resolve_backend("auto", problem)
     methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))
     _print(reports, f"{'; '.join(methods)} at {length} tokens, {dtype}, backend {backend}")
     if json is not None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +14,6 @@ from transformers import (
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
@@ -25,6 +22,7 @@ from condense.config import check_int
 from condense.methods import Dense
 from condense.models import MethodChoice, attention_layers, chosen_methods, condensed_layers, use
 from condense.models.families import max_learned_positions
+from condense.models.stopwatch import Stopwatch, now
 
 
 @dataclass(frozen=True)
@@ -142,36 +140,6 @@ def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]
     chosen = {i: method for i, method in chosen_methods(model, choice).items() if not isinstance(method, Dense)}
     with use(model, chosen) if chosen else nullcontext():
         yield
-
-
-class Stopwatch(StoppingCriteria):
-    """Notes when each token is ready; never stops anything."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times = [now(device)]
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """One more token is ready."""
-        self.times.append(now(self.device))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    @property
-    def first_s(self) -> float:
-        """Seconds to the first token."""
-        return self.times[1] - self.times[0]
-
-    @property
-    def further_s(self) -> list[float]:
-        """Seconds of each further token."""
-        return [b - a for a, b in zip(self.times[1:-1], self.times[2:], strict=True)]
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once all work queued on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @torch.no_grad()

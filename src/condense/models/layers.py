@@ -9,7 +9,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from condense.caches import CondensedLayer, ReadRequest, RecallLayer, StaticCondensedLayer, StaticRecallLayer
-from condense.functional import extend
+from condense.functional import read_whole
 from condense.methods import Context, Method, Recall, StreamingLLM
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
@@ -38,7 +38,7 @@ def read_tokens(
     cache, scale = target.cache, target.call.scale
     if cache is None:
         method = method if latent_width is None else method.for_latents(latent_width)
-        return extend(method, None, k, v, q, scale=scale, plan=target.plan, keep=False)[0]
+        return read_whole(method, k, v, q, scale=scale, plan=target.plan)
     assert target.plan is not None
     ensure_layers(cache, {target.layer_idx: method})
     trailing = q.shape[2] if target.padding is None else target.padding.trailing

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.latent import UpProjection, attend_to_latents, summary_queries
+from condense.latent import LatentView, UpProjection, summary_queries
 from condense.models.layers import Target, read_tokens
 from condense.models.sharding import head_group, sum_gradients, sum_over
 
@@ -41,7 +41,8 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
     joined = target.padding is None or context.window.k.shape[2] == q.shape[2]
     expanded = (k, v) if joined else None
-    return attend_to_latents(method, context, q, up, scale=call.scale, new=expanded, dropout_p=call.dropout)[0]
+    view = LatentView.of(context, q, up, new=expanded)
+    return view.finish(method.attend(view.q, view.context, scale=call.scale, dropout_p=call.dropout)[0])
 
 
 def step_on_latents(

@@ -13,7 +13,18 @@ from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
 from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
-from condense.ops.types import POOLINGS, Chunks, Pooling, StepSettings, StepState, SummaryColumns, SummarySpans
+from condense.ops.types import (
+    POOLINGS,
+    Chunks,
+    NewToken,
+    OwnEntries,
+    Pooling,
+    Problem,
+    StepSettings,
+    StepState,
+    SummaryColumns,
+    SummarySpans,
+)
 
 __all__ = [
     "BLOCK",
@@ -23,7 +34,10 @@ __all__ = [
     "Chunks",
     "Extras",
     "Hull",
+    "NewToken",
+    "OwnEntries",
     "Pooling",
+    "Problem",
     "RuleSpans",
     "Source",
     "Span",

@@ -16,7 +16,17 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import Source, Spans
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
-from condense.ops.types import Chunks, Pooling, Represent, StepSettings, StepState, SummaryColumns, SummarySpans
+from condense.ops.types import (
+    Chunks,
+    NewToken,
+    OwnEntries,
+    Pooling,
+    Problem,
+    StepSettings,
+    StepState,
+    SummaryColumns,
+    SummarySpans,
+)
 
 
 def attend(
@@ -46,17 +56,11 @@ def attend(
     if q.shape[1] % window.k.shape[1]:
         raise ValueError(f"sources must have heads that divide those of q, {q.shape[1]}, got {window.k.shape[1]}")
     L, N = q.shape[2], window.k.shape[2]
-    chosen = resolve_backend(
-        backend,
-        q.device,
-        q.dtype,
-        (q.shape[3], window.v.shape[3]),
-        num_queries=L,
-        dropout_p=dropout_p,
-        heads=(q.shape[0], q.shape[1], window.k.shape[1]),
-        num_sources=len(sources),
-        softcap=extras.softcap,
-    )
+    problem = Problem(
+        q.device, q.dtype, (q.shape[3], window.v.shape[3]), L, dropout_p, q.shape[0], q.shape[1], window.k.shape[1],
+        len(sources), extras.softcap,
+    )  # fmt: skip
+    chosen = resolve_backend(backend, problem)
     wants_lse = return_lse or extras.needs_lse
     is_plain = not (wants_lse or extras.softcap)
     if backend == "auto" and chosen in ("triton", "hopper") and L == N and is_plain and spans.is_causal(L, N):
@@ -116,36 +120,27 @@ def pool_groups(
 
 
 def decode_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: StepState,
     settings: StepSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
-    represent: Represent,
-    entry_bias: Tensor | None = None,
+    own: OwnEntries,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
     backend: str,
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.types` defines the step.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state; real bool or integer
-    ``[B]``: rows whose token counts (None: all). ``represent``: `condense.Method.represent`. entry_bias
-    ``[B|1, 1, M]``: used instead of the settings' bias. latent: if > 0, values are the first ``latent`` columns of the
-    keys and Dv is 0 (absorbed MLA). extras as of `attend`. ``backend``: as `step_backend` returns it.
+    latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0 (absorbed MLA). extras as of
+    `attend`. ``backend``: as `step_backend` returns it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":
         from condense.ops.triton import step as triton_step
 
-        return triton_step.step(q, k, v, state, settings, scale=scale, real=real, latent=latent, extras=extras)
-    return torch_step.step(
-        q, k, v, state, settings, scale=scale, real=real, represent=represent, entry_bias=entry_bias, latent=latent,
-        extras=extras,
-    )  # fmt: skip
+        return triton_step.step(token, state, settings, scale=scale, latent=latent, extras=extras)
+    return torch_step.step(token, state, settings, scale=scale, own=own, latent=latent, extras=extras)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

@@ -121,29 +121,17 @@ def check_backend(backend: str) -> str:
     return backend
 
 
-def resolve_backend(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    widths: tuple[int, ...],
-    *,
-    num_queries: int = 2,
-    dropout_p: float = 0.0,
-    heads: tuple[int, int, int] = (0, 1, 1),
-    num_sources: int = 2,
-    softcap: float = 0.0,
-) -> str:
+def resolve_backend(backend: str, problem: Problem) -> str:
     """The attention backend that runs: "auto" decides, an explicit one is never exchanged for another.
 
     "auto" is, on CUDA and for more than one query, "hopper" where it can run and the rows and heads fill the GPU, else
     "triton" where it has kernels for dtype and widths; in all other cases it is "torch" (`condense.ops.attend` also
-    takes "torch" where nothing is condensed). widths: of keys and values. heads: rows, query heads and KV heads.
+    takes "torch" where nothing is condensed).
     Raises ValueError if an explicit backend cannot run.
     """
-    problem = Problem(device, dtype, widths, num_queries, dropout_p, *heads, num_sources, softcap)
     if check_backend(backend) != "auto":
         return _explicit(backend, BACKENDS[backend].attend_obstacle(problem))
-    if device.type == "cuda" and num_queries > 1:
+    if problem.device.type == "cuda" and problem.num_queries > 1:
         for name in ("hopper", "triton"):
             if BACKENDS[name].attend_obstacle(problem) is None and BACKENDS[name].is_fast(problem):
                 return name

@@ -1,7 +1,7 @@
 """The contract of one decode step: the state that it changes in place, and its fixed settings.
 
-A backend's ``step(q, k, v, state, settings, *, scale, real, latent) -> out`` reads one token per row (PyTorch's also
-takes ``represent`` and ``entry_bias``, for methods whose settings do not say how entries are made):
+A backend's ``step(token, state, settings, *, scale, latent, extras) -> out`` reads one token per row
+(PyTorch's also takes `OwnEntries`, for methods whose settings do not say how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
@@ -62,6 +62,29 @@ class Chunks(NamedTuple):
 
 # `condense.Method.represent`
 Represent = Callable[..., tuple[Tensor, ...]]
+
+
+class NewToken(NamedTuple):
+    """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
+
+    Dv is 0 of latents, whose values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
+    None: all.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    real: Tensor | None = None
+
+
+class OwnEntries(NamedTuple):
+    """A method's own entries, where `StepSettings` do not describe them.
+
+    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, in place of the settings' bias; None: that.
+    """
+
+    represent: Represent
+    bias: Tensor | None = None
 
 
 class SummarySpans(NamedTuple):
@@ -158,7 +181,12 @@ class StepState(NamedTuple):
     @property
     def entries(self) -> tuple[Tensor, ...]:
         """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
-        return (self.entries_k, self.entries_v, self.biases)[: 3 if self.biases.shape[2] > 0 else 2]
+        return tuple(getattr(self, name) for name in self.entry_names)
+
+    @property
+    def entry_names(self) -> tuple[str, ...]:
+        """The names of the `entries`."""
+        return ("entries_k", "entries_v", "biases")[: 3 if self.biases.shape[2] > 0 else 2]
 
 
 class Numbered:

@@ -18,7 +18,8 @@ from torch import Tensor
 from condense.methods import Context, Method, Recall
 from condense.ops import Source
 from condense.ops.tensors.right_aligned import per_entry
-from condense.testing import oracle, oracle_recall
+from condense.testing import oracle_recall
+from condense.testing.eager import masked_attention
 
 
 class Checked(NamedTuple):
@@ -49,7 +50,7 @@ class Checked(NamedTuple):
             k, v = (torch.cat(x, dim=2).expand(-1, q.shape[1], -1, -1) for x in zip(*heads, strict=True))
             mask, bias = (x[:, min(head, x.shape[1] - 1), None] for x in (self.mask, self.bias))
             # float32 uses PyTorch's fused attention, to have the error of its exp and of its order of sums
-            outs.append(oracle.eager_attention(q, k, v, mask, bias, scale=scale, fused=q.dtype == torch.float32))
+            outs.append(masked_attention(q, k, v, mask, bias, scale=scale, fused=q.dtype == torch.float32))
         return torch.cat(outs, dim=1) * self.clear
 
     def gradients(self, upstream: Tensor, scale: float) -> tuple[Tensor, ...]:

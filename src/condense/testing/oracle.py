@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from condense.testing import oracle_dga, oracle_recall
@@ -181,56 +180,6 @@ def _recall_row(
     return oracle_recall.row(method, q, k, v, scale, entry)
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None = None, fused: bool = False) -> Tensor:
-    """The same formula as plain PyTorch in the dtype of the inputs; error budgets are multiples of its error.
-
-    Entries are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
-    as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype, or one call of PyTorch's
-    fused attention over all keys with the whole mask.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    B, H, L, D = q.shape
-    K = k.shape[1]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    qbar, wide_k, wide_v = q.unflatten(1, (K, H // K)).mean(2).to(wide), k.to(wide), v.to(wide)
-    if method.name == "dga":
-        seen, pooled = oracle_dga.seen_and_pooled(method, qbar, wide_k, wide_v, scale)
-        M = len(pooled[0][0])
-    else:
-        seen = [visible(method, t) for t in range(L)]
-        M = max(len(groups) for groups, _ in seen)
-        pooled = _pooled_groups(method, qbar, wide_k, wide_v, scale, range(M))
-    keys, values = k, v
-    if M:
-        entries_k, entries_v = (_stacked(pooled, i) for i in (0, 1))
-        keys, values = torch.cat([entries_k.to(k.dtype), k], 2), torch.cat([entries_v.to(v.dtype), v], 2)
-    mask = torch.zeros(L, M + L, dtype=torch.bool)
-    for t, (groups, exact) in enumerate(seen):
-        mask[t, list(groups)] = True
-        mask[t, [M + i for i in exact]] = True
-    mask = mask.to(q.device)
-    bias = q.new_zeros(M + L)
-    if getattr(method, "rep_bias", "none") == "log_size":
-        bias[:M] = math.log(method.group_size)
-    keys, values = (x.repeat_interleave(H // K, 1) for x in (keys, values))
-    return eager_attention(q, keys, values, mask, bias, scale=scale, fused=fused)
-
-
-def eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor, *, scale: float, fused: bool = False
-) -> Tensor:
-    """Attention by plain operations in the dtype of q, or one call of PyTorch's fused attention; ``[B, H, S, Dv]``.
-
-    q ``[B, H, S, D]``, k ``[B, H, n, D]``, v ``[B, H, n, Dv]``; mask (bool, True: seen) and bias (added to scaled
-    scores, in the dtype of q) broadcast to ``[B, H, S, n]``.
-    """
-    if fused:
-        added = bias.expand(mask.shape).masked_fill(~mask, -math.inf)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
-    scores = q @ k.mT * scale + bias
-    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
-
-
 def entries(method: Any, qbar: Tensor, k: Tensor, v: Tensor, groups: range, *, scale: float) -> tuple[Tensor, Tensor]:
     """Keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` that stand for these groups, in the dtype of k.
 
@@ -240,11 +189,11 @@ def entries(method: Any, qbar: Tensor, k: Tensor, v: Tensor, groups: range, *, s
     if method.name == "dga":
         pooled = oracle_dga.chunk_entries(method, qbar, k, v, scale, groups)
     else:
-        pooled = _pooled_groups(method, qbar, k, v, scale, groups)
-    return _stacked(pooled, 0), _stacked(pooled, 1)
+        pooled = pooled_groups(method, qbar, k, v, scale, groups)
+    return stacked(pooled, 0), stacked(pooled, 1)
 
 
-def _pooled_groups(
+def pooled_groups(
     method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float, groups: range
 ) -> list[list[list[tuple[Tensor, Tensor]]]]:
     """Per row, head and group key and value."""
@@ -255,7 +204,7 @@ def _pooled_groups(
     ]
 
 
-def _stacked(pooled: list[list[list[tuple[Tensor, Tensor]]]], part: int) -> Tensor:
+def stacked(pooled: list[list[list[tuple[Tensor, Tensor]]]], part: int) -> Tensor:
     """Keys (part 0) or values (part 1), ``[B, K, M, width]``."""
     return torch.stack([torch.stack([torch.stack([pair[part] for pair in head]) for head in row]) for row in pooled])
 

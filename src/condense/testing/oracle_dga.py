@@ -188,7 +188,7 @@ def group_bias(method: Any, weights: Tensor) -> Tensor:
 def seen_and_pooled(
     method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[list[tuple[range, list[int]]], list[list[list[tuple[Tensor, Tensor]]]]]:
-    """For `oracle.eager`, with focal tokens chosen at random: the keys that each query sees, and all groups.
+    """For `eager.eager_attention`, with focal tokens chosen at random: the keys that each query sees, and all groups.
 
     Per query the numbers of its groups and its exact tokens; per row and head the groups' keys and values. qbar and k
     ``[B, K, L, D]``, v ``[B, K, L, Dv]``.

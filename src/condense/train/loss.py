@@ -41,6 +41,8 @@ def token_loss(
     logits: ``[N, V]``, any floating dtype. targets: ``[N]`` int64. weights: ``[N]`` float32, not negative.
     teacher: ``[N, V]`` logits of the model that is imitated, any floating dtype; its contents are lost. None: no
     distillation. distill: share of the KL in the loss, 0 to 1.
+    The gradient is kept once and scaled in place: a second backward pass of the same loss, and a gradient of the
+    gradient, raise RuntimeError.
     """
     return TokenLoss(*_TokenLoss.apply(logits, targets, weights, teacher, distill))
 

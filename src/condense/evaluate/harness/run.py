@@ -6,7 +6,6 @@ answers, by which an interrupted run goes on), and at the end ``predictions.json
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.evaluate.bootstrap import Interval, bootstrap
@@ -25,7 +23,7 @@ from condense.evaluate.harness.tasks import LoadedTasks, load_tasks, require_har
 from condense.evaluate.modes import in_eval_mode
 from condense.files import whole_file
 from condense.models import MethodChoice, methods_of
-from condense.results import plain, provenance, write_results
+from condense.results import fingerprint, plain, provenance, write_results
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class Settings:
 
     tasks: names of the harness's tasks, groups and tags, and of our own. lengths: tokens, for tasks that come in
     several. limit: first documents of each task only. num_fewshot: None means each task's own. max_length: tokens that
-    the model may read, None for what its configuration says. data: folder of local files.
+    the model may read, None for what its configuration says. data: folder of local files. trust_remote_code: tasks
+    that read the tokenizer may run the code that comes with it.
     """
 
     tasks: tuple[str, ...]
@@ -46,6 +45,7 @@ class Settings:
     chat: bool = False
     data: Path | None = None
     run_generated_code: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def evaluate(
             pass
     metadata = {"tokenizer": tokenizer.name_or_path, "max_seq_lengths": list(settings.lengths)}
     metadata |= {"data": str(settings.data)} if settings.data else {}
+    metadata["trust_remote_code"] = settings.trust_remote_code
     source = {"settings": plain(settings), "methods": {k: plain(v) for k, v in methods.items()}}
     source["model"] = fingerprint(model)
     tasks = load_tasks(settings.tasks, metadata, data=settings.data, run_generated_code=settings.run_generated_code)
@@ -124,16 +125,6 @@ def saved_scores(output: Path) -> tuple[list[Score], dict[str, Any]]:
         return Score(**saved | {"interval": Interval(value, low, high, interval["n"])})  # JSON has no NaN
 
     return [score(saved) for saved in document["results"]["scores"]], document["provenance"]
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A short hash of the names, shapes, dtypes and first and last numbers of all parameters."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        ends = torch.cat([flat[:8], flat[-8:]]).double().tolist()
-        digest.update(json.dumps([name, list(parameter.shape), str(parameter.dtype), ends]).encode())
-    return digest.hexdigest()[:16]
 
 
 def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:

@@ -22,7 +22,7 @@ from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend import Call, Kernels, attend_recall, operation
-from condense.ops.triton.recall_choice import CELL, Scoring, score
+from condense.ops.triton.recall_choice import CELL, Scoring, choice_operation, score
 
 _SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hopper_kernel)
 _TILE = 2 * ROWS.value
@@ -84,6 +84,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-attend_recall_hopper = partial(
-    attend_recall, kernels=Kernels(_score, _forward, operation("attend_recall_hopper", _forward), attend_sources)
-)
+_KERNELS = Kernels(
+    _score, choice_operation("choose_recall_hopper", _score), _forward, operation("attend_recall_hopper", _forward),
+    attend_sources,
+)  # fmt: skip
+attend_recall_hopper = partial(attend_recall, kernels=_KERNELS)

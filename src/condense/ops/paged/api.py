@@ -15,9 +15,7 @@ from condense.ops.types import StepSettings
 
 
 def read_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
     state: PagedState,
     new: NewTokens,
     settings: StepSettings,
@@ -28,27 +26,29 @@ def read_paged(
 ) -> None:
     """Reads the new tokens of all requests into ``state``, in place, and writes their attention to ``out``.
 
-    q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``, out ``[T, H, Dv]``, one dtype; K divides H. settings: of groups
-    with ``summary_delay`` a multiple of g, at most g summary queries and no focal tokens. For every new token, its key
-    and value go to the window and its mean query to the ring, groups that are due become entries, and its query attends
-    to the entries of closed groups and the tokens behind them, as in `condense.ops.attend`. All keys and values are
-    stored first, then all entries, then comes attention: a request may read what another one writes in the same call.
+    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. settings: of
+    groups with ``summary_delay`` a multiple of g, at most g summary queries and no focal tokens. For every new token,
+    its key and value go to the window and its mean query to the ring, groups that are due become entries, and its query
+    attends to the entries of closed groups and the tokens behind them, as in `condense.ops.attend`. All keys and values
+    are stored first, then all entries, then comes attention: a request may read what another one writes in the same
+    call.
     backend: "reference"; or as of `condense.ops.attend` for requests with several new tokens, and "triton" or "torch"
     for those with one, by "auto" the first on CUDA where it can run.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
+    q, k, v = qkv
     if check_backend(backend) == "reference":
         out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
         return
     steps = new.num_steps if _has_kernels(backend, q, k, v, settings) else 0
     if steps == 0:
-        read_requests((q, k, v), state, new, settings, out, first=0, scale=scale, backend=backend)
+        read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)
         return
     from condense.ops.triton import paged_step
 
     first, seen = state.first(steps), new.seen_on_device[:steps]
     paged_step.store(q[:steps], k[:steps], v[:steps], first, seen, settings, scale=scale)
-    read_requests((q, k, v), state, new, settings, out, first=steps, scale=scale, backend=backend)
+    read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
     paged_step.attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
 
 

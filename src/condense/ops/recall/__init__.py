@@ -12,7 +12,7 @@ from condense.ops.recall.choice import (
 )
 from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
 from condense.ops.recall.sources import RecallSources
-from condense.ops.recall.state import EntrySettings, NewToken, RecallSettings, RecallState
+from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
 from condense.ops.recall.store import STORE_BITS, StoreFormat
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "IndexChoice",
     "IndexKind",
     "IndexSettings",
-    "NewToken",
     "Quota",
     "RecallSettings",
     "RecallSources",

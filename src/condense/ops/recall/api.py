@@ -15,10 +15,11 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.limits import attend_obstacle, hopper_obstacle, step_obstacle
 from condense.ops.recall.sources import RecallSources
-from condense.ops.recall.state import NewToken, RecallSettings, RecallState
+from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.reference import recall as reference_recall
 from condense.ops.torch import recall as torch_recall
 from condense.ops.torch import recall_step as torch_step
+from condense.ops.types import NewToken
 
 Unchosen = Literal["pool", "drop"]
 # why a backend cannot attend, None if it can

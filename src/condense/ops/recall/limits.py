@@ -11,10 +11,11 @@ from torch import Tensor
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall.choice import Choice, IndexChoice
 from condense.ops.recall.sources import RecallSources
-from condense.ops.recall.state import NewToken, RecallSettings, RecallState
+from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.host import gpu_of
 from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence
+from condense.ops.types import NewToken
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
 MAX_GROUPS = 2**15
@@ -84,8 +85,13 @@ def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings,
     G, S = state.entries_k.shape[2], state.held.shape[2]
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
-    if S * settings.quota.at(G) > MAX_PAIRS:
-        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {settings.quota.at(G)} times {S}"
+    return pairs_obstacle(settings.quota.at(G), S)
+
+
+def pairs_obstacle(opened: int, slots: int) -> str | None:
+    """Why the kernels cannot look for so many open groups in so many slots of a KV head, None if they can."""
+    if opened * slots > MAX_PAIRS:
+        return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {opened:,} times {slots:,}"
     return None
 
 

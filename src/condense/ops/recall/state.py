@@ -33,7 +33,7 @@ from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex, IndexSettings
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import UniformRule
-from condense.ops.types import Numbered, Pooling
+from condense.ops.types import NewToken, Numbered, Pooling
 
 
 class RecallState(NamedTuple):
@@ -86,19 +86,6 @@ class RecallState(NamedTuple):
     def group_index(self) -> GroupIndex:
         """The index of all groups."""
         return GroupIndex(self.codes, self.grid)
-
-
-class NewToken(NamedTuple):
-    """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
-
-    Dv is 0 of latents, whose values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
-    None: all.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    real: Tensor | None = None
 
 
 class EntrySettings(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +57,9 @@ def attend(
     K, N = window.k.shape[1], window.k.shape[2]
     # scale > 0, because PyTorch's causal kernel gives NaN on a CPU for scale <= 0
     if not return_lse and not softcap and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
-        is_causal = bool(L > 1)  # while compiling for any length, L is a symbol
+        causal: dict[str, Any] = {"is_causal": True} if L > 1 else {}  # `L > 1` is no bool while compiling
         out = F.scaled_dot_product_attention(
-            q, window.k, window.v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=H != K
+            q, window.k, window.v, dropout_p=dropout_p, scale=scale, enable_gqa=H != K, **causal
         )
         return out, None
     size = _block_size(q.device, H // K)

@@ -130,7 +130,9 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    out, aux = _flex()(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True))
+    # FlexAttention has tiles for widths of 64, 128 and 256; of those between, 192 (MLA), smaller ones surely fit
+    options = {"kernel_options": {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}} if 128 < q.shape[-1] < 256 else {}
+    out, aux = _flex()(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True), **options)
     return out, aux.lse
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import choose_groups, chosen_groups, index_scores
 from condense.ops.recall.index import build_index
-from condense.ops.recall.state import NewToken, RecallSettings, RecallState
+from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.torch.pool import group_scores, pool
 from condense.ops.torch.step import _read, _write, newest_mean
+from condense.ops.types import NewToken
 
 
 def recall_step(

@@ -14,30 +14,24 @@ from torch import Tensor
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import BlockKeys, attend_block
-from condense.ops.types import Chunks, Represent, StepSettings, StepState
+from condense.ops.types import Chunks, NewToken, OwnEntries, Represent, StepSettings, StepState
 
 
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    token: NewToken,
     state: StepState,
     settings: StepSettings,
     *,
     scale: float,
-    real: Tensor | None = None,
-    represent: Represent,
-    entry_bias: Tensor | None = None,
+    own: OwnEntries,
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.types`.
 
-    q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer ``[B]``, None: all rows are.
-    entry_bias float ``[B|1, 1, M]``: used instead of the settings' bias.
     latent: if > 0, values are the first ``latent`` columns of the keys.
     """
-    t = state.seen
+    (q, k, v, real), t = token, state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
     _write(state.ring_k, t, k, alive)
@@ -45,7 +39,8 @@ def step(
     if settings.num_summary > 0:
         _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
-        _append_entry(state, settings, t, seen, scale, represent)
+        _append_entry(state, settings, t, seen, scale, own.represent)
+    entry_bias = own.bias
     if settings.matched:
         entry_bias = state.biases[..., 0]
     elif entry_bias is None and settings.bias != 0.0:

@@ -33,7 +33,8 @@ from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend_kernels import recall_dq_kernel, recall_fwd_kernel
 from condense.ops.triton.recall_backward_kernels import recall_dkv_kernel, recall_store_kernel
-from condense.ops.triton.recall_choice import Opened, Positions, Scoring, choose, opened, score
+from condense.ops.triton.recall_choice import Positions, Scoring, choice_arguments, choice_operation, choose, score
+from condense.ops.triton.recall_opened import Opened, opened
 
 _FORWARD, _DQ = Launcher(recall_fwd_kernel), Launcher(recall_dq_kernel)
 _DKV, _DSTORE = Launcher(recall_dkv_kernel), Launcher(recall_store_kernel)
@@ -280,17 +281,18 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
 
 
 class Kernels(NamedTuple):
-    """The functions of a backend: index scores, attention of a `Call`, the same as an operation with gradients, and
-    attention over two sources as `condense.ops.attend`.
+    """The functions of a backend: index scores, the choice by them as an operation, attention of a `Call`, the same as
+    an operation with gradients, and attention over two sources as `condense.ops.attend`.
     """
 
     score: Callable[[Scoring], None]
+    choice: Callable[..., Tensor]
     forward: Callable[..., tuple[Tensor, Tensor]]
     operation: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
 
 
-_KERNELS = Kernels(score, _forward, operation("attend_recall", _forward), attend)
+_KERNELS = Kernels(score, choice_operation("choose_recall"), _forward, operation("attend_recall", _forward), attend)
 
 
 def attend_recall(
@@ -328,10 +330,12 @@ def attend_recall(
     starts, numbers = describe(spans, 2, L, q.device)
     positions = Positions(starts, tuple(numbers))
     if isinstance(choice, IndexChoice):
-        groups = choose(
-            choice.q, choice.index, choice.settings, positions, scale=choice.scale, quota=choice.quota, closed=closed,
-            score=kernels.score,
-        )  # fmt: skip
+        index = (choice.q, choice.index, choice.settings, positions)
+        ranked: dict[str, Any] = {"scale": choice.scale, "quota": choice.quota, "closed": closed}
+        if needs_operation(choice.q):
+            groups = kernels.choice(*choice_arguments(*index, **ranked))
+        else:
+            groups = choose(*index, **ranked, score=kernels.score)
     else:
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G).expand(B, K, L, G)
         groups = chosen_groups(chosen, r).to(torch.int32)

@@ -9,8 +9,8 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups, r groups that a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +18,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from condense.ops.recall.choice import Quota
-from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.recall.index import GroupIndex, IndexKind, IndexSettings
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice_kernels import (
     CHUNK,
-    WORDS,
     recall_cells_kernel,
     recall_groups_kernel,
-    recall_list_kernel,
-    recall_mark_kernel,
     recall_score_kernel,
 )
 
 _SCORE, _CELLS, _GROUPS = (Launcher(x) for x in (recall_score_kernel, recall_cells_kernel, recall_groups_kernel))
-_MARK, _LIST = Launcher(recall_mark_kernel), Launcher(recall_list_kernel)
 # groups of a cell, of which the best score is kept
 CELL = 16
 # bytes of the scores of a block of queries, which are a multiple of so many
@@ -61,7 +57,7 @@ def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, R: int) -> Tiles:
     return Tiles(128, 64, {"num_warps": 4 if width <= 128 else 8, "num_stages": 1})
 
 
-def _queries(columns: int, is_cuda: bool) -> int:
+def queries_per_program(columns: int, is_cuda: bool) -> int:
     """Queries of a program that ranks ``columns`` numbers for each: one warp on a GPU."""
     return max(1, min(32, 512 // columns)) if is_cuda else 16
 
@@ -72,10 +68,11 @@ def _ranking_queries(looked: int, is_cuda: bool) -> int:
     Then a row of scores has all lanes of the warp. With 2 or 4 queries its lanes would not be adjacent (lanes of a
     cell, queries, cells), and Triton 3.6 reduces such a row over the wrong lanes.
     """
-    return 1 if is_cuda and looked > 64 else _queries(looked, is_cuda)
+    return 1 if is_cuda and looked > 64 else queries_per_program(looked, is_cuda)
 
 
-def _warps(columns: int) -> int:
+def warps(columns: int) -> int:
+    """Warps of such a program."""
     return 1 if columns <= 1024 else 4
 
 
@@ -215,65 +212,47 @@ def choose(
             sizes = (K, L, G, first, stop, cells, *positions.rule)
             score(Scoring(q, rows, grid, settings, positions, scratch, first, stop, sizes, scale * LOG2E))
             _CELLS(
-                (cdiv(stop - first, _queries(ranked, q.is_cuda)), heads, 1),
+                (cdiv(stop - first, queries_per_program(ranked, q.is_cuda)), heads, 1),
                 (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
-                (R, positions.kind, CELL, ranked, picked, _queries(ranked, q.is_cuda)),
-                {"num_warps": _warps(ranked)},
+                (R, positions.kind, CELL, ranked, picked, queries_per_program(ranked, q.is_cuda)),
+                {"num_warps": warps(ranked)},
             )  # fmt: skip
             _GROUPS(
                 (cdiv(stop - first, _ranking_queries(looked, q.is_cuda)), heads, 1),
                 (scratch.score, scratch.lse, scratch.picked, scratch.floor, positions.starts, groups),
                 (*sizes, *of_quota),
                 (R, positions.kind, CELL, picked, power_of_2(r), _ranking_queries(looked, q.is_cuda)),
-                {"num_warps": _warps(looked)},
+                {"num_warps": warps(looked)},
             )  # fmt: skip
     return groups
 
 
-class Opened(NamedTuple):
-    """What T tiles of queries open, for every row and KV head.
+def choice_operation(name: str, score: Callable[[Scoring], None] = score) -> Callable[..., Tensor]:
+    """`choose` with this scoring as a torch operation of `choice_arguments`, so that torch.compile keeps it whole."""
 
-    words ``[B * K, T, n]``: bit i of a word says that query i of the tile opens the group; n is the number of closed
-    groups, rounded up to a multiple of 64, and the words at the end are 0. groups int32 and of_groups
-    ``[B * K, T, room]``: those that any query opens, in rising order, with their words; counts int32 ``[B * K, T]``.
-    closed: no query sees more groups as closed.
-    """
-
-    words: Tensor
-    groups: Tensor
-    of_groups: Tensor
-    counts: Tensor
-    closed: int
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, as kernels take them."""
-        return self[:4]
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """Words that count and room for groups, as kernels take them."""
-        return self.closed, self.groups.shape[2]
-
-
-def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Opened:
-    """What tiles of ``tile`` queries, 64 at most, of queries ``[first, stop)`` open.
-
-    groups: as `choose` gives them, of ``num_groups`` groups; closed: no query sees more groups as closed.
-    """
-    B, K, L, r = groups.shape
-    T, closed = cdiv(stop - first, tile), max(closed, 1)
-    room = min(closed, tile * r)
-    dtype = torch.int32 if tile <= 32 else torch.int64
-    words = torch.zeros(B * K, T, cdiv(closed, WORDS.value) * WORDS.value, dtype=dtype, device=groups.device)
-    lists = words.new_empty(B * K, T, room, dtype=torch.int32), words.new_empty(B * K, T, room)
-    counts = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
-    with on_device_of(groups):
-        places = power_of_2(r)
-        queries = _queries(places, groups.is_cuda)
-        _MARK(
-            (cdiv(stop - first, queries), B * K, 1), (groups, words), (L, num_groups, first, stop, closed, r),
-            (tile, places, queries), {"num_warps": _warps(places)},
+    @torch.library.custom_op(f"condense::{name}", mutates_args=())
+    def op(
+        q: Tensor, codes: Tensor, grid: Tensor, kind: str, sizes: Sequence[int], starts: Tensor | None,
+        rule: Sequence[int], scale: float, quota: Sequence[int], closed: int,
+    ) -> Tensor:  # fmt: skip
+        index_kind: IndexKind = "bounds" if kind == "bounds" else "sub_means"
+        return choose(
+            q, GroupIndex(codes, grid), IndexSettings(index_kind, *sizes), Positions(starts, tuple(rule)), scale=scale,
+            quota=Quota(*quota), closed=closed, score=score,
         )  # fmt: skip
-        _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
-    return Opened(words, *lists, counts, closed)
+
+    @op.register_fake
+    def _(q: Tensor, codes: Tensor, *others: Any) -> Tensor:
+        *_, quota, closed = others
+        return q.new_empty(q.shape[0], codes.shape[1], q.shape[2], Quota(*quota).at(closed), dtype=torch.int32)
+
+    return op
+
+
+def choice_arguments(
+    q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, quota: Quota,
+    closed: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of `choose` in types that an operation takes."""
+    sizes = [settings.group_size, settings.size, settings.bits]
+    return q, *index, settings.kind, sizes, positions.starts, positions.rule, scale, list(quota), closed

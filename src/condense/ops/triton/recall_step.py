@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.limits import step_obstacle
-from condense.ops.recall.state import NewToken, RecallSettings, RecallState, check_step
+from condense.ops.recall.state import RecallSettings, RecallState, check_step
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, power_of_2
@@ -27,7 +27,7 @@ from condense.ops.triton.recall_step_kernels import (
 )
 from condense.ops.triton.recall_store_kernels import Form
 from condense.ops.triton.step_kernels import step_join_kernel
-from condense.ops.types import numbered_settings
+from condense.ops.types import NewToken, numbered_settings
 
 _close, _score, _rank = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_rank_kernel))
 _choose, _attend, _join = (Launcher(x) for x in (recall_choose_kernel, recall_attend_kernel, step_join_kernel))

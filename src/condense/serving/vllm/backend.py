@@ -73,5 +73,6 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         tables = get_forward_context().attn_metadata
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
         state = PagedState(Pages(kv_cache, attn_metadata.table), pages["entries"], pages.get("ring"))
-        read_paged(query, key, value, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
+        qkv = query, key, value
+        read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output

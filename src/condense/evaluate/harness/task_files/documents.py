@@ -1,7 +1,7 @@
 """What the three tasks of this folder ask and how they score; the harness imports this file by the names in the YAML.
 
 Each function that makes documents gets the run's metadata: ``data`` (folder of local files, or None), ``tokenizer``
-(name or path) and ``max_seq_lengths`` (tokens).
+(name or path), ``max_seq_lengths`` (tokens) and ``trust_remote_code`` (whether the tokenizer's own code may run).
 """
 
 from __future__ import annotations
@@ -58,14 +58,19 @@ def multidoc_scores(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
 
 
 def multikey(
-    tokenizer: str, data: str | None = None, max_seq_lengths: Sequence[int] = LENGTHS, **_: Any
+    tokenizer: str,
+    data: str | None = None,
+    max_seq_lengths: Sequence[int] = LENGTHS,
+    *,
+    trust_remote_code: bool = False,
+    **_: Any,
 ) -> dict[str, datasets.Dataset]:
     """`KEYS` numbers hidden at even depths of a text, one of them asked for: per length and depth 20 questions.
 
     The text is that of ``corpus-*.jsonl[.zst]`` or ``*.txt`` in the data folder, by default the bundled novel,
     repeated where it is too short.
     """
-    encoder = AutoTokenizer.from_pretrained(tokenizer)
+    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
     lines = _haystack(data)
     return _dataset(
         _multikey_question(encoder, lines, length, depth, index)
@@ -81,10 +86,15 @@ def multikey_scores(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
 
 
 def stretches(
-    tokenizer: str, data: str | None = None, max_seq_lengths: Sequence[int] = LENGTHS, **_: Any
+    tokenizer: str,
+    data: str | None = None,
+    max_seq_lengths: Sequence[int] = LENGTHS,
+    *,
+    trust_remote_code: bool = False,
+    **_: Any,
 ) -> dict[str, datasets.Dataset]:
     """The last `STRETCH` tokens of the first p tokens of long documents, for p = 512, 1024, ... and each length."""
-    encoder = AutoTokenizer.from_pretrained(tokenizer)
+    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
     longest = max(max_seq_lengths)
     positions = sorted({*max_seq_lengths, *(2**n for n in range(9, 32) if 2**n < longest)})
     found = []

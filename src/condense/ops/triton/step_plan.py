@@ -1,0 +1,139 @@
+"""How a decode step is launched: tiles, splits of the keys, and the arguments that are no tensors.
+
+Shapes as in `condense.ops.triton.step`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from condense.ops.triton.device.entry import Kind
+from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
+from condense.ops.types import numbered_settings
+
+# stands for "no limit": positions are int32
+_NEVER = 2**31 - 1
+# up to this many numbers, the parts of a KV head are joined by the last program to finish; beyond, by a second kernel,
+# as for few KV heads, where the last program of each would leave most multiprocessors without work
+_MOST_JOINED = 2**16
+# numbers that a joining program holds in registers
+_JOINED_AT_ONCE = 2**13
+
+
+class _Tiles(NamedTuple):
+    """Most rows, and keys per tile; warps, stages; programs wanted per multiprocessor."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+
+def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int) -> _Tiles:
+    """Tiles by dtype and the wider of keys and values; neither length nor capacity matters."""
+    if device.type != "cuda":  # the interpreter
+        return _Tiles(64, 16, 4, 1, 1)
+    if dtype == torch.float32:  # no tensor cores, and whole rows in registers: more warps, smaller tiles
+        return _Tiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2)
+    if latent:  # a program's output is up to 512 columns wide, so few splits
+        return _Tiles(32 if latent > 256 else 64, 32, 4, 3, 1)
+    if width > 128:
+        return _Tiles(64, 32, 4, 3, 2)
+    return _Tiles(64, 64, 4, 3, 2)
+
+
+def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Tiles) -> int:
+    """Number of splits of the keys, by capacity, and one for the new token, rounded to whole waves over the device."""
+    wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
+    return max(2, min(wanted, 1 + cdiv(capacity, tiles.keys)))
+
+
+class Launch(NamedTuple):
+    """Launch arguments of a step's kernels, without tensors and strides. join_grid: None without a second kernel."""
+
+    num_splits: int
+    grid: tuple[int, int, int]
+    numbers: tuple[int | float, ...]
+    kind: Kind
+    options: Mapping[str, int | bool]
+    join_grid: tuple[int, int, int] | None
+    join_constants: tuple[Any, ...]
+    join_options: Mapping[str, bool]
+
+
+class Sizes(NamedTuple):
+    """Sizes of a step's tensors; Dv is that of the output."""
+
+    B: int
+    H: int
+    K: int
+    D: int
+    Dv: int
+    M: int
+    W: int
+    Q: int
+
+
+@functools.lru_cache(maxsize=4096)  # the same for all layers, in every step until their buffers grow
+def launch_of(
+    number: int,
+    scores: tuple[float, float],
+    latent: int,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    has_real: bool,
+) -> Launch:
+    """number: `StepSettings.number`. scores: their scale and soft cap."""
+    scale, softcap = scores
+    check_programs(sizes.B * sizes.K)
+    settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    few = gpu is not None and gpu.multiprocessors >= 16 * B * K  # KV heads
+    R, tiles, rule = H // K, _tiles(device, dtype, max(D, Dv), latent), settings.rule
+    rows = min(tiles.rows, max(16, power_of_2(R)))
+    row_tiles = cdiv(R, rows)
+    S = _num_splits(device, row_tiles * B * K, M + W, tiles)
+    joins = row_tiles == 1 and not few and R * S * Dv <= _MOST_JOINED
+    # the join may start up while the last splits run; one kernel leaves no multiprocessor free for the next step's
+    early = gpu is not None and gpu.capability >= (9, 0) and not joins
+    joined_rows, columns = power_of_2(R), power_of_2(Dv)
+    (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
+    kind = Kind(
+        D0, D1, V0, V1, latent > 0, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
+        focal=settings.num_focal,
+        tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
+        period=settings.num_focal + 1 if settings.bias_differs else 0,
+        has_prompt=settings.reads_prompt,
+        has_real=has_real,
+        rows=rows,
+        keys=tiles.keys,
+        precision="ieee" if dtype == torch.float32 else "tf32",
+        early=early,
+        joins=joins,
+        joined_rows=joined_rows if joins else 1,
+        joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (joined_rows * columns))) if joins else 1,
+        joined_columns=columns if joins else 1,
+        matched=settings.matched,
+        softcap=softcap * LOG2E,
+    )  # fmt: skip
+    window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
+    weight_scale = scale if settings.weight_scale is None else settings.weight_scale
+    BC = min(64, power_of_2(Dv))
+    starts_early = {"launch_pdl": True} if early else {}
+    return Launch(
+        S, (S, row_tiles, B * K),
+        (K, R, M, W, Q, settings.num_summary, rule.chunk, window, max_chunks, settings.summary_delay,
+         weight_scale, scale * LOG2E, settings.bias * LOG2E),
+        kind,
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+        None if joins else (B * H, cdiv(Dv, BC), 1),
+        (Dv, BC, 64, has_real, early),
+        starts_early,
+    )  # fmt: skip

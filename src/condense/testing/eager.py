@@ -1,0 +1,67 @@
+"""The definitions as plain PyTorch in the dtype of the inputs: error budgets are multiples of its error.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, S queries over n keys, M entries, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.testing import oracle, oracle_dga
+
+
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None = None, fused: bool = False
+) -> Tensor:
+    """`oracle.attention` without padding, in the dtype of the inputs; out ``[B, H, L, Dv]``.
+
+    Entries are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
+    as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype, or one call of PyTorch's
+    fused attention over all keys with the whole mask.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    B, H, L, D = q.shape
+    K = k.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    qbar, wide_k, wide_v = q.unflatten(1, (K, H // K)).mean(2).to(wide), k.to(wide), v.to(wide)
+    if method.name == "dga":
+        seen, pooled = oracle_dga.seen_and_pooled(method, qbar, wide_k, wide_v, scale)
+        M = len(pooled[0][0])
+    else:
+        seen = [oracle.visible(method, t) for t in range(L)]
+        M = max(len(groups) for groups, _ in seen)
+        pooled = oracle.pooled_groups(method, qbar, wide_k, wide_v, scale, range(M))
+    keys, values = k, v
+    if M:
+        entries_k, entries_v = (oracle.stacked(pooled, i) for i in (0, 1))
+        keys, values = torch.cat([entries_k.to(k.dtype), k], 2), torch.cat([entries_v.to(v.dtype), v], 2)
+    mask = torch.zeros(L, M + L, dtype=torch.bool)
+    for t, (groups, exact) in enumerate(seen):
+        mask[t, list(groups)] = True
+        mask[t, [M + i for i in exact]] = True
+    mask = mask.to(q.device)
+    bias = q.new_zeros(M + L)
+    if getattr(method, "rep_bias", "none") == "log_size":
+        bias[:M] = math.log(method.group_size)
+    keys, values = (x.repeat_interleave(H // K, 1) for x in (keys, values))
+    return masked_attention(q, keys, values, mask, bias, scale=scale, fused=fused)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor, *, scale: float, fused: bool = False
+) -> Tensor:
+    """Attention by plain operations in the dtype of q, or one call of PyTorch's fused attention; ``[B, H, S, Dv]``.
+
+    q ``[B, H, S, D]``, k ``[B, H, n, D]``, v ``[B, H, n, Dv]``; mask (bool, True: seen) and bias (added to scaled
+    scores, in the dtype of q) broadcast to ``[B, H, S, n]``.
+    """
+    if fused:
+        added = bias.expand(mask.shape).masked_fill(~mask, -math.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
+    scores = q @ k.mT * scale + bias
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
