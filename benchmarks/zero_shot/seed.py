@@ -98,14 +98,14 @@ def _model(options: argparse.Namespace, seed: int, tokenizer: PreTrainedTokenize
 
 def _methods(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     """Every method in all layers, those on trial and those that change a cache after the prompt too."""
-    choices = methods(at.length) | rounded_methods(at.length)
+    rounded = rounded_methods(at.length)
+    choices = methods(at.length) | rounded
     width = inspect(model, choices["dense"], at.length)[0].width
     shares = {name: _share(model, choice, at.length) for name, choice in choices.items()}
-    for name, method in choices.items():
-        if (needed := entry_share(method, width)) < 1:
-            on_device, host = shares[name]
-            entries = (at.length - WINDOW) // method.group_size / at.length
-            shares[name] = on_device - entries * (1 - needed), host
+    for name, method in rounded.items():
+        on_device, host = shares[name]
+        entries = (at.length - WINDOW) // method.group_size / at.length
+        shares[name] = on_device - entries * (1 - entry_share(method.entry_bits, width)), host
     ways = {
         f"snapkv {share:.0%}": SnapKV(budget=round(share * at.length) - LAST)
         for share in SHARES

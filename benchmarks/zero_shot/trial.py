@@ -16,16 +16,8 @@ from condense.ops import Chunks
 _BLOCK = 32  # channels of an entry in 4 bits that share a step and a zero; in 8 bits all of them do
 
 
-def entry_share(method: Method, width: int) -> float:
-    """Bytes that entries of a width need under a method, steps and zeros included, as a share of those in 16 bits.
-
-    None are needed where groups that are not open are dropped, though the library's caches hold them there too.
-    """
-    if isinstance(method, Recall) and method.unchosen == "drop":
-        return 0.0
-    bits = getattr(method, "entry_bits", 16)
-    if bits == 16:
-        return 1.0
+def entry_share(bits: int, width: int) -> float:
+    """Bytes of a rounded entry of a width, steps and zeros included, as a share of those in 16 bits."""
     blocks = 1 if bits == 8 else -(-width // _BLOCK)
     return (width * bits + blocks * 32) / (16 * width)
 

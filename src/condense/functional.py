@@ -132,6 +132,8 @@ def _append(
     old = (*old, *(x[:, :, :0] for x in new[len(old) :]))
     appended = []
     for i, (kept, added) in enumerate(zip(old, new, strict=True)):
+        if kept.shape[2] == 0:  # before the first entries, their width is that of the tokens
+            kept = added[:, :, :0]
         per_chunk = added.shape[2] // reading.num_chunks
         start, stop = (n * per_chunk + (num_prompt if i < 2 else 0) for n in (reading.first_chunk, reading.last_chunk))
         appended.append(append_entries(kept, added, start, stop))

@@ -82,13 +82,9 @@ def test_what_is_chosen_from_reaches_the_goals(length):
             assert length < 16384 or config.cache is None or config.cache > least
 
 
-def test_entries_that_need_not_be_kept():
-    methods = rows.methods(16384) | rows.rounded_methods(16384)
-    shares = {name: trial.entry_share(method, 64) for name, method in methods.items()}
-    assert shares["recall"] == shares["cca g=16"] == 1
-    assert shares["quest"] == shares["recall drop"] == 0
-    assert shares["cca entries of 8 bits"] == pytest.approx(8.5 / 16)
-    assert shares["recall entries of 4 bits"] == pytest.approx(5 / 16)
+def test_bytes_of_rounded_entries():
+    assert trial.entry_share(8, 64) == pytest.approx(8.5 / 16)
+    assert trial.entry_share(4, 64) == pytest.approx(5 / 16)
 
 
 def _run(seed, **losses):

@@ -60,7 +60,7 @@ def empty_state(
     C, stored = form.width(*widths, dtype.itemsize), form.dtype(dtype)
     codes = dtype if settings.index.bits == 16 else torch.uint8
     return RecallState(
-        *(torch.zeros(rows, K, G, x, dtype=dtype, device=device) for x in widths),
+        *(torch.zeros(rows, K, G, x if settings.pool else 0, dtype=dtype, device=device) for x in widths),
         torch.zeros(rows, K, G, num_codes, dtype=codes, device=device),
         torch.zeros(rows, K, G, num_grid, dtype=wide, device=device),
         torch.zeros(rows, K, G * g, C, dtype=stored, device=device),

@@ -45,13 +45,14 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *
     codes = k.dtype if index.bits == 16 else torch.uint8
     form = method.store_format
     width, stored_dtype = form.width(D, Dv, k.dtype.itemsize), form.dtype(k.dtype)
+    of_entries = (D, Dv) if method.unchosen == "pool" else (0, 0)
 
     def zeros(columns: int, width: int, dtype: torch.dtype = k.dtype) -> Tensor:
         return k.new_zeros(B, K, columns, width, dtype=dtype)
 
     return RecallState(
-        entries_k=zeros(M, D),
-        entries_v=zeros(M, Dv),
+        entries_k=zeros(M, of_entries[0]),
+        entries_v=zeros(M, of_entries[1]),
         codes=zeros(M, num_codes, codes),
         grid=zeros(M, num_grid, torch.promote_types(k.dtype, torch.float32)),
         store=new_store(k, stored * g, width, stored_dtype, on_host=method.store == "host"),
@@ -101,9 +102,9 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
     """Write ``state`` into buffers that hold the state ``before`` (None: nothing): only entries that are new."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
     last = max_row(num_entries(method, state.seen, state.prompt_tokens))
-    # not strict: before the first group is pooled, a state has no tensors of the method's own
-    for buffer, made, n in zip(buffers.entries, state.entries, _columns_per_entry(method, buffers), strict=False):
-        write_tokens(buffer, n * first, made[:, :, n * first : n * last])
+    if last > first:  # before the first group is pooled, a state has no tensors of the method's own
+        for buffer, made, n in zip(buffers.entries, state.entries, _columns_per_entry(method, buffers), strict=True):
+            write_tokens(buffer, n * first, made[:, :, n * first : n * last])
     store_newest(buffers.ring_k, state.window_k, state.seen)
     store_newest(buffers.ring_v, state.window_v, state.seen)
     store_newest(buffers.ring_q, state.summary_q, state.seen)

@@ -64,7 +64,8 @@ def _check_candidate(method: Method) -> None:
 
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
-    """Dense attention, Recall with its store in host memory, pooling and a window, for texts of ``length`` tokens.
+    """Dense attention, Recall with its store in host memory, with entries and without, pooling and a window, for texts
+    of ``length`` tokens.
 
     The window is an eighth of the text, at most 1,024 tokens, and Recall opens a sixteenth of the groups, at most 64.
     latents: for models with latents (MLA), whose latents Recall keeps on the device, where it saves nothing.
@@ -75,4 +76,5 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
         return Dense(), LCA(window=window, rep_bias="log_size"), base
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
     num_recall = min(64, math.ceil(length / 16 / 16))
-    return Dense(), Recall(window=window, num_recall=num_recall, store="host", slots=num_recall), pooled, base
+    recall = Recall(window=window, num_recall=num_recall, store="host", slots=num_recall)
+    return Dense(), recall, recall.replace(unchosen="drop", index_bits=4), pooled, base

@@ -141,6 +141,9 @@ def _print(result: Calibration) -> None:
             cells += [str(of_layer[method].answers_kl)] if numbers else []
         tables.add_row(str(layer), *cells)
     console.print(tables)
+    for method, name in names.items():
+        if name != type(method).__name__:  # several candidates are of this kind
+            console.print(f"{name}: {method}", highlight=False, markup=False, soft_wrap=True)
 
     curve = Table(
         title=f"quality against cache at {config.cache_length or config.length:,} tokens",

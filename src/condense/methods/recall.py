@@ -75,7 +75,8 @@ class Recall(Method):
     the token with the highest. Of latents, whole entries are pooled by ``key_pooling``.
     rep_bias: what is added to an entry's score. "log_size": ln(group_size), as it stands for that many tokens;
     "matched": as much as makes it weigh for the group's summary query what its tokens weigh together; or "none".
-    unchosen: "pool", or "drop" to leave the entries of groups that are not open out (Quest).
+    unchosen: "pool", or "drop" to leave groups that are not open out (Quest): no entries are made, and the fields that
+    say how have no effect.
     prompt: "recall", or "exact" to read calls of several tokens (prompts, their chunks, later turns, what an assistant
     proposes) with dense attention and recall from the first single token on: no loss in a prompt and no gain in its
     time, and no longer the same function in prompt and decode; not for training.
@@ -133,10 +134,13 @@ class Recall(Method):
     @property
     def layout(self) -> Layout:
         """Groups of g behind the window, one entry each, pooled when the group is closed; a mean needs no summary."""
+        rule = UniformRule(chunk=self.group_size, window=self.window)
+        if self.unchosen == "drop":
+            return Layout(rule, summary_delay=self.window)
         matched = self.rep_bias == "matched"
         scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
         return Layout(
-            rule=UniformRule(chunk=self.group_size, window=self.window),
+            rule=rule,
             summary_delay=self.window,
             num_summary=self.group_size if scored else 0,
             bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
@@ -185,8 +189,12 @@ class Recall(Method):
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """Keys and values, one per group, and their biases if matched; its index ``codes`` and ``grid``; its tokens, as
-        `StoreFormat` packs them.
+        `StoreFormat` packs them. Keys and values of width 0 where groups that are not open are left out.
         """
+        tokens_k, tokens_v = chunks.tokens()
+        kept = *build_index(tokens_k, self.index_settings), self.store_format.pack(tokens_k, tokens_v)
+        if self.unchosen == "drop":
+            return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
         k, v, *lse = pool_groups(
             chunks,
             summary,
@@ -197,9 +205,7 @@ class Recall(Method):
             backend=backend,
         )
         biases = [matched_bias(summary, k, x, scale=scale, backend=backend) for x in lse if summary is not None]
-        tokens_k, tokens_v = chunks.tokens()
-        tokens = self.store_format.pack(tokens_k, tokens_v)
-        return k, v, *biases, *build_index(tokens_k, self.index_settings), tokens
+        return k, v, *biases, *kept
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
@@ -228,7 +234,11 @@ class Recall(Method):
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, store = context.extra
-        tokens = self._unpack(store, context.entries)
+        tokens = self._unpack(store, context.window)
+        # where no query sees entries, the first tokens of the groups stand in their place
+        entries = context.entries
+        if self.unchosen == "drop":
+            entries = Source(*(x[:, :, :: self.group_size] for x in tokens[:2]))
         if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
             raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
         if self.prompt == "exact" and q.shape[2] > 1:
@@ -240,7 +250,7 @@ class Recall(Method):
             )  # fmt: skip
         return attend_recall(
             q,
-            RecallSources(context.entries, tokens, context.window, context.spans),
+            RecallSources(entries, tokens, context.window, context.spans),
             IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.quota),
             scale=scale,
             unchosen=self.unchosen,
@@ -249,9 +259,9 @@ class Recall(Method):
             extras=extras,
         )
 
-    def _unpack(self, store: Tensor, entries: Source) -> Source:
-        """The tokens in a store, beside the entries of their groups."""
-        (D, Dv), dtype, form = (entries.k.shape[3], entries.v.shape[3]), entries.k.dtype, self.store_format
+    def _unpack(self, store: Tensor, window: Source) -> Source:
+        """The tokens in a store, beside those of the window."""
+        (D, Dv), dtype, form = (window.k.shape[3], window.v.shape[3]), window.k.dtype, self.store_format
         if store.shape[3] == form.width(D, 0, dtype.itemsize):
             # of latents, the values are the first columns of their keys
             k, _ = form.unpack(store, D, 0, dtype)

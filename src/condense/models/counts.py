@@ -53,7 +53,7 @@ def kept(method: Method, length: int) -> tuple[int, int]:
     if isinstance(method, Recall):
         exact += method.store_slots * method.group_size
         stored = method.group_size if method.store == "device" else 0
-        return int(num_entries(method, length)) * (1 + stored) + exact, tail
+        return int(num_entries(method, length)) * ((method.unchosen == "pool") + stored) + exact, tail
     return int(num_entries(method, length)) + exact, tail
 
 

@@ -248,9 +248,10 @@ class _Heads:
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
         asked = closed * method.index_settings.num_rows
-        pooled = int(num_entries(method, length)) * rule.chunk * 2 * self.entry_numbers
+        made = int(num_entries(method, length)) if method.unchosen == "pool" else 0
+        pooled = made * rule.chunk * 2 * self.entry_numbers
         if method.layout.num_summary > 0:
-            pooled += int(num_entries(method, length)) * rule.chunk * 2 * self.scored + length * self.summary_flops
+            pooled += made * rule.chunk * 2 * self.scored + length * self.summary_flops
         return self.num_q * 2 * (visible * (D + Dv) + asked * D) + pooled + length * self.entry_flops
 
     def stored_bytes(self, method: Method, itemsize: int) -> int:
@@ -282,5 +283,4 @@ class _Heads:
         opened = (groups - unopened) * method.group_size
         keys = length - groups * method.group_size + (unopened if method.unchosen == "pool" else 0)
         of_groups = self.index_bytes(method, length, itemsize) + opened * self.stored_bytes(method, itemsize)
-        biases = self.bias_bytes(method, length, itemsize) if method.unchosen == "pool" else 0
-        return keys * self.entry_numbers * itemsize + of_groups + biases
+        return keys * self.entry_numbers * itemsize + of_groups + self.bias_bytes(method, length, itemsize)

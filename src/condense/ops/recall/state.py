@@ -3,9 +3,9 @@
 A backend's ``recall_step(token, state, settings, *, scale, extras) -> out`` reads one token per row, q, k and v:
 
 1. k and v go into the rings, at ``seen % W``, and the head-mean of q, if entries need it, at ``seen % Q``;
-2. with ``n = seen + 1``, group j closes if ``rule.closed(n) = j + 1 > rule.closed(seen)``: its pooled key and value
-   become entry j, as `condense.ops.pool_groups` makes them, its index goes to column j of ``codes`` and ``grid``, and
-   its tokens are copied from the rings to columns ``[j * g, (j + 1) * g)`` of the store;
+2. with ``n = seen + 1``, group j closes if ``rule.closed(n) = j + 1 > rule.closed(seen)``: if queries see entries, its
+   pooled key and value become entry j, as `condense.ops.pool_groups` makes them; its index goes to column j of
+   ``codes`` and ``grid``, and its tokens are copied from the rings to columns ``[j * g, (j + 1) * g)`` of the store;
 3. the query opens the best ``quota.at(closed)`` of the ``closed = rule.closed(n)`` closed groups, as
    `condense.ops.recall.choose_groups` does;
 4. it attends to entries of the other closed groups, to tokens of open groups, and to the tokens from position
@@ -39,7 +39,8 @@ from condense.ops.types import NewToken, Numbered, Pooling
 class RecallState(NamedTuple):
     """Buffers of decode steps, at fixed addresses. All their values are finite, also those that no query sees.
 
-    entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned.
+    entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned; of width 0
+    where no query sees them (`RecallSettings.pool`).
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
     store ``[B, K, N, C]``, N >= G * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
     16 bits a key and its value side by side, C = D + Dv. On the device of the other buffers or in pinned host memory.
@@ -130,12 +131,13 @@ def check_step(token: NewToken, state: RecallState, settings: RecallSettings) ->
     num_codes, num_grid = settings.index.widths(D)
     W, S, codes = state.ring_k.shape[2], state.held.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
     width, stored = form.width(D, Dv, q.dtype.itemsize), form.dtype(q.dtype)
+    of_entries = (D, Dv) if settings.pool else (0, 0)
     for name, x, shape, dtype in (
         ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
         ("k", k, (B, K, 1, D), q.dtype),
         ("v", v, (B, K, 1, Dv), q.dtype),
-        ("entries_k", state.entries_k, (B, K, G, D), q.dtype),
-        ("entries_v", state.entries_v, (B, K, G, Dv), q.dtype),
+        ("entries_k", state.entries_k, (B, K, G, of_entries[0]), q.dtype),
+        ("entries_v", state.entries_v, (B, K, G, of_entries[1]), q.dtype),
         ("codes", state.codes, (B, K, G, num_codes), codes),
         ("grid", state.grid, (B, K, G, num_grid), torch.float32),
         ("store", state.store, (B, K, max(G * g, state.store.shape[2]), width), stored),

@@ -55,7 +55,26 @@ def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: 
     g, group = settings.rule.chunk, settings.rule.closed(t)
     closes = (settings.rule.closed(seen) > group) & (group < state.entries_k.shape[2])
     k, v = (_read(ring, group * g, g) for ring in (state.ring_k, state.ring_v))
-    of_entries = settings.entries
+    if settings.pool:
+        _put_entry(state, settings, (k, v), seen, scale, group, closes)
+    _write(state.store, group * g, settings.store_format.pack(k[:, :, None], v[:, :, None]), closes)
+    index = build_index(k[:, :, None], settings.index)
+    _write(state.codes, group, index.codes, closes)
+    if state.grid.shape[3] > 0:
+        _write(state.grid, group, index.grid, closes)
+
+
+def _put_entry(
+    state: RecallState,
+    settings: RecallSettings,
+    tokens: tuple[Tensor, Tensor],
+    seen: Tensor,
+    scale: float,
+    group: Tensor,
+    closes: Tensor,
+) -> None:
+    """Pooled key and value of the tokens of ``group``, and their bias if matched."""
+    (k, v), of_entries, g = tokens, settings.entries, settings.rule.chunk
     scores = torch.zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)[:, :, None]
     if of_entries.num_summary > 0:
         summary = newest_mean(state.ring_q, seen, of_entries.num_summary, g)
@@ -66,11 +85,6 @@ def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: 
     if of_entries.matched:
         bias = scores.logsumexp(-1) - group_scores(summary, entry[..., None, :], scale=scale)[..., 0]
         _write(state.biases, group, bias[..., None], closes)
-    _write(state.store, group * g, settings.store_format.pack(k[:, :, None], v[:, :, None]), closes)
-    index = build_index(k[:, :, None], settings.index)
-    _write(state.codes, group, index.codes, closes)
-    if state.grid.shape[3] > 0:
-        _write(state.grid, group, index.grid, closes)
 
 
 def _attend(
@@ -84,7 +98,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the step's queries; rows: tokens seen, and whether the row's token counts."""
     seen, alive = rows
-    (_, K, G, D), W, g = state.entries_k.shape, state.ring_k.shape[2], settings.rule.chunk
+    (_, K, W, D), G, g = state.ring_k.shape, state.entries_k.shape[2], settings.rule.chunk
     all_closed = settings.rule.closed(seen)
     closed = all_closed.clamp(max=G)
     scores = index_scores(q, state.group_index, settings.index, scale)
@@ -95,19 +109,23 @@ def _attend(
     # the newest position stored in each slot; negative: the slot is empty
     position = last - (last - torch.arange(W, device=q.device)) % W
     near = (position >= all_closed[:, None] * g) & (position >= 0)
-    pooled = (torch.arange(G, device=q.device) < closed[:, None])[:, None] & ~chosen[:, :, 0] & settings.pool
-    sees = torch.cat([pooled, (groups < G).repeat_interleave(g, -1), near[:, None].expand(-1, K, -1)], dim=2)[
-        :, :, None
-    ]
-    empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
     opened_k, opened_v = settings.store_format.unpack(opened, D, state.ring_v.shape[3], q.dtype)
-    keys = torch.cat([state.entries_k, opened_k, state.ring_k], dim=2)
+    sources = [
+        (opened_k, opened_v, (groups < G).repeat_interleave(g, -1)),
+        (state.ring_k, state.ring_v, near[:, None].expand(-1, K, -1)),
+    ]
+    if settings.pool:
+        pooled = (torch.arange(G, device=q.device) < closed[:, None])[:, None] & ~chosen[:, :, 0]
+        sources.insert(0, (state.entries_k, state.entries_v, pooled))
+    k, v, masks = zip(*sources, strict=True)
+    keys, sees = torch.cat(k, dim=2), torch.cat(masks, dim=2)[:, :, None]
+    empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
     bias = None
-    if settings.entries.matched:
+    if settings.pool and settings.entries.matched:
         bias = state.biases[..., 0]
-    elif settings.entries.bias != 0.0:
+    elif settings.pool and settings.entries.bias != 0.0:
         bias = torch.full((1, 1, G), settings.entries.bias, dtype=torch.float64, device=q.device)
-    values = keys[..., :latent] if latent else torch.cat([state.entries_v, opened_v, state.ring_v], dim=2)
+    values = keys[..., :latent] if latent else torch.cat(v, dim=2)
     block = BlockKeys(keys, values, sees | empty, empty, bias)
     return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)
 

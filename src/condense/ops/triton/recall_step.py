@@ -219,7 +219,8 @@ def _plan(
     return _Plan(
         (S0, S1),
         (
-            (B * K, 4, 1), (K, R, G, W, N, Q, window, scale),
+            # the last program of a head makes entries
+            (B * K, 4 if settings.pool else 3, 1), (K, R, G, W, N, Q, window, scale),
             (m, power_of_2(index.size), P, PV, PB, PS, bounds, index.bits, form,
              _kind(settings, parts, latent, has_real, early)), {},
         ),
@@ -275,7 +276,7 @@ def _step(
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         torch.autograd.graph.increment_version((*taken, slots, held, order))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    (B, H, _, D), (_, K, G, Dv), S, device = q.shape, entries_v.shape, held.shape[2], q.device
+    (B, H, _, D), (_, K, _, Dv), G, S, device = q.shape, v.shape, entries_k.shape[2], held.shape[2], q.device
     sizes = (G, ring_k.shape[2], store.shape[2], S, ring_q.shape[2])
     plan = _plan(device, q.dtype, (B, H, K), (D, Dv, latent), sizes, settings, (scale, softcap), real is not None)
     of_settings: RecallSettings = numbered_settings(settings)
