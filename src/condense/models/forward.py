@@ -57,7 +57,7 @@ class Forward:
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
-        self._plans: dict[tuple[int, int], ForwardPlan] = {}
+        self._plans: dict[tuple[int | None, ...], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
@@ -91,7 +91,7 @@ class Forward:
 
     def plan(self, padding: Padding | None = None, documents: list[int] | None = None) -> ForwardPlan:
         """The plan of the new tokens; with padding, after they were aligned by it; or of packed documents."""
-        key = id(padding), id(documents)
+        key = tuple(None if x is None else id(x) for x in (padding, documents))
         if key not in self._plans:
             counts = None if padding is None else padding.counts
             self._plans[key] = ForwardPlan(self.L, counts, documents=documents)

@@ -75,7 +75,10 @@ def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...])
     """True for transformers' causal mask function, alone or with restrictions of these names."""
     if mask_function is causal_mask_function:
         return True
-    if getattr(mask_function, "__module__", None) != masking_utils.__name__:
+    module = getattr(mask_function, "__module__", None)
+    if module is None and torch.compiler.is_compiling():
+        return True  # for PyTorch 2.11 a closure has no module while it is traced; else as below
+    if module != masking_utils.__name__:
         return False
     name = mask_function.__qualname__
     if name not in _COMPOSED:
