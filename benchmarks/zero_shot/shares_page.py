@@ -1,8 +1,8 @@
 """`docs/zero-shot.md` from result files: tables and pictures where ``page.md`` asks for them.
 
-``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{calibrated ...}}`` for one
-of the latter alone, ``{{chosen ...}}``, ``{{adapted ...}}`` and ``{{heads ...}}`` for tables too, ``{{picture ...}}`` for a
-picture of the first, ``{{training ARCHITECTURE}}`` and ``{{origin}}`` for text.
+``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{calibrated ...}}`` for
+one of the latter alone, ``{{chosen ...}}``, ``{{adapted ...}}`` and ``{{heads ...}}`` for tables too, ``{{picture ...}}``
+for a picture of the first, ``{{training ARCHITECTURE}}`` and ``{{origin}}`` for text.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _chosen(runs: Runs) -> str:
                 shares = (f"{row.share:.1%}", f"{row.host:.1%}", f"{row.found / rows['dense'].found:.3f}")
                 cells.append((label, str(run["seed"]), *shares, f"{row.above:+.3f}", f"{row.half:+.3f}", _short(text)))
         for place, record in run["goals"].items():
-            cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), *[""] * 5, text) for goal, text in record.items()
-                      if isinstance(text, str)]  # fmt: skip
+            missed = {goal: text for goal, text in record.items() if isinstance(text, str)}
+            cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), *[""] * 5, missed[goal]) for goal in missed]
     return _table(head, sorted(cells))
 
 
