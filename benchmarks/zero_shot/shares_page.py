@@ -1,8 +1,8 @@
 """`docs/zero-shot.md` from result files: tables and pictures where ``page.md`` asks for them.
 
 ``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{calibrated ...}}`` for
-one of the latter alone, ``{{chosen ...}}``, ``{{adapted ...}}`` and ``{{heads ...}}`` for tables too, ``{{picture ...}}``
-for a picture of the first, ``{{training ARCHITECTURE}}`` and ``{{origin}}`` for text.
+one of the latter alone, ``{{chosen ...}}``, ``{{adapted ...}}`` and ``{{heads ...}}`` for tables too,
+``{{picture ...}}`` for a picture of the first, ``{{training ARCHITECTURE}}`` and ``{{origin}}`` for text.
 """
 
 from __future__ import annotations
