@@ -66,8 +66,14 @@ class Gpu(NamedTuple):
     multiprocessors: int
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def gpu_of(device: torch.device) -> Gpu:
-    """The properties of a CUDA device, cached, as every call needs them."""
+    """The properties of a CUDA device; torch.compile takes them as constants, without a look inside."""
+    return _known_gpu(device)
+
+
+@functools.cache
+def _known_gpu(device: torch.device) -> Gpu:
+    """Asked for once, as every call needs them."""
     properties = torch.cuda.get_device_properties(device)
     return Gpu((properties.major, properties.minor), properties.multi_processor_count)

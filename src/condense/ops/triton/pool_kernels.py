@@ -173,6 +173,7 @@ def pool_fwd_kernel(
 
     columns: where groups begin, int32 ``[B|1, G]``; None: one after another from column ``start`` on.
     """
+    scale = tl.full([], scale, tl.float32)  # torch.compile hands numbers over in float64
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     j = tl.program_id(0) * BG + tl.arange(0, BG)
     begin = _begin(columns_ptr, b * s_cb, start, j, G, c)
@@ -264,6 +265,7 @@ def pool_bwd_kernel(
 
     dk and dv of tokens that are in no group are not written.
     """
+    scale, base2 = tl.full([], scale, tl.float32), tl.full([], base2, tl.float32)
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
     j = tl.program_id(0) * BG + tl.arange(0, BG)
     begin = _begin(columns_ptr, b * s_cb, start, j, G, c)
