@@ -1,6 +1,7 @@
 """`docs/zero-shot.md` from result files: tables and pictures where ``page.md`` asks for them.
 
-``{{methods ARCHITECTURE LENGTH}}``, ``{{adapted ...}}``, ``{{chosen ...}}`` and ``{{heads ...}}`` stand for tables,
+``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{calibrated ...}}`` for
+one of the latter alone, ``{{chosen ...}}``, ``{{adapted ...}}`` and ``{{heads ...}}`` for tables too,
 ``{{picture ...}}`` for a picture of the first, ``{{training ARCHITECTURE}}`` and ``{{origin}}`` for text.
 """
 
@@ -65,6 +66,7 @@ def write_page(results: Sequence[Path], output: Path) -> None:
 
     makers: Mapping[str, Callable[..., str]] = {
         "methods": lambda *of: _methods(rows(*of)),
+        "calibrated": lambda *of: _methods(_by_label(pick("calibrated", *of))),
         "adapted": lambda *of: _methods(_by_label(pick("adapted", *of))),
         "chosen": lambda *of: _chosen(pick("calibrated", *of)),
         "heads": lambda *of: _heads(pick("heads", *of)),
@@ -79,11 +81,12 @@ def write_page(results: Sequence[Path], output: Path) -> None:
 def _by_label(runs: Runs) -> dict[str, list[Row]]:
     """Rows by the methods' labels, in the order of the runs."""
     rows: dict[str, list[Row]] = {}
+    among_methods = any(run["part"] == "methods" for run in runs)
     for run in runs:
         dense, found = run["text"][0], {entry["name"]: entry["exact"]["share"] for entry in run["retrieval"]}
         for text in run["text"]:
-            if text is dense and run["part"] == "calibrated":
-                continue  # stands among the methods too
+            if text is dense and run["part"] == "calibrated" and among_methods:
+                continue  # the same numbers stand there
             losses = [text["loss"] - dense["loss"], *_parts(text, dense)]
             rows.setdefault(text["name"], []).append(Row(*run["shares"][text["name"]], found[text["name"]], *losses))
         for entry in run.get("continued", [])[1:]:
@@ -107,7 +110,7 @@ def _methods(rows: Mapping[str, Sequence[Row]]) -> str:
     head = ("", "device", "host", "numbers found", "text loss above dense", "second half", "last 512 tokens")
     cells = []
     for label, of in sorted(rows.items(), key=lambda item: -mean(row.share for row in item[1])):
-        shares = [f"{mean(row[i] for row in of):.1%}" for i in (0, 1)]
+        shares = [_range([row[i] for row in of], "{:.1%}") for i in (0, 1)]
         losses = [_range([getattr(row, name) for row in of], "{:+.3f}") for name in ("above", "half", "last")]
         seeds = "" if len(of) == max(map(len, rows.values())) else f" ({len(of)} seeds)"
         cells.append((label + seeds, *shares, _range([row.found for row in of], "{:.3f}"), *losses))
@@ -115,20 +118,24 @@ def _methods(rows: Mapping[str, Sequence[Row]]) -> str:
 
 
 def _chosen(runs: Runs) -> str:
-    """What the calibration gave each layer, by goal and seed."""
+    """What the calibration gave each layer, by goal and seed, and what that seed's model lost."""
+    head = ("", "seed", "device", "host", "found, of dense's", "text loss", "second half", "layers")
     cells = []
     for run in runs:
+        rows = {label: of[0] for label, of in _by_label([run]).items()}
         for label, text in run["choices"].items():
             if label.startswith("calibrated"):
-                cells.append((label, str(run["seed"]), f"{run['shares'][label][0]:.1%}", _short(text)))
+                row = rows[label]
+                shares = (f"{row.share:.1%}", f"{row.host:.1%}", f"{row.found / rows['dense'].found:.3f}")
+                cells.append((label, str(run["seed"]), *shares, f"{row.above:+.3f}", f"{row.half:+.3f}", _short(text)))
         for place, record in run["goals"].items():
-            cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), "", text) for goal, text in record.items()
-                      if isinstance(text, str)]  # fmt: skip
-    return _table(("", "seed", "device", "layers"), sorted(cells))
+            missed = {goal: text for goal, text in record.items() if isinstance(text, str)}
+            cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), *[""] * 5, missed[goal]) for goal in missed]
+    return _table(head, sorted(cells))
 
 
 def _short(text: str) -> str:
-    """A described choice, each method by its name and what differs between candidates."""
+    """A described choice: each method by its name and what differs between candidates."""
 
     def name(part: str) -> str:
         method, _, layers = part.rpartition(" in layers ")
@@ -136,6 +143,7 @@ def _short(text: str) -> str:
         size = re.search(r"group_size=(\d+)", method)
         window = re.search(r"window=(\d+)", method)
         detail = size[1] if size else window[1] if window and kind == "StreamingLLM" else ""
+        kind += " without entries" if "unchosen='drop'" in part else ""
         return f"{kind}{' ' + detail if detail else ''}: {layers}"
 
     return "; ".join(map(name, text.split("; ")))
@@ -182,8 +190,8 @@ def _draw(rows: Mapping[str, Sequence[Row]], path: Path) -> None:
 def _origin(results: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> str:
     measured = documents[0]["measured"]
     files = ", ".join(f"`benchmarks/results/{path.name}`" for path in results)
-    software = f"torch {measured['torch']}, transformers {measured['transformers']}"
-    return f"{measured['device']}, {software}, bfloat16, {measured['date'][:10]}; {files}"
+    software = f"torch {measured['torch']}, transformers {measured['transformers']}, commit {measured['commit'][:11]}"
+    return f"One {measured['device']}, {software}, bfloat16, {measured['date'][:10]}; {files}"
 
 
 def _range(values: Sequence[float | None], form: str) -> str:

@@ -1,6 +1,7 @@
 """The study of models that were not trained for it: methods on trial, reading over a changed cache, and its page."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import rows
 import shares_page
 import trial
 
+ROOT = Path(__file__).parents[2]
 IDS = tiny.tokens(1, 60)
 
 
@@ -111,6 +113,26 @@ def test_the_page_shows_losses_above_dense_and_their_spread():
     table = shares_page._methods(found)
     assert "| window | 50.0% | 0.0% | 0.500 |" in table
     assert "| +2.000 (+1.500 to +2.500) | +2.500 (+2.000 to +3.000) |" in table
+
+
+def test_calibrated_rows_are_held_against_their_own_dense_ones():
+    run = _run(0, dense=(3, 2, 1), **{"calibrated, host, 5.0%": (3, 3, 3)}) | {"part": "calibrated"}
+    run["choices"] = {"calibrated, host, 5.0%": "Recall(unchosen='drop') in layers 0; CCA(group_size=32) in layers 1"}
+    run["goals"] = {"host": {"0.1%": "cache: too small", "layers": []}}
+    assert list(shares_page._by_label([run])) == ["dense", "calibrated, host, 5.0%"]
+    # in a table with the methods dense attention stands once per seed
+    assert len(shares_page._by_label([_run(0, dense=(3, 2, 1)), run])["dense"]) == 1
+    table = shares_page._chosen([run])
+    layers = "Recall without entries: 0; CCA 32: 1"
+    assert f"| calibrated, host, 5.0% | 0 | 50.0% | 0.0% | 1.000 | +1.000 | +1.500 | {layers} |" in table
+    assert "| calibrated, host, 0.1% | 0 |  |  |  |  |  | cache: too small |" in table
+
+
+def test_the_page_is_as_the_results_fill_it(tmp_path):
+    page = ROOT / "docs" / "zero-shot.md"
+    results = ROOT / re.search(r"`(benchmarks/results/zero-shot-\S+\.json)`", page.read_text())[1]
+    shares_page.write_page([results], tmp_path / page.name)
+    assert (tmp_path / page.name).read_text() == page.read_text()
 
 
 def test_the_page_says_what_is_missing(tmp_path):

@@ -25,6 +25,6 @@ def test_the_page_is_as_the_results_fill_it(tmp_path):
 def test_an_unmeasured_row_is_refused(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- zero-shot llama 4096 -->\n| |\n|---|\n| recall r=5 | |\n<!-- /zero-shot -->\n")
-    results = next((ROOT / "benchmarks" / "results").glob("zero-shot-*.json"))
+    results = next((ROOT / "benchmarks" / "results").glob("zero-shot-h200-*.json"))
     with pytest.raises(ValueError, match="no run of llama 4096 recall r=5"):
         zero_shot_page.fill(page, results)
