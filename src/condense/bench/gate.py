@@ -93,7 +93,9 @@ def check_gradients(
     of_sources = (of_k, of_v, *of_store, window_k, window_v)
     columns = [pair for pair in part.columns for _ in ("k", "v")]
     results = [of_q[:, :, start:], *(x[:, :, lo:hi] for x, (lo, hi) in zip(of_sources, columns, strict=True))]
-    want, plain = (part.to(dtype).gradients(upstream, scale) for dtype in (torch.float64, q.dtype))
+    exact = (part.to(dtype).gradients(upstream, scale) for dtype in (torch.float64, q.dtype))
+    # entries that are left out have no columns
+    results, want, plain = zip(*(x for x in zip(results, *exact, strict=True) if x[0].shape[3] > 0), strict=True)
     return judge(results, want, plain, near_ties=int((~part.clear).sum()))
 
 
@@ -101,6 +103,8 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
     """Check pooled entries: all of a short problem, the newest of a long one; and Recall's index and store."""
     rule, entries = method.layout.rule, sources.entries
     assert rule.max_chunks is None, "methods that pool have entries for all chunks"
+    if entries.k.shape[3] == 0:
+        return Verdict(0.0 if _keeps_its_groups(method, inputs, sources) else math.inf)
     groups = entries.k.shape[2] // rule.entries
     first = 0 if inputs.q.shape[2] <= WHOLE else max(0, groups - TAIL)
     want, plain = (_entries(method, inputs, range(first, groups), wide) for wide in (torch.float64, torch.float32))
@@ -112,10 +116,10 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
 def exact_and_plain(method: Method, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
     """``sources`` with entries by the definition in float64, and by plain operations in the dtype of the inputs.
 
-    Entries of methods that do not pool are tokens, and are not changed.
+    Entries of methods that do not pool are tokens, and are not changed, nor are those that are left out.
     """
     M, rule = sources.entries.k.shape[2], method.layout.rule
-    if M == 0 or rule.max_chunks is not None:
+    if M == 0 or rule.max_chunks is not None or sources.entries.k.shape[3] == 0:
         return sources, sources
     made = (_entries(method, inputs, range(M // rule.entries), wide) for wide in (torch.float64, torch.float32))
     want, plain = (with_entries(sources, *pair) for pair in made)

@@ -66,7 +66,10 @@ def checked(q: Tensor, context: Context, start: int, *, scale: float, method: Me
     """The queries from ``start`` on, q ``[B, H, L, D]``. method: for Recall, whose store becomes the second source."""
     hulls = [(int(lo), int(hi)) for lo, hi in context.spans.hulls([(start, q.shape[2])])[0]]
     spans = context.spans.at(start, q.shape[2], q.device)
-    sources, masks = list(context.sources), []
+    entries, window = context.sources
+    if entries.k.shape[3] == 0:  # of a method that leaves them out and keeps none: zeros, which no query sees
+        entries = Source(*(x.new_zeros(*entries.k.shape[:3], x.shape[3]) for x in window[:2]))
+    sources, masks = [entries, window], []
     for (lo, hi), columns in zip(spans, hulls, strict=True):
         column = torch.arange(*columns, device=q.device)
         masks.append((column >= lo[..., None]) & (column < hi[..., None]))
@@ -86,7 +89,7 @@ def checked(q: Tensor, context: Context, start: int, *, scale: float, method: Me
             opened.repeat_interleave(method.group_size, -1),
             masks[1].expand(*opened.shape[:2], -1, -1),
         ]
-        sources.insert(1, Source(*oracle_recall.store(method, store, *context.entries[:2])))
+        sources.insert(1, Source(*oracle_recall.store(method, store, *entries[:2])))
         hulls.insert(1, (0, hulls[0][1] * method.group_size))
     mask = torch.cat(masks, dim=-1)
     bias = F.pad(bias, (0, mask.shape[3] - bias.shape[3]))
