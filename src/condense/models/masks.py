@@ -77,7 +77,7 @@ def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...])
         return True
     module = getattr(mask_function, "__module__", None)
     if module is None and torch.compiler.is_compiling():
-        return True  # for PyTorch 2.11 a closure has no module while it is traced; else as below
+        return True  # PyTorch 2.11 does not say, while it traces, where a closure is from; composed masks are closures
     if module != masking_utils.__name__:
         return False
     name = mask_function.__qualname__
