@@ -225,6 +225,8 @@ class CondensedAttention(nn.Module):
     condense_window: Method | None
     condense_previous: str
     condense_board: ForwardBoard
+    # of a stock class with MLA; here so that asking the others, in every step, does not search their parameters
+    kv_lora_rank: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stock forward with the proxy as its cache, and the proxy as an argument for `condense_attention`."""
@@ -233,8 +235,9 @@ class CondensedAttention(nn.Module):
                 "paged caches and continuous batching cannot be condensed: call condense.restore(model), or use "
                 "model.generate"
             )
+        # a configuration maps the name of every attribute that is read, some 10 us each; the property would be two
         config: Any = self.config
-        if config._attn_implementation != IMPLEMENTATION:
+        if config._attn_implementation_internal != IMPLEMENTATION:
             # another implementation was set after condense.apply: use that one
             return super().forward(*args, **kwargs)
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"

@@ -135,7 +135,7 @@ def is_supported(module: nn.Module) -> bool:
 
 def is_latent(module: nn.Module) -> bool:
     """True for multi-head latent attention (MLA) among the supported classes, condensed or stock."""
-    return hasattr(module, "kv_lora_rank")
+    return getattr(module, "kv_lora_rank", None) is not None
 
 
 # why families are not condensed, as a clause after "<class> cannot be condensed: "

@@ -17,6 +17,9 @@ from condense.models.stock import LocalChunks
 from condense.plan import ForwardPlan
 
 
+_CONDENSED = (CondensedLayer, StaticCondensedLayer)
+
+
 class Target(NamedTuple):
     """Where new tokens go: a layer of a cache, or nowhere without one. Their plan, and how they were aligned."""
 
@@ -61,7 +64,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     """
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
-    if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
+    if all([i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()]):
         return  # every step but the first ends here
     if isinstance(cache, StaticCache):
         _check_static(cache)
@@ -108,7 +111,7 @@ def _check_static(cache: StaticCache) -> None:
 
 def _holds(layer: CacheLayerMixin, method: Method) -> bool:
     # most often it is the same object; comparing the fields of a dataclass takes longer
-    return isinstance(layer, CondensedLayer | StaticCondensedLayer) and (
+    return isinstance(layer, _CONDENSED) and (
         layer.method is method or layer.method == method
     )
 
@@ -117,7 +120,7 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     """True if the layer can stay, False if it is to be replaced. Raises ValueError if neither will do."""
     if _holds(layer, method):
         return True
-    condensed = isinstance(layer, CondensedLayer | StaticCondensedLayer)
+    condensed = isinstance(layer, _CONDENSED)
     windows = (StaticSlidingWindowLayer,) if isinstance(method, StreamingLLM | LocalChunks) else ()
     if not condensed and type(layer) not in (DynamicLayer, StaticLayer, *windows):
         raise ValueError(

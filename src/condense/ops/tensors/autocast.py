@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 
-@contextmanager
-def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def outside_autocast(*tensors: Tensor) -> AbstractContextManager[tuple[Tensor, ...]]:
     """Cast the tensors to autocast's dtype if it is on, and switch it off in the block.
 
     Left on, it would round scores and pooling weights. float64 is not cast, as in PyTorch's own operations.
@@ -19,8 +18,12 @@ def outside_autocast(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     # torch.compile cannot trace is_autocast_available; what it compiles runs on devices that have autocast
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     if not (known and torch.is_autocast_enabled(device_type)):
-        yield tensors
-        return
+        return nullcontext(tensors)
+    return _switched_off(device_type, tensors)
+
+
+@contextmanager
+def _switched_off(device_type: str, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
     dtype = torch.get_autocast_dtype(device_type)
     tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
     with torch.autocast(device_type, enabled=False):
