@@ -25,29 +25,30 @@ SAVED = {
 }
 IDS = tiny.tokens()
 
-# one fresh process does all the loading: importing transformers takes longer than everything else here
+# one fresh process does all the loading, first without condense: imports take longer than everything else here
 FRESH = """
-import json, sys
+import sys
 import torch
-if sys.argv[2] == "with":
-    import condense
 from transformers import AutoModelForCausalLM
-folder = sys.argv[1]
-ids = torch.load(f"{folder}/ids.pt")
-result = {}
-for name in sys.argv[3:]:
+
+folder, ids = sys.argv[1], torch.load(f"{sys.argv[1]}/ids.pt")
+
+@torch.no_grad()
+def loaded(name):
     try:
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
     except ValueError as error:
-        result[name] = str(error)
-        continue
-    with torch.no_grad():
-        result[name] = model(ids).logits
-    result[f"{name}-class"] = type(next(m for m in model.modules() if hasattr(m, "layer_idx"))).__name__
+        return str(error)
+    return model(ids).logits, type(next(m for m in model.modules() if hasattr(m, "layer_idx"))).__name__
+
+result = {"without": {name: loaded(name) for name in sys.argv[2:]}}
+assert "condense" not in sys.modules
 with torch.no_grad():
-    # condense is imported by what the pickle names, if it is not yet
+    # condense is imported by what the pickle names
     result["pickled"] = torch.load(f"{folder}/module.pt", weights_only=False)(ids).logits
-torch.save(result, f"{folder}/{sys.argv[2]}.pt")
+import condense
+result["with"] = {name: loaded(name) for name in sys.argv[2:]}
+torch.save(result, f"{folder}/fresh.pt")
 """
 
 
@@ -79,26 +80,25 @@ def folder(models, tmp_path_factory):
     return folder
 
 
-def _fresh(folder, how):
-    command = [sys.executable, "-c", FRESH, str(folder), how, *SAVED]
+@pytest.fixture(scope="module")
+def fresh(folder):
+    command = [sys.executable, "-c", FRESH, str(folder), *SAVED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return torch.load(folder / f"{how}.pt")
+    return torch.load(folder / "fresh.pt")
 
 
-def test_a_fresh_process_loads_condensed_after_import(models, folder):
-    loaded = _fresh(folder, "with")
+def test_a_fresh_process_loads_condensed_after_import(models, fresh):
     for name, model in models.items():
-        _assert_equal(loaded[name], tiny.logits(model, IDS))
-        assert loaded[f"{name}-class"].startswith("Condensed"), name
-    _assert_equal(loaded["pickled"], tiny.logits(models["llama"], IDS))
+        logits, attention = fresh["with"][name]
+        _assert_equal(logits, tiny.logits(model, IDS))
+        assert attention.startswith("Condensed"), name
 
 
-def test_a_fresh_process_without_import_refuses(models, folder):
-    loaded = _fresh(folder, "without")
+def test_a_fresh_process_without_import_refuses(models, fresh):
     for name in models:
-        assert 'attn_implementation="condense"` is not supported' in loaded[name], name
-    _assert_equal(loaded["pickled"], tiny.logits(models["llama"], IDS))
+        assert 'attn_implementation="condense"` is not supported' in fresh["without"][name], name
+    _assert_equal(fresh["pickled"], tiny.logits(models["llama"], IDS))
 
 
 def test_the_folder_says_how_to_load_it(folder, tmp_path):
