@@ -9,7 +9,6 @@ from two_sources import attend_to
 import condense
 from condense.bench import gate
 from condense.bench.problems import HeadShape, Setting, pooled
-from condense.functional import attention
 from condense.methods import Context
 from condense.ops import Source
 from condense.ops.recall import GroupIndex, Quota, choose_groups, index_scores
@@ -88,16 +87,6 @@ def test_entries(method, dtype, length):
         entries = sources.entries._replace(**{name: wronged(getattr(sources.entries, name))})
         wrong = sources._replace(sources=(entries, sources.window))
         assert not gate.check_entries(method, inputs, wrong).passed
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_layer(method, dtype):
-    inputs = inputs_of(150, dtype)
-    out, entries = attention(*inputs, method=method), gate.exact_and_plain(method, inputs, pooled(method, inputs))
-    assert gate.check_layer(out, inputs, *entries).passed
-    assert not gate.check_layer(wronged(out), inputs, *entries).passed
-    assert not gate.check_layer(attention(*inputs, method=method.replace(window=16)), inputs, *entries).passed
 
 
 def test_what_is_not_finite_is_wrong():

@@ -103,9 +103,8 @@ STOCK_RANKING, STOCK_GROUPS, STOCK_HIGHEST = FocalPrompt.ranking, FocalPrompt.gr
 @pytest.mark.parametrize(
     ("target", "wrong", "ops"),
     [
-        ("FocalPrompt.ranking", wrong_scores, {"importance", "pooling"}),
-        # whoever ranks chooses: the layer is right about what was chosen
-        ("highest", other_tokens, {"pooling"}),
+        ("FocalPrompt.ranking", wrong_scores, {"importance", "pooling", "layer"}),
+        ("highest", other_tokens, {"pooling", "layer"}),
         ("FocalPrompt.grouped_around", other_entries, {"pooling", "layer"}),
     ],
 )

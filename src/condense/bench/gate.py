@@ -20,7 +20,7 @@ from condense.methods.sparse_prefill import chosen_keys
 from condense.ops import BLOCK
 from condense.testing import oracle, oracle_recall
 from condense.testing.budget import Verdict, judge
-from condense.testing.checked import Checked, checked
+from condense.testing.checked import checked
 
 # of a long problem, this many of the newest queries are checked, because they see all entries
 TAIL = 64
@@ -36,19 +36,9 @@ def first_checked(length: int) -> int:
 def check_output(out: Tensor, q: Tensor, sources: Context, *, scale: float, method: Method | None = None) -> Verdict:
     """Attention output ``[B, H, L, Dv]`` at the checked queries. method: needed for `condense.Recall`."""
     part = checked(q, sources, first_checked(q.shape[2]), scale=scale, method=method)
-    return _judge(out, part, part, scale)
-
-
-def check_layer(out: Tensor, inputs: Inputs, want: Context, plain: Context, method: Method | None = None) -> Verdict:
-    """Pooling and attention in one, on a problem short enough to have every step in float64.
-
-    want and plain: the queries' context, in float64 and in plain operations.
-    """
-    assert inputs.q.shape[2] <= WHOLE
-    if not _keeps_its_groups(method, inputs, want):
-        return Verdict(math.inf)
-    exact, eager = (checked(inputs.q, context, 0, scale=inputs.scale, method=method) for context in (want, plain))
-    return _judge(out, exact, eager, inputs.scale)
+    got = out[:, :, -part.q.shape[2] :] * part.clear
+    exact, yardstick = (part.to(dtype).output(scale) for dtype in (torch.float64, out.dtype))
+    return judge([got], [exact], [yardstick], near_ties=int((~part.clear).sum()))
 
 
 def check_chosen(out: Tensor, inputs: Inputs, sources: Context) -> Verdict:
@@ -113,24 +103,6 @@ def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
     return judge([x[:, :, first * rule.entries :] for x in (entries.k, entries.v)], want, plain)
 
 
-def exact_and_plain(method: Method, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
-    """``sources`` with entries by the definition in float64, and by plain operations in the dtype of the inputs.
-
-    Entries of methods that do not pool are tokens, and are not changed, nor are those that are left out.
-    """
-    M, rule = sources.entries.k.shape[2], method.layout.rule
-    if M == 0 or rule.max_chunks is not None or sources.entries.k.shape[3] == 0:
-        return sources, sources
-    made = (_entries(method, inputs, range(M // rule.entries), wide) for wide in (torch.float64, torch.float32))
-    want, plain = (with_entries(sources, *pair) for pair in made)
-    return want, plain
-
-
-def with_entries(sources: Context, keys: Tensor, values: Tensor) -> Context:
-    """The same sources with other keys and values of the entries."""
-    return sources._replace(sources=(sources.entries._replace(k=keys, v=values), sources.window))
-
-
 def mean_queries(inputs: Inputs, wide: torch.dtype) -> Inputs:
     """The inputs in another dtype on the host, where loops of small operations are faster, q the mean of a KV head's.
 
@@ -141,7 +113,7 @@ def mean_queries(inputs: Inputs, wide: torch.dtype) -> Inputs:
     return Inputs(*(x.cpu().to(wide) for x in (mean, k, v)))
 
 
-def _keeps_its_groups(method: Method | None, inputs: Inputs, sources: Context) -> bool:
+def _keeps_its_groups(method: Method, inputs: Inputs, sources: Context) -> bool:
     """True unless the method is Recall, and its index or store is not that of the inputs' groups."""
     if not isinstance(method, Recall) or not sources.extra:
         return True
@@ -153,10 +125,3 @@ def _entries(method: Method, inputs: Inputs, groups: range, wide: torch.dtype) -
     narrow = wide if wide == torch.float64 else inputs.k.dtype
     made = oracle.entries(method, *mean_queries(inputs, wide), groups, scale=inputs.scale)
     return [x.to(inputs.k.device, narrow) for x in made]
-
-
-def _judge(out: Tensor, want: Checked, plain: Checked, scale: float) -> Verdict:
-    """Output at the checked queries, but for those whose choice of groups is not clear."""
-    got = out[:, :, -want.q.shape[2] :] * want.clear
-    exact, yardstick = want.to(torch.float64).output(scale), plain.to(out.dtype).output(scale)
-    return judge([got], [exact], [yardstick], near_ties=int((~want.clear).sum()))

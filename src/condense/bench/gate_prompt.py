@@ -65,14 +65,6 @@ def check_prompt(method: Method, inputs: Inputs, sources: Context, backend: str)
     return verdict.and_also(judge([x[:, :, -newest:] for x in sources.entries[:2]], *wants))
 
 
-def around(method: DGA, inputs: Inputs, sources: Context) -> tuple[Context, Context]:
-    """``sources`` with entries by the definition, given their choice, in float64 and in plain operations."""
-    focal = chosen(sources)
-    made = (_entries(method, inputs, focal, focal.shape[2], wide) for wide in (torch.float64, torch.float32))
-    want, plain = (gate.with_entries(sources, *pair) for pair in made)
-    return want, plain
-
-
 def chosen(sources: Context) -> Tensor:
     """The focal tokens, bool ``[B, K, L]``: those at which the number of grouped tokens seen does not grow."""
     assert isinstance(sources.spans, ArraySpans)

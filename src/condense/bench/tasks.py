@@ -156,13 +156,17 @@ def _importance(problem: Problem, method: Method, backend: str) -> Work:
 def _pooling(problem: Problem, method: Method, backend: str) -> Work:
     inputs = problem.inputs
     call = partial(pooled, method, inputs, backend)
+    return Work(
+        [call],
+        lambda: _check_pooled(method, inputs, call(), backend),
+        nbytes=pooling_bytes(method, problem.setting, inputs),
+    )
 
-    def check() -> Verdict:
-        if method.prompt_reader is not None:
-            return gate_prompt.check_prompt(method, inputs, call(), backend)
-        return gate.check_entries(method, inputs, call())
 
-    return Work([call], check, nbytes=pooling_bytes(method, problem.setting, inputs))
+def _check_pooled(method: Method, inputs: Inputs, sources: Context, backend: str) -> Verdict:
+    if method.prompt_reader is not None:
+        return gate_prompt.check_prompt(method, inputs, sources, backend)
+    return gate.check_entries(method, inputs, sources)
 
 
 def _layer(problem: Problem, method: Method, backend: str) -> Work:
@@ -175,11 +179,10 @@ def _layer(problem: Problem, method: Method, backend: str) -> Work:
         assert isinstance(out, Tensor)
         if isinstance(method, SparsePrefill):
             return gate.check_chosen(out, inputs, sources)
-        if problem.length > gate.WHOLE:
-            return gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method)
-        if reads_at_once(method, problem.length):
-            return gate.check_layer(out, inputs, *gate_prompt.around(method, inputs, sources))
-        return gate.check_layer(out, inputs, *gate.exact_and_plain(method, inputs, sources), method)
+        verdict = gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method)
+        if problem.length > gate.WHOLE or not has_op("pooling", method, problem.length):
+            return verdict
+        return verdict.and_also(_check_pooled(method, inputs, sources, backend))
 
     return _attending(call, check, problem, method, sources, "layer")
 
