@@ -60,8 +60,8 @@ class StaticCondensedLayer(CacheLayerMixin):
     ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
-        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. capacity: entries that the prefix
-        has room for, None: all that ``max_cache_len`` tokens can need.
+        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. capacity: entries to have room for,
+        None: all that ``max_cache_len`` tokens can need.
         """
         B, rule, N = key_states.shape[0], self.method.layout.rule, self.max_cache_len
         W = N if rule.window is None else min(N, rule.window + rule.chunk)

@@ -17,7 +17,6 @@ from torch import nn
 from condense.methods import Method, methods_in
 from condense.models.families import sliding_window
 
-Layers = int | str | Iterable[int]
 # one method for all layers, or layers -> method; layers that are left out stay as they are
 MethodChoice = Method | Mapping[Any, Method]
 

@@ -16,7 +16,6 @@ from condense.models.padding import Padding
 from condense.models.stock import LocalChunks
 from condense.plan import ForwardPlan
 
-
 _CONDENSED = (CondensedLayer, StaticCondensedLayer)
 
 
@@ -64,7 +63,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     """
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
-    if all([i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()]):
+    if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
         return  # every step but the first ends here
     if isinstance(cache, StaticCache):
         _check_static(cache)
@@ -111,9 +110,7 @@ def _check_static(cache: StaticCache) -> None:
 
 def _holds(layer: CacheLayerMixin, method: Method) -> bool:
     # most often it is the same object; comparing the fields of a dataclass takes longer
-    return isinstance(layer, _CONDENSED) and (
-        layer.method is method or layer.method == method
-    )
+    return isinstance(layer, _CONDENSED) and (layer.method is method or layer.method == method)
 
 
 def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:

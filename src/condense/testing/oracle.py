@@ -209,7 +209,7 @@ def stacked(pooled: list[list[list[tuple[Tensor, Tensor]]]], part: int) -> Tenso
     return torch.stack([torch.stack([torch.stack([pair[part] for pair in head]) for head in row]) for row in pooled])
 
 
-def prefix_band(
+def entries_and_window(
     q: Tensor,
     entries_k: Tensor,
     entries_v: Tensor,
