@@ -23,12 +23,11 @@ quick: .venv/dev
 	  tests/tasks tests/test_functional.py tests/test_imports.py tests/test_latent.py tests/test_readme.py
 
 # before a merge: everything but slow sweeps; with the oldest transformers one cell of every grid, each model, and
-# nothing that is compiled or runs on two ranks
+# nothing that is compiled or runs on two ranks; types are checked beside the first tests, for mypy has one thread
 test: .venv/dev .venv-oldest/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
-	$(PYTEST)
+	.venv/bin/mypy & types=$$!; $(PYTEST) && wait $$types
 	TRITON_INTERPRET=1 $(PYTEST) tests/triton_kernels
 	$(OLDEST) --cells 1 -k "not compile and not two_ranks"
 

@@ -84,6 +84,7 @@ def test_training_forward_of_a_model(method, padded):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
+@torch.no_grad()
 def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
     torch._dynamo.reset()
     ids = tiny.tokens()

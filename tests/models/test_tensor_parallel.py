@@ -1,8 +1,6 @@
 """Two processes with half of the heads each compute what one does, with the same anchors on both."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from models import tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
+from two_processes import run_two
 
 import condense
 from condense.models.sharding import head_group
@@ -40,17 +39,9 @@ def models(folder):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    script = [str(TESTS / "models" / "two_ranks.py"), str(folder), *NAMES]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
-        | ({} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    devices = {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    run_two(TESTS / "models" / "two_ranks.py", folder, *NAMES, PYTHONPATH=paths, **devices)
     return [torch.load(folder / f"rank{rank}.pt", map_location=DEVICE) for rank in (0, 1)]
 
 

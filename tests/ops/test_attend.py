@@ -53,7 +53,7 @@ def test_attend_array_spans(backend, shape, per_head, with_bias):
     bias = torch.linspace(-2, 3, B * K * M, dtype=torch.float64).reshape(B, K, M) if with_bias else None
     keys, spans = two_sources(*rest, bias), array_spans(*bounds)
     out, lse = attend(q, keys, spans, scale=0.6, backend=backend, return_lse=True)
-    want = oracle.prefix_band(q, *rest, tuple(x.expand(B, K, L) for x in bounds), scale=0.6, bias=bias)
+    want = oracle.entries_and_window(q, *rest, tuple(x.expand(B, K, L) for x in bounds), scale=0.6, bias=bias)
     torch.testing.assert_close(out, want[0], **EXACT)
     torch.testing.assert_close(lse, want[1], **EXACT)
     alone, none = attend(q, keys, spans, scale=0.6, backend=backend)
@@ -143,7 +143,9 @@ def test_plain_causal_attention_takes_any_scale(backend, L, scale):
     q, *rest = sources(2, 4, 2, L, 0, 9, D=4, Dv=4)
     spans = RuleSpans(UniformRule(chunk=4, window=None), 9 - L, 0)
     last = torch.arange(10 - L, 10).expand(2, 2, L)
-    want = oracle.prefix_band(q, *rest, (torch.zeros_like(last), torch.zeros_like(last), last), scale=scale, bias=None)
+    want = oracle.entries_and_window(
+        q, *rest, (torch.zeros_like(last), torch.zeros_like(last), last), scale=scale, bias=None
+    )
     for return_lse in (False, True):
         out, _ = attend(q, two_sources(*rest), spans, scale=scale, backend=backend, return_lse=return_lse)
         torch.testing.assert_close(out, want[0], **EXACT)

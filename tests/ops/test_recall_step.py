@@ -176,9 +176,9 @@ def test_backends_of_a_step():
 def test_slots_change_no_bit(name):
     """None, fewer than groups that open, some more, more than there are groups; a row pauses."""
     settings = settings_of(CASES[name])
-    qkv, real = tensors(4, 2, 90), torch.rand(B, 90, generator=torch.Generator().manual_seed(2)) < 0.9
-    states = [empty_state(settings, 90, 2, slots=n) for n in (0, 1, 3, 5, 120)]
-    for t in range(90):
+    qkv, real = tensors(4, 2, 60), torch.rand(B, 60, generator=torch.Generator().manual_seed(2)) < 0.9
+    states = [empty_state(settings, 60, 2, slots=n) for n in (0, 1, 3, 5, 80)]
+    for t in range(60):
         outs = [recall_step(new_token(qkv, t, real), state, settings, scale=SCALE) for state in states]
         for out, state in zip(outs, states, strict=True):
             assert torch.equal(out, outs[0])

@@ -3,14 +3,13 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from train import processes
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from two_processes import run_two
 
 import condense
 from condense.models import condensed_layers
@@ -46,11 +45,7 @@ def folder(tmp_path_factory, text):
 def launched(folder, *runs):
     """Run ``processes.py`` in two processes; the losses of each run."""
     paths = os.pathsep.join(filter(None, (str(Path(condense.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **FSDP2, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, processes.__file__, str(folder), *runs]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-6000:]
+    run_two(processes.__file__, folder, *runs, **FSDP2, OMP_NUM_THREADS="1", PYTHONPATH=paths)
     return [losses(folder / name, killed) for name, _, killed in (run.split(":") for run in runs)]
 
 
