@@ -48,15 +48,20 @@ def test_attention(method, return_lse):
 
 
 def test_attention_by_the_default_compiler(method):
-    """On a CPU, where it makes other code than for a GPU."""
+    """On a CPU, where it makes other code than for a GPU: at most twice as far from float64 as what is not compiled.
+
+    In float32, because PyTorch 2.11 does not compile the gradients of its own masked attention in float64.
+    """
 
     def attention(q, k, v):
         return condense.attention(q, k, v, method=method)
 
-    inputs = qkv(61)
-    got, want = (out_and_gradients(f, inputs) for f in (torch.compile(attention, fullgraph=True), attention))
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    inputs = [x.detach().float().requires_grad_() for x in qkv(61)]
+    exact = out_and_gradients(attention, [x.detach().double().requires_grad_() for x in inputs])
+    eager, compiled = (out_and_gradients(f, inputs) for f in (attention, torch.compile(attention, fullgraph=True)))
+    for want, plain, got in zip(exact, eager, compiled, strict=True):
+        budget = 2 * (plain - want).norm() + torch.finfo(torch.float32).eps * want.norm()
+        assert bool((got - want).norm() <= budget)
 
 
 def _compiled_loss(model):

@@ -45,6 +45,13 @@ def test_its_failures_are_its_own(run):
     assert "ValueError: the program's own" in err
 
 
+@pytest.mark.parametrize("name", ["lm_evall", "lm_evall.main", ".scorer"])
+def test_a_module_that_is_not_there(run, name):
+    code, out, err = run("-m", name, "--tasks", "gsm8k")
+    assert (code, out) == (2, "")
+    assert err == f"condense: -m must name a module, as of python -m, got '{name}': there is none of this name here\n"
+
+
 def test_without_a_module_it_says_what_to_give(run):
     code, out, _ = run()
     assert code == 0

@@ -6,6 +6,7 @@ from gpu.test_graph import METHODS, SELECT, agree
 from models import tiny
 
 import condense
+from condense.models import replay
 
 STEPS = 100
 CHOICES = METHODS | {"selection": SELECT, "recall": condense.Recall(group_size=16, window=64, num_recall=2)}
@@ -46,3 +47,26 @@ def test_sampling_draws_the_same_tokens(graphs):
     got = _generate(model, ids, torch.ones_like(ids), **settings)
     assert len(graphs) == 1
     assert torch.equal(got[:, :100], want[:, :100])  # ten draws; probabilities agree to rounding
+
+
+@pytest.mark.parametrize("name", ["cca", "recall"])
+def test_rows_that_have_ended_are_passed_over(graphs, monkeypatch, name):
+    """They read no more tokens; what is returned is the same."""
+    caches = []
+
+    class Kept(replay.CacheOfOneCall):
+        def __init__(self, *args):
+            super().__init__(*args)
+            caches.append(self)
+
+    monkeypatch.setattr(replay, "CacheOfOneCall", Kept)
+    model = condense.apply(tiny.model("llama", torch.float32).to("cuda"), CHOICES[name])
+    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
+    free = _generate(model, ids, mask, max_new_tokens=24, cache_implementation="dynamic")[:, ids.shape[1] :]
+    end = next(int(x) for x in free[0, 4:12] if x not in free[1])
+    want = _generate(model, ids, mask, max_new_tokens=24, cache_implementation="dynamic", eos_token_id=end)
+    got = _generate(model, ids, mask, max_new_tokens=24, eos_token_id=end)
+    assert torch.equal(got, want)
+    assert len(graphs) == len(caches) == 1
+    read = 150 + int((free[0] == end).nonzero()[0]), 101 + 23
+    assert {tuple(layer.buffers.seen.tolist()) for layer in caches[0].layers} == {read}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import small, tiny
+from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
@@ -79,14 +80,14 @@ def test_later_layers_that_read_the_keys_of_earlier_ones():
         condense.apply(model, CONDENSED)
 
 
-def test_an_unknown_class_is_named_with_those_like_it():
-    class LlamaAttentionOfMine(modeling_llama.LlamaAttention):
-        pass
-
+@pytest.mark.parametrize(
+    ("name", "parent"), [("LlamaAttentions", nn.Module), ("Gated", modeling_llama.LlamaAttention)], ids=str
+)
+def test_an_unknown_class_is_named_with_those_like_it(name, parent):
     model = tiny.model("llama")
     for layer in model.model.layers:
-        layer.self_attn.__class__ = LlamaAttentionOfMine
-    with pytest.raises(ValueError, match="that condense knows, but LlamaAttentionOfMine; it knows LlamaAttention"):
+        layer.self_attn.__class__ = type(name, (parent,), {})
+    with pytest.raises(ValueError, match=f"that condense knows, but {name}; it knows LlamaAttention[.,]"):
         condense.apply(model, CONDENSED)
 
 

@@ -259,6 +259,11 @@ def test_models(make, message, call):
     assert not hasattr(getattr(model, "config", None), "condense")
 
 
+def test_a_name_is_no_model():
+    with pytest.raises(ValueError, match="model must be a transformers PreTrainedModel, got str"):
+        condense.apply("meta-llama/Llama-3.1-8B", tiny.CCA)
+
+
 @pytest.mark.parametrize("enter", [condense.apply, lambda model, method: _enter(model, method)], ids=["apply", "use"])
 def test_one_configuration_of_two_models(enter):
     config = tiny.config("llama")

@@ -57,6 +57,14 @@ class _TakesNoKeywords(modeling_llama.LlamaAttention):
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values)
 
 
+class _Reverses(modeling_llama.LlamaAttention):
+    """Of which steps know nothing."""
+
+    def forward(self, *args, **kwargs):
+        out, weights = super().forward(*args, **kwargs)
+        return out.flip(1), weights
+
+
 @pytest.fixture(autouse=True)
 def _forget():
     yield
@@ -93,6 +101,7 @@ def test_a_class_that_proves_right(tmp_path):
 WRONG = {
     "own-softmax": (_OwnSoftmax, "pooling changes nothing|is not the stock model|something else|row per sequence"),
     "turned-keys": (_TurnsCachedKeys, "something else than one forward"),
+    "reverses": (_Reverses, "the stock model's own prompt and single steps give something else than one forward"),
     "no-keywords": (_TakesNoKeywords, "unexpected keyword argument"),
 }
 
@@ -112,5 +121,7 @@ def test_a_class_that_does_not(cls, reason):
 def test_what_it_wants_to_see():
     with pytest.raises(ValueError, match="model must be a transformers model with layers of LlamaAttention, got Llama"):
         condense.register(LlamaAttention, tiny.model("llama"))
+    with pytest.raises(ValueError, match="model must be a transformers model with layers of LlamaAttention, got str"):
+        condense.register(LlamaAttention, "meta-llama/Llama-3.1-8B")
     with pytest.raises(ValueError, match=r"must be in float32 or float64, .* got torch.bfloat16: make a tiny one"):
         condense.register(LlamaAttention, _model(LlamaAttention).bfloat16())

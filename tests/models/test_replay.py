@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import condense
 from condense.models import hooks, replay
 from condense.models.families import has_eager_experts
-from condense.models.replay import ReplayedForward
+from condense.models.replay import CacheOfOneCall, ReplayedForward
 
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26)]
 IDS, MASK = tiny.left_padded(ROWS)
@@ -43,7 +43,7 @@ class _Recorded:
         self.forward, self.cache, self.inputs = forward, cache, inputs
 
     def replay(self):
-        self.forward._output = self.forward._model(past_key_values=self.cache, **self.inputs)
+        self.forward._output = self.forward._forward(self.cache, self.inputs)
 
 
 class _Traced:
@@ -61,7 +61,7 @@ class _Traced:
         def logits(*tensors):
             held = iter(tensors)
             step = tree_unflatten([next(held) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
-            return forward._model(past_key_values=cache, **step).logits
+            return forward._forward(cache, step).logits
 
         state = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, torch.Tensor)]
         before = [x.clone() for x in state]
@@ -114,7 +114,38 @@ def test_tokens_are_those_of_the_growing_cache(captured, monkeypatch, mode):
     assert not captured
     assert torch.equal(_generate(model, **mode), want)
     assert len(set(map(id, captured))) == 1
-    assert type(captured[0]) is StaticCache
+    assert type(captured[0]) is CacheOfOneCall
+
+
+def _ends(model, prompts=IDS):
+    """A token that the first row writes early and the second does not, and how many the first writes before it."""
+    free = model.generate(prompts, **SETTINGS | {"cache_implementation": "dynamic"})[:, prompts.shape[1] :]
+    end = next(int(x) for x in free[0, 2:5] if x not in free[1])
+    return end, int((free[0] == end).nonzero()[0])
+
+
+@pytest.mark.parametrize("captured", [_Recorded, _Traced], indirect=True)
+@pytest.mark.parametrize(
+    "method", [tiny.CCA, condense.Recall(group_size=4, window=8, num_recall=2)], ids=["cca", "recall"]
+)
+def test_rows_that_have_ended_are_passed_over(captured, monkeypatch, method):
+    """They read no more tokens; the other row's are the same, and so is what is returned."""
+    model = _model(monkeypatch, method)
+    end, at = _ends(model)
+    want = _generate(model, cache_implementation="dynamic", eos_token_id=end)
+    assert torch.equal(_generate(model, eos_token_id=end), want)
+    seen = {tuple(layer.buffers.seen.tolist()) for layer in captured[0].layers}
+    assert seen == {(len(ROWS[0]) + at, len(ROWS[1]) + tiny.NEW - 1)}
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_end_tokens_of_a_prompt_end_nothing(captured, monkeypatch, chunk):
+    """Though its pieces of a single token look like steps."""
+    model = _model(monkeypatch)
+    end = int(IDS[0, 20])
+    assert end in IDS[1, -20:]
+    want = _generate(model, cache_implementation="dynamic", eos_token_id=end)
+    assert torch.equal(_generate(model, eos_token_id=end, prefill_chunk_size=chunk), want)
 
 
 @pytest.mark.parametrize("method", ["streaming-select-log", "dga", "select"])

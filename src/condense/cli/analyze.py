@@ -41,15 +41,15 @@ def analyze() -> None:
     """Look into a model."""
 
 
-analyze_app.command("recall")(recall_command)
-analyze_app.command("patterns")(patterns_command)
-analyze_app.command("sparsity")(sparsity_command)
-analyze_app.command("noise")(noise_command)
-analyze_app.command("conditioning")(conditioning_command)
-analyze_app.command("cost")(cost_command)
+analyze_app.command("recall", short_help="How much of dense attention the open groups hold.")(recall_command)
+analyze_app.command("patterns", short_help="Which of MInference's patterns suits each head.")(patterns_command)
+analyze_app.command("sparsity", short_help="How often a weight of the last query is a large one.")(sparsity_command)
+analyze_app.command("noise", short_help="How far noise on the keys moves predictions.")(noise_command)
+analyze_app.command("conditioning", short_help="Condition numbers before and after grouping.")(conditioning_command)
+analyze_app.command("cost", short_help="Keys that a query reads, beside measured times.")(cost_command)
 
 
-@analyze_app.command("deviation")
+@analyze_app.command("deviation", short_help="How far tokens lie from the entries that stand for them.")
 def deviation_command(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
     text: Annotated[

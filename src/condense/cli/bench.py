@@ -51,7 +51,7 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less ti
 ResultsOption = Annotated[Path, typer.Option(help="Folder of result files: the last one is compared with.")]
 
 
-@bench_app.command("kernel")
+@bench_app.command("kernel", short_help="Attention, pooling, the layer and a decode step.")
 def kernel_command(
     shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
     lengths: LengthsOption = None,
@@ -109,7 +109,7 @@ def kernel_command(
     _finish(path, content, last, where, seed, ("times",))
 
 
-@bench_app.command("model")
+@bench_app.command("model", short_help="First token, time per token, cache and peak memory.")
 def model_command(
     shape: Annotated[
         str | None, typer.Option(help=f"Random weights: {', '.join(bench.MODEL_SHAPES)}. Default: the first.")
@@ -183,7 +183,7 @@ def model_command(
     _finish(path, content, last, where, seed, ("first", "step"))
 
 
-@bench_app.command("report")
+@bench_app.command("report", short_help="Write a page's tables anew from the newest results.")
 def report_command(
     page: Annotated[Path, typer.Argument(help="Markdown page with blocks `<!-- bench: ... -->`.")] = PAGE,
     results: Annotated[Path, typer.Option(help="Folder of result files.")] = RESULTS,

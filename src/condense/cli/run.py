@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 import traceback
@@ -26,6 +27,8 @@ def run_command(
     """Run a module, as python -m does, with condense imported.
 
     Models that were saved condensed are so when it loads them. Processes that it starts are on their own.
+
+    Raises ValueError if there is no such module.
     """
     if module is None:
         print(context.get_help())
@@ -34,6 +37,9 @@ def run_command(
     transformers.logging.enable_progress_bar()
     sys.argv = [module, *context.args]
     sys.path.insert(0, "")
+    package = module.partition(".")[0]
+    if not package or importlib.util.find_spec(package) is None:
+        raise ValueError(f"-m must name a module, as of python -m, got {module!r}: there is none of this name here")
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception:

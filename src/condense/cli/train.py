@@ -42,7 +42,7 @@ def train_command(
     try:
         from condense.train import PRESETS, RECIPES, read_recipe, run_training
     except ImportError as error:
-        raise ValueError(f"train needs the extra packages of 'condense-attention[train]': {error}") from error
+        raise ValueError(f"train needs more packages: pip install 'condense-attention[train]' ({error})") from error
     names = (*sorted(RECIPES), *PRESETS)
     if recipe not in names and not recipe.endswith(".toml"):
         raise ValueError(f"recipe must be one of {', '.join(names)} or a file .toml, got {recipe!r}")

@@ -51,6 +51,7 @@ from condense.ops.recall import (
     attend_recall,
     build_index,
 )
+from condense.ops.tensors.per_row import max_row
 
 # largest denominator of a share of the groups: times a number of groups, its numerator fits into int64
 _MOST_PARTS = 2**31 - 1
@@ -271,11 +272,10 @@ class Recall(Method):
     def _all_tokens(self, spans: Spans) -> Spans:
         """Spans of the store's tokens and the window: a query sees all tokens of closed groups; or of a window alone.
 
-        A window that begins with the first token of every row holds the store's tokens too, and dense attention over
-        one source is faster.
+        A window that holds the first token of every row holds the store's tokens too, not quantised, and dense
+        attention over one source is faster.
         """
         assert isinstance(spans, RuleSpans)
-        start = spans.same_in_all_rows()
-        whole = start is not None and start.window == 0
+        whole = max_row(spans.window_start) <= 0
         rule = UniformRule(self.group_size, None if whole else self.window, entries=self.group_size)
         return dataclasses.replace(spans, rule=rule)

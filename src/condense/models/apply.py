@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from condense.methods import Method, methods_in, settings_of
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
-from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window
+from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window, transformers_model
 from condense.models.forward import ForwardBoard
 from condense.models.saving import KEY
 from condense.models.stock import local_method
@@ -105,7 +105,7 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
-    """Layer index to method, for the layers that are condensed."""
+    """Layer index to method for the layers that `apply` condensed, also while another implementation is set."""
     return _methods(_by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)))
 
 
@@ -195,8 +195,8 @@ def _rebind_hooks(module: nn.Module) -> None:
 
 
 def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
-    """The transformers model inside ``model`` (PEFT wrappers included) and its attention modules by layer."""
-    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    """The transformers model inside ``model`` and its attention modules by layer."""
+    base = transformers_model(model)
     if base is None:
         raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     config: Any = base.config
@@ -214,13 +214,17 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
 
 
 def _closest(base: PreTrainedModel) -> str:
-    """What to say of a model of unknown classes: the attention classes that it has, and known ones of similar names."""
-    classes = sorted({type(m).__name__ for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")})
-    known = [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
+    """What to say of a model of unknown classes: the attention classes that it has, and known ones that are like them.
+
+    Those are classes of which they are subclasses, and classes of similar names.
+    """
+    classes = {type(m).__name__: type(m) for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
     if not classes:
         return ""
+    known = [parent.__name__ for cls in classes.values() for parent in cls.__mro__[1:] if parent.__name__ in FAMILIES]
+    known += [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
     like = f"; it knows {', '.join(dict.fromkeys(known))}" if known else ""
-    return f", but {', '.join(classes)}{like}. condense.register(cls, model) takes a class that proves right"
+    return f", but {', '.join(sorted(classes))}{like}. condense.register(cls, model) takes a class that proves right"
 
 
 def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 # stock attention class -> transformers.models.<family>; tests/models/test_families.py runs every one of them
 FAMILIES = {
@@ -122,6 +123,12 @@ def stock_class(name: str) -> type[nn.Module]:
     """The stock attention class of that name, imported from transformers."""
     family = FAMILIES[name]
     return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+
+
+def transformers_model(model: object) -> PreTrainedModel | None:
+    """The transformers model inside ``model`` (PEFT wrappers included), None if there is none."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((m for m in modules if isinstance(m, PreTrainedModel)), None)
 
 
 def is_supported(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, StaticCache
 from condense.caches import StaticCondensedLayer
 from condense.config import check_int
 from condense.models.apply import condensed_layers, static_methods
-from condense.models.families import has_eager_experts, max_learned_positions, rope_that_changes
+from condense.models.families import has_eager_experts, max_learned_positions, rope_that_changes, transformers_model
 from condense.models.layers import ensure_layers
 from condense.models.padding import ALL_REAL
 
@@ -256,7 +256,7 @@ class GraphDecoder:
 
 def _causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside ``model`` (PEFT wrappers included)."""
-    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    base = transformers_model(model)
     if base is None or not base.can_generate() or base.config.is_encoder_decoder:
         raise ValueError(
             f"model must be a decoder-only transformers model that can generate, got {type(model).__name__}"

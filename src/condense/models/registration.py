@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from condense.methods import CCA
 from condense.models.apply import use
 from condense.models.attention import condensed_class
-from condense.models.families import REGISTERED, sliding_window
+from condense.models.families import REGISTERED, sliding_window, transformers_model
 
 _LENGTH, _PROMPT, _PADS = 24, 13, 5
 _POOLED = CCA(group_size=2, window=4)
@@ -28,13 +28,13 @@ def register(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
     model: a causal LM with such layers, in float32 or float64. It shows, on random tokens, that condensing these layers
     is right, and stays as it is; a tiny one made from a small configuration does as well as the real one. Shown are:
     with nothing pooled, and with groups of one token, the logits are the stock model's; pooling changes them; a prompt
-    and single steps give what one forward gives; rows padded on the left give what they give alone. Differences may be
-    twice those between the stock model's own forward and steps, and rounding.
+    and single steps give what one forward gives, stock and condensed; rows padded on the left give what they give
+    alone. Differences may be twice those between the stock model's own forward and steps, and rounding.
     Register before loading a saved condensed model with this class.
     Raises ValueError, with the reason, and registers nothing, if one of these does not hold, for a model without such
     layers and for another dtype.
     """
-    base = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    base = transformers_model(model)
     found = [] if base is None else [m for m in base.modules() if type(m) is cls]
     if base is None or not found:
         raise ValueError(
@@ -69,8 +69,11 @@ def _prove(base: PreTrainedModel, layers: list[int]) -> None:
     mask = torch.ones_like(ids)
     mask[1, :_PADS] = 0
     stock = _whole(base, ids)
-    rounding = torch.finfo(base.dtype).eps * _LENGTH * float(stock.abs().max())
-    budget = 2 * _apart(_in_steps(base, ids, torch.ones_like(ids)), stock) + rounding
+    largest, steps = float(stock.abs().max()), _in_steps(base, ids, torch.ones_like(ids))
+    # whatever rounds in the model does so in float32 at least, and keeps half of its digits
+    rounded = torch.finfo(torch.float32).eps ** 0.5 * largest
+    _check(steps, stock, rounded, "the stock model's own prompt and single steps give something else than one forward")
+    budget = 2 * _apart(steps, stock) + torch.finfo(base.dtype).eps * _LENGTH * largest
     for method in _STOCK:
         with use(base, method, layers):
             _check(_whole(base, ids), stock, budget, f"under {method}, which pools nothing, it is not the stock model")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_chunked_causal_mask
@@ -21,6 +21,14 @@ from condense.models.families import has_eager_experts, rope_that_changes
 # tokens by default
 _BLOCK = 256
 _ONE_FORWARD_PER_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class CacheOfOneCall(StaticCache):
+    """A static cache that one call of `generate` makes for itself, and the tokens ``ends`` that end its rows."""
+
+    def __init__(self, config: Any, max_cache_len: int, ends: list[int]) -> None:
+        super().__init__(config=config, max_cache_len=max_cache_len)
+        self.ends = ends
 
 
 def replayable_cache(
@@ -40,7 +48,9 @@ def replayable_cache(
         return cache
     if not _has_static_masks(config):
         return cache
-    static = StaticCache(config=config, max_cache_len=-(-length // _BLOCK) * _BLOCK)
+    ends = generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    static = CacheOfOneCall(config, -(-length // _BLOCK) * _BLOCK, ends)
     compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
     return static if can_replay(model) and compilable else cache
 
@@ -72,7 +82,8 @@ class ReplayedForward:
 
     The first step runs as it is, which compiles kernels and takes workspaces; the second is captured. Steps over other
     caches than static ones, whose addresses may change, and calls with other arguments than the step before run as they
-    are.
+    are. A row that has ended, of which `generate` keeps no further token, counts as padding from then on: condensed
+    layers neither store its tokens nor compute its attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -81,9 +92,14 @@ class ReplayedForward:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._output: Any = None
+        self._has_begun = False
+        self._ends: Tensor | None = None
+        self._ended: Tensor | None = None
 
     def __call__(self, *, past_key_values: Cache, **inputs: Any) -> Any:
         """The model's output; that of a replayed step is overwritten by the next one."""
+        if not self._has_begun:
+            self._begin(past_key_values, inputs.get("input_ids"))
         leaves, structure = tree_flatten(inputs)
         others = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
         call = (id(past_key_values), structure, others)
@@ -91,7 +107,7 @@ class ReplayedForward:
         is_step = ids is not None and ids.shape[1] == 1 and isinstance(past_key_values, StaticCache)
         if not is_step or call != self._known:
             self._known, self._graph = call if is_step else None, None
-            return self._model(past_key_values=past_key_values, **inputs)
+            return self._forward(past_key_values, inputs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._graph is None:
             self._inputs = [x.clone() for x in tensors]
@@ -103,8 +119,29 @@ class ReplayedForward:
         self._graph.replay()
         return self._output
 
+    def _begin(self, cache: Cache, ids: Tensor | None) -> None:
+        """Look for rows that end if the first call is a step after the prompt: in a prompt's pieces none does."""
+        self._has_begun = True
+        if ids is None or not isinstance(cache, CacheOfOneCall) or not cache.ends or int(cache.get_seq_length()) == 0:
+            return
+        self._ends = torch.tensor(cache.ends, device=ids.device)
+        self._ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+    def _forward(self, cache: Cache, inputs: dict[str, Any]) -> Any:
+        """The model's output, with rows that have ended masked."""
+        ended = self._ended
+        if ended is None:
+            return self._model(past_key_values=cache, **inputs)
+        ended |= (inputs["input_ids"] == self._ends).any(1)  # in place, so that a replayed graph goes on with it
+
+        def masked(x: Tensor) -> Tensor:
+            return x.masked_fill(ended.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+        mask = tree_map_only(Tensor, masked, inputs.get("attention_mask"))
+        return self._model(past_key_values=cache, **inputs | {"attention_mask": mask})
+
     def _capture(self, cache: Cache, inputs: dict[str, Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._model.device), torch.cuda.graph(graph):
-            self._output = self._model(past_key_values=cache, **inputs)
+            self._output = self._forward(cache, inputs)
         return graph
