@@ -2,7 +2,7 @@
 
     python benchmarks/kda check --output CHECK.json
     python benchmarks/kda times --output TIMES.json [--length 32768 131072]
-    python benchmarks/kda base --work WORK --train train.npz
+    python benchmarks/kda base --work WORK --train train.npz --test test.npz
     python benchmarks/kda arm --work WORK --train train.npz --test test.npz --arm kda     # one of ARMS
     python benchmarks/kda gather --work WORK --output ADAPTED.json
 

@@ -126,36 +126,36 @@ def figures(model: Any, method: Method | None, held_out: SequenceBuilder, count:
 
 
 def base(options: argparse.Namespace) -> None:
-    """Train the dense model that all arms start from."""
+    """Train the dense model that all arms start from, and measure it, with CCA too."""
     began = time.monotonic()
     model, records = train_dense(
         "llama", 0, tokenizer(), load_npz(options.train), options.work / "logs", trial=options.trial
     )
     model.save_pretrained(options.work / "base")
-    content = {"seconds": round(time.monotonic() - began, 1), "phases": records}
+    content: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "phases": records}
+    held_out, count = _held_out(options), 2 if options.trial else options.sequences
+    content["dense"], content["condensed"] = (figures(model, method, held_out, count) for method in (None, OWN))
     write_results(options.work / "base.json", content, seed=0)
 
 
 def arm(options: argparse.Namespace) -> None:
     """Adapt the base in one way and measure it."""
-    chosen, words = ARMS[options.arm], load_words()
+    chosen = ARMS[options.arm]
     set_seed(0)
     teacher: Any = AutoModelForCausalLM.from_pretrained(options.work / "base", dtype=torch.bfloat16).cuda().eval()
     model = copy.deepcopy(teacher)
     replaced = [i for i in range(len(model.model.layers)) if not chosen.dense_every or (i + 1) % chosen.dense_every]
     for i in replaced if chosen.kda else ():
         model.model.layers[i].self_attn = KDA(model.model.layers[i].self_attn)
-    held_out = SequenceBuilder(tokenizer(), load_npz(options.test), words.held_out, LENGTH)
+    held_out = _held_out(options)
     phase = phase_of(chosen, 2 if options.trial else options.steps, options.trial)
-    builder = SequenceBuilder(tokenizer(), load_npz(options.train), words.trained, phase.sequence_length)
+    builder = SequenceBuilder(tokenizer(), load_npz(options.train), load_words().trained, phase.sequence_length)
     count = 2 if options.trial else options.sequences
     content: dict[str, Any] = {
         "arm": options.arm, "title": chosen.title, "phase": phase, "kda_layers": replaced if chosen.kda else [],
         "parameters": sum(p.numel() for p in model.parameters()), "fla": library_version() if chosen.kda else None,
         "before": figures(model, chosen.method, held_out, count),
     }  # fmt: skip
-    if options.arm == "dense":
-        content["before, condensed"] = figures(model, OWN, held_out, count)
     workers = 0 if options.trial else options.workers
     content["history"] = train(model, teacher, phase, TrainingSequences(builder, phase, seed=(0, 3)), workers)
     content["after"] = figures(model, chosen.method, held_out, count)
@@ -168,6 +168,10 @@ def gather(options: argparse.Namespace) -> None:
     read = {name: options.work / f"{name}.json" for name in ("base", *ARMS)}
     content = {name: json.loads(path.read_text())["results"] for name, path in read.items() if path.exists()}
     write_results(options.output, content, seed=0)
+
+
+def _held_out(options: argparse.Namespace) -> SequenceBuilder:
+    return SequenceBuilder(tokenizer(), load_npz(options.test), load_words().held_out, LENGTH)
 
 
 def tokenizer() -> Any:

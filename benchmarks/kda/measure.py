@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,23 +61,27 @@ def times(options: argparse.Namespace) -> None:
     """Rows of `condense bench kernel` for CCA and cuDNN in Llama-3.1-8B's shape, and the same of KDA with 32 heads."""
     from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
-    content = {"fla": library_version(), "check": checked(512, 32, 128, gradients=False)}
+    content: dict[str, Any] = {"fla": library_version(), "check": checked(512, 32, 128, gradients=False), "rows": []}
     device = torch.device("cuda")
     setting = Setting(HeadShape(32, 8), 1, torch.bfloat16, device, 0)
     plan = KernelPlan(setting, options.length, {"cca": OURS}, ("cudnn", "cudnn_rows"), ("forward", "layer", "decode"))
-    rows = list(bench_kernel(plan)["rows"])
     clock = Clock(device, plan.budget_s)
+
+    def keep(row: Mapping[str, Any]) -> None:
+        content["rows"].append(row)
+        print({name: row.get(name) for name in ("op", "runner", "length", "times", "error")}, flush=True)
+        write_results(options.output, content, seed=0, overwrite=True)
+
     for length in options.length:
         inputs = random_inputs(length, 32, 128)
         prompt = partial(library, chunk_kda, inputs)
         state = prompt()[1]
-        rows.append({"op": "layer", "runner": "kda", "length": length, "times": clock.time(prompt)})
+        keep({"op": "layer", "runner": "kda", "length": length, "times": clock.time(prompt)})
         token = random_inputs(1, 32, 128, seed=1)
         copies = math.ceil(3 * torch.cuda.get_device_properties(device).L2_cache_size / state.nbytes)
         steps = [partial(library, fused_recurrent_kda, token, state.clone()) for _ in range(copies)]
-        found = {"op": "decode", "runner": "kda", "length": length, "times": clock.time_rotating(steps)}
-        rows.append(found | {"state_bytes": state.nbytes})
-        print(*rows[-2:], sep="\n", flush=True)
+        row = {"op": "decode", "runner": "kda", "length": length, "times": clock.time_rotating(steps)}
+        keep(row | {"state_bytes": state.nbytes})
         del inputs, prompt, state, steps
         torch.cuda.empty_cache()
-    write_results(options.output, content | {"rows": rows}, seed=0)
+    bench_kernel(plan, on_row=keep)
