@@ -76,7 +76,8 @@ def train(model: Any, teacher: Any, phase: PhaseConfig, dataset: TrainingSequenc
     schedule = get_cosine_schedule_with_warmup(optimizer, phase.warmup_steps, phase.steps)
     log, total, began = [], torch.zeros(5, dtype=torch.float64, device=model.device), time.monotonic()
     model.train()
-    for step, batch in enumerate(DataLoader(dataset, phase.batch_size, num_workers=workers, pin_memory=True)):
+    pinned = model.device.type == "cuda"
+    for step, batch in enumerate(DataLoader(dataset, phase.batch_size, num_workers=workers, pin_memory=pinned)):
         ids, weights = (batch[name].to(model.device, non_blocking=True) for name in ("input_ids", "loss_weights"))
         wanted = None
         if phase.distill:
