@@ -159,6 +159,11 @@ class Figures:
     def layer4(self, form: str) -> str:
         return f"{self.read('analysis-conditioning-cpu.json')['layers']['4'][form]:.3g}"
 
+    def deviation(self, texts: str, part: str) -> str:
+        """How far keys or values lie from their entries, of their norms: by length of a text, or by task."""
+        name = {"lengths": "analysis-deviation-cpu.json", "tasks": "analysis-deviation-tasks-cpu.json"}[texts]
+        return ", ".join(f"{100 * x[part]['relative']:.1f}" for x in self.read(name)["deviations"]) + " %"
+
     def retrieval(self, method: str) -> str:
         """How many questions a method was asked."""
         return str(self.found()[method]["total"])
