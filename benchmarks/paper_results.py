@@ -99,7 +99,8 @@ class Figures:
 
     def read(self, name: str) -> Any:
         self.used[name] = None
-        return json.loads((self.folder / name).read_text(encoding="utf-8"))["results"]
+        document = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        return document if isinstance(document, list) else document["results"]
 
     def run(self, prefix: str, what: str, method: str) -> str:
         """A figure of small models that were trained here."""
@@ -119,6 +120,17 @@ class Figures:
         """Numbers that the bundled model finds, in words that it was not trained on."""
         entries = self.read("demo-model-seed0.json")["retrieval"]["cloze, held-out words"]
         return next(f"{x['exact']['share']:.3f}" for x in entries if x["name"] == method)
+
+    def adapted(self, arm: str, what: str) -> str:
+        """Numbers found, or the text loss, after an adaptation, seed by seed."""
+        runs = {x["results"]["seed"]: x["results"] for x in self.adaptations if x["results"].get("arm") == arm}
+        entries = [runs[seed]["retrieval" if what == "found" else "text"][0] for seed in sorted(runs)]
+        return ", ".join(f"{x['exact']['share'] if what == 'found' else x['loss']:.3f}" for x in entries)
+
+    @property
+    def adaptations(self) -> list[Any]:
+        """The documents of the newest study of `benchmarks/adaptation`."""
+        return self.newest("adaptation-8192-h200-*")
 
     def sparse(self, rho: str, last: str = "") -> str:
         """P_sparse by length."""
@@ -147,18 +159,31 @@ class Figures:
     def layer4(self, form: str) -> str:
         return f"{self.read('analysis-conditioning-cpu.json')['layers']['4'][form]:.3g}"
 
+    def deviation(self, texts: str, part: str) -> str:
+        """How far keys or values lie from their entries, of their norms: by length of a text, or by task."""
+        name = {"lengths": "analysis-deviation-cpu.json", "tasks": "analysis-deviation-tasks-cpu.json"}[texts]
+        return ", ".join(f"{100 * x[part]['relative']:.1f}" for x in self.read(name)["deviations"]) + " %"
+
     def retrieval(self, method: str) -> str:
         """How many questions a method was asked."""
         return str(self.found()[method]["total"])
 
     def found(self) -> dict[str, Any]:
         """What each method finds of the numbers hidden in 4,096 tokens."""
-        content = self.read("sparse-prefill-retrieval-cpu.json")
-        return {"cudnn" if x["name"] == "dense" else x["name"]: x["exact"] for x in content["results"]}
+        return {"cudnn" if x["name"] == "dense" else x["name"]: x["exact"] for x in self.asked["results"]}
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The newest retrieval by sparse prefill."""
+        return self.newest("sparse-prefill-retrieval-*")
+
+    def newest(self, pattern: str) -> Any:
+        """The content of the last file of that name, by the date in it."""
+        return self.read(max(path.name for path in self.folder.glob(f"{pattern}.json")))
 
     @cached_property
     def sparse_prefill(self) -> dict[str, Any]:
-        return self.read(max(self.folder.glob("sparse-prefill-h200-*.json")).name)
+        return self.newest("sparse-prefill-h200-*")
 
     def prefill(self, what: str, method: str = "") -> str:
         """Sparse prefill: all tables of the newest file, or of the bundled model at 128K tokens a ratio or a share."""
@@ -178,7 +203,7 @@ class Figures:
         rows = {(row["method"], row["length"]): row for row in self.sparse_prefill[shape]}
         lengths = list(dict.fromkeys(length for _, length in rows))
         names = dict.fromkeys([*(name for name, _ in rows), *(found if with_share else ())])
-        read = self.read("sparse-prefill-retrieval-cpu.json")["computed"] if with_share else {}
+        read = self.asked["computed"] if with_share else {}
         head = ["method", *(["found", "computed"] if with_share else [])]
         for length in lengths:
             head += [f"{length:,} tokens: time", "index", "computed", *(["kept"] if with_share else [])]
@@ -198,10 +223,45 @@ class Figures:
             lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
+    def kda(self, what: str) -> str:
+        """KDA: of a step's and a prompt's time, and of the adaptations, a table; or of the checks the worst share."""
+        if what == "share":
+            rows = [*self.newest("kda-check-h200-*")["check"], *self.newest("kda-times-h200-*")["check"]]
+            return f"{max(row['share_of_budget'] for row in rows):.2f}"
+        return self.kda_times() if what == "times" else self.kda_adapted()
+
+    def kda_times(self) -> str:
+        rows = {(x["op"], x["runner"], x["length"]): x for x in self.newest("kda-times-h200-*")["rows"]}
+        lengths = sorted({length for _, _, length in rows})
+        columns = [(op, length) for op in ("layer", "decode") for length in lengths]
+        titles = [f"{'prompt of' if op == 'layer' else 'step after'} {length:,} tokens" for op, length in columns]
+        lines = [f"| | {' | '.join(titles)} |", "|---" * (len(columns) + 1) + "|"]
+        for runner, title in (("cudnn", "dense, cuDNN"), ("cca", "CCA, g 16, w 1,024"), ("kda", "KDA")):
+            cells = []
+            for op, length in columns:
+                dense, own = (
+                    rows["forward" if x == "cudnn" and op == "layer" else op, x, length]["times"]["median_ms"]
+                    for x in ("cudnn", runner)
+                )
+                cells.append(milliseconds(own) + ("" if runner == "cudnn" else f" ({dense / own:.2f}x)"))
+            lines.append(f"| {title} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def kda_adapted(self) -> str:
+        runs = self.newest("kda-adapted-h200-*")
+        rows = {"the dense model": runs["base"]["dense"], "the same with CCA, not adapted": runs["base"]["condensed"]}
+        rows |= {run["title"]: run["after"] for name, run in runs.items() if name != "base"}
+        lines = ["| | found | text loss |", "|---|---|---|"]
+        for title, row in rows.items():
+            found = "{share:.3f} [{low:.3f}, {high:.3f}]".format(**row["found"])
+            lines.append(f"| {title} | {found} | {row['text_loss']:.3f} ± {row['standard_error']:.3f} |")
+        return "\n".join(lines)
+
     def files(self) -> str:
         lines = []
         for name in sorted(self.used):
-            origin = json.loads((self.folder / name).read_text(encoding="utf-8"))["provenance"]
+            document = json.loads((self.folder / name).read_text(encoding="utf-8"))
+            origin = (document[0] if isinstance(document, list) else document)["provenance"]
             commit = (origin["commit"] or "unknown")[:12]
             lines.append(
                 f"- `{name}`: {origin['device']}, torch {origin['torch']}, commit {commit}, {origin['date'][:10]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -84,7 +85,9 @@ def _value(text: str) -> bool | int | float | str:
 def method_class(name: object) -> type[MethodConfig]:
     """The registered class of that name. Raises ValueError naming the known methods."""
     if not isinstance(name, str) or name not in _REGISTRY:
-        raise ValueError(f"method must be one of {method_names()}, got {name!r}")
+        close = difflib.get_close_matches(str(name).lower(), method_names(), 2)
+        like = f"; close: {', '.join(close)}" if close else ""
+        raise ValueError(f"method must be one of {method_names()}, got {name!r}{like}")
     return _REGISTRY[name]
 
 

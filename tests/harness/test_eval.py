@@ -206,7 +206,9 @@ def test_ruler_at_4k_on_the_bundled_model(command, tmp_path):
 def test_a_tokenizer_s_own_code_runs_only_with_the_option(base, command, tmp_path):
     """Also where a task reads the tokenizer once more."""
     folder = shutil.copytree(base, tmp_path / "own")
-    (folder / "own.py").write_text("from transformers import PreTrainedTokenizerFast as Own\n")
+    # a class of its own: transformers marks it as custom code for the rest of the process
+    own = "from transformers import PreTrainedTokenizerFast\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+    (folder / "own.py").write_text(own)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -254,7 +256,7 @@ def test_local_files_stand_for_the_hub(base, command, data, tmp_path):
     [
         (("--task", "gsm8"), "gsm8k"),
         (("--task", "multikey_retrieve"), "close: multikey_retrieval"),
-        (("--task", "text_loss", "--method", "caa"), "'cca'"),
+        (("--task", "text_loss", "--method", "caa"), "close: lca, cca"),
         (("--task", "multidoc_em"), "lost-in-the-middle"),
         (("--task", "gsm8k"), "hf download --repo-type dataset openai/gsm8k"),
         (("--task", "gsm8k"), "gsm8k-test*.jsonl"),

@@ -98,6 +98,13 @@ def test_an_unknown_method_is_refused(name):
         method_class(name)
 
 
+def test_the_closest_names_of_an_unknown_method_are_offered():
+    with pytest.raises(ValueError, match=r", got 'CCCA'; close: cca$"):
+        method_class("CCCA")
+    with pytest.raises(ValueError, match=r", got 'nothing'$"):
+        method_class("nothing")
+
+
 def test_unknown_settings_are_refused():
     with pytest.raises(ValueError, match=r"cca: unknown settings \['groups'\]; known are \['group_size', "):
         method_from_dict({"method": "cca", "groups": 3})
