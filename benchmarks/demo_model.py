@@ -70,7 +70,8 @@ def further(options: argparse.Namespace) -> None:
 def prepare_data(options: argparse.Namespace) -> None:
     config = demo_model(options.data, options.cache / "unused", cache=options.cache)
     prepared = prepare(config)
-    print(f"{len(prepared.tokenizer)} tokens in the vocabulary, {len(prepared.corpus.tokens)} in the corpus")
+    tokens = sum(len(corpus.tokens) for corpus in prepared.corpora)
+    print(f"{len(prepared.tokenizer)} tokens in the vocabulary, {tokens} in the corpus")
 
 
 def evaluate(options: argparse.Namespace) -> None:

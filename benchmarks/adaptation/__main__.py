@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from arms import ARMS
+from arms import ARMS, BASES
 
 
 def main() -> None:
@@ -83,28 +83,30 @@ def main() -> None:
 def study(options: argparse.Namespace) -> int:
     """Deal the seeds out to the GPUs and wait; returns the number of processes that failed."""
     gpus, began, failed = options.gpus.split(","), time.monotonic(), 0
-    seeds = options.seeds.split(",")
-    # a base, then arms: (seed, name) waiting on each GPU
-    waiting = {gpu: [(s, "base") for i, s in enumerate(seeds) if gpus[i % len(gpus)] == gpu] for gpu in gpus}
+    arms = options.arms.split(",")
+    # bases, then arms: (seed, name) waiting on each GPU
+    waiting: dict[str, list[tuple[str, str]]] = {gpu: [] for gpu in gpus}
+    for index, seed in enumerate(options.seeds.split(",")):
+        waiting[gpus[index % len(gpus)]] += [(seed, base) for base in dict.fromkeys(ARMS[arm].base for arm in arms)]
     running: dict[subprocess.Popen, tuple[str, str, str]] = {}
     while running or any(waiting.values()):
         for gpu, jobs in waiting.items():
             while jobs and sum(place == gpu for place, _, _ in running.values()) < options.slots:
                 seed, name = jobs.pop(0)
-                if name != "base" and time.monotonic() - began > options.seconds:
+                if name not in BASES and time.monotonic() - began > options.seconds:
                     continue
                 running[_start(options, gpu, seed, name)] = gpu, seed, name
         for process in [process for process in running if process.poll() is not None]:
             gpu, seed, name = running.pop(process)
             failed += process.returncode != 0
-            if name == "base" and process.returncode == 0:
-                waiting[gpu] += [(seed, arm) for arm in options.arms.split(",")]
+            if process.returncode == 0:
+                waiting[gpu] += [(seed, arm) for arm in arms if ARMS[arm].base == name]
         time.sleep(0.2)
     return failed
 
 
 def _start(options: argparse.Namespace, gpu: str, seed: str, name: str) -> subprocess.Popen:
-    command = [sys.executable, __file__.rpartition("/")[0], "base" if name == "base" else "arm"]
+    command = [sys.executable, __file__.rpartition("/")[0], "base" if name in BASES else "arm"]
     for option in ("train", "test", "work", "steps", "base_steps", "sequences"):
         command += ["--" + option.replace("_", "-"), str(getattr(options, option))]
     command += ["--seeds", seed, "--arms", name]

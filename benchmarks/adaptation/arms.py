@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from condense import CCA, DGA, Dense, Method, Recall, StreamingLLM
+from condense import CCA, DGA, LCA, Dense, Method, Recall, StreamingLLM
 from condense.train import PhaseConfig
+from condense.train.recipes import DEMO_ARCHITECTURE, TINY_MLA_ARCHITECTURE
 
 LENGTH = 8192
 EDGES = (0, 512, 1024, 2048, 4096)  # of the stretches of text loss by position
@@ -25,17 +26,20 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "w 1,024": {"window": 1024},
     "w 2,048": {"window": 2048},
 }
+# the bundled model's, and one of its size with latents (MLA)
+BASES: Mapping[str, Mapping[str, Any]] = {"base": DEMO_ARCHITECTURE, "base-mla": TINY_MLA_ARCHITECTURE}
 
 
 @dataclass(frozen=True)
 class Arm:
     """One way of adapting.
 
-    title: on the page. train, lora_rank: as in `TrainConfig`; "none": nothing is trained. method: that is adapted to.
-    fields: what differs in its `PhaseConfig`.
+    title: on the page. base: the dense model that it starts from, of `BASES`. train, lora_rank: as in `TrainConfig`;
+    "none": nothing is trained. method: that is adapted to. fields: what differs in its `PhaseConfig`.
     """
 
     title: str
+    base: str = "base"
     train: str = "all"
     lora_rank: int = 64
     method: Method = OWN
@@ -63,16 +67,31 @@ ARMS: Mapping[str, Arm] = {
     "none": Arm("not adapted", train="none"),
     "alternate": Arm("both, every other step dense", fields={**_BOTH, "mix": "alternate"}),
     "lora-16": Arm("both, LoRA of rank 16", train="lora", lora_rank=16, fields=_BOTH),
-    "slow": Arm("both, learning rate 3e-4", fields={**_BOTH, "learning_rate": 3e-4}),
-    "wide": Arm("both, window 2,048", method=OWN.replace(window=2048), fields=_BOTH),
+    "last": Arm(
+        "both, CCA as in its paper",
+        method=CCA(group_size=16, window=512, rep_bias="log_size"),
+        fields=_BOTH,
+    ),
     "dga": Arm(
         "both, DGA, a tenth focal",
         method=DGA(group_size=16, window=512, gamma=0.1, summary="streaming", rep_bias="log_size"),
         fields=_BOTH,
     ),
-    "last": Arm(
-        "both, CCA as in its paper",
-        method=CCA(group_size=16, window=512, rep_bias="log_size"),
+    "half": Arm("both, half of the loss the KL", fields={**_BOTH, "distill": 0.5}),
+    "wide-1024": Arm("both, window 1,024", method=OWN.replace(window=1024), fields=_BOTH),
+    "wide": Arm("both, window 2,048", method=OWN.replace(window=2048), fields=_BOTH),
+    "slow": Arm("both, learning rate 3e-4", fields={**_BOTH, "learning_rate": 3e-4}),
+    "fast": Arm("both, learning rate 2e-3", fields={**_BOTH, "learning_rate": 2e-3}),
+    "latents": Arm(
+        "both, LCA on latents",
+        base="base-mla",
+        method=LCA(group_size=16, window=512, rep_bias="log_size"),
+        fields=_BOTH,
+    ),
+    "latents-last": Arm(
+        "both, LCA on latents, the last query",
+        base="base-mla",
+        method=LCA(group_size=16, window=512, summary="last", rep_bias="log_size"),
         fields=_BOTH,
     ),
 }

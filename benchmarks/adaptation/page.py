@@ -23,19 +23,19 @@ def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) ->
     picture = output.with_suffix(".png")
     require_matplotlib(picture)
     documents = [document for path in results for document in json.loads(path.read_text(encoding="utf-8"))]
-    bases = {d["results"]["seed"]: d["results"] for d in documents if "phases" in d["results"]}
+    bases = {_of_base(d["results"]): d["results"] for d in documents if "phases" in d["results"]}
     found: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in ARMS}
     for document in sorted(documents, key=lambda document: document["results"]["seed"]):
         if "arm" in document["results"]:
             found[document["results"]["arm"]][document["results"]["seed"]] = document["results"]
     found = {name: runs for name, runs in found.items() if runs}
-    phase, origin = next(iter(found["dense"].values()))["phase"], documents[0]["provenance"]
+    phase = next(iter(found["dense"].values()))["phase"]
+    left = [arm.title for name, arm in ARMS.items() if name not in found]
     parts = {
         "STEPS": f"{phase['steps']:,}",
         "TOKENS": f"{phase['steps'] * phase['batch_size'] * phase['sequence_length'] / 1e6:.1f}",
-        "ORIGIN": f"{origin['device']}, torch {origin['torch']}, transformers {origin['transformers']}, commit "
-        f"{origin['commit'][:12]}, {origin['date'][:10]}; files: "
-        f"{', '.join(f'`{path.name}`' for path in [*results, *shapes])}",
+        "LEFT": f" Not measured: {'; '.join(left)}." if left else "",
+        "ORIGIN": "\n".join(_origin(path) for path in [*results, *shapes]),
         "BASES": _bases(bases),
         "ARMS": _arms(found),
         "PICTURE": picture.name,
@@ -49,6 +49,15 @@ def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) ->
         page = page.replace("{{" + name + "}}", text)
     output.write_text(page, encoding="utf-8")
     _draw(found, picture)
+
+
+def _origin(path: Path) -> str:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    origin = (content[0] if isinstance(content, list) else content)["provenance"]
+    return (
+        f"- `{path.name}`: {origin['device']}, torch {origin['torch']}, transformers {origin['transformers']}, commit "
+        f"{origin['commit'][:12]}, {origin['date'][:10]}"
+    )
 
 
 def _draw(found: Results, path: Path) -> None:
@@ -90,14 +99,21 @@ def _own(arm: str) -> str:
 
 
 def _control(found: Results, arm: str, seed: int) -> Mapping[str, Any] | None:
-    """The dense control of as many tokens."""
+    """The dense control of as many tokens, from the same base."""
+    if ARMS[arm].base != ARMS["dense"].base:
+        return None
     return found.get("dense-twice" if arm.endswith("-twice") else "dense", {}).get(seed)
 
 
-def _bases(bases: Mapping[int, Mapping[str, Any]]) -> str:
+def _of_base(results: Mapping[str, Any]) -> tuple[str, int]:
+    """Architecture and seed; files from before there were two have the first."""
+    return results.get("base", "base"), results["seed"]
+
+
+def _bases(bases: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:
     rows = []
-    for seed, base in sorted(bases.items()):
-        cells = [str(seed)]
+    for (name, seed), base in sorted(bases.items()):
+        cells = [f"{seed}, latents" if name == "base-mla" else str(seed)]
         for part in base["phases"]:
             last = part["history"][-1]
             cells.append(f"{last['step']:,} steps: {last['dense_answer_accuracy']:.3f}")
@@ -119,7 +135,7 @@ def _arms(found: Results) -> str:
             "" if ARMS[arm].train == "none" else _each([_learned(found, arm, seed) for seed in runs], 0),
             _each([_found(run, own) for run in runs.values()], 3),
             _each([_loss(run, own) for run in runs.values()], 3),
-            "" if own == "dense" else _each(above, 3, "?"),
+            "" if own == "dense" or ARMS[arm].base != ARMS["dense"].base else _each(above, 3, "?"),
         ]
         cells += [
             "" if own == "dense" else _each([side(run, "dense") for run in runs.values()], 3)
@@ -134,11 +150,9 @@ def _arms(found: Results) -> str:
 
 
 def _learned(found: Results, arm: str, seed: int) -> int | None:
-    """The first measured step with `LEARNED` of what the seed's dense control found at its end."""
+    """The first measured step with `LEARNED` of what the seed's dense control found at its end; of all without one."""
     control = _control(found, arm, seed)
-    if control is None:
-        return None
-    wanted = LEARNED * control["curve"][-1]["found"]
+    wanted = LEARNED * (1.0 if control is None else control["curve"][-1]["found"])
     return next((entry["step"] for entry in found[arm][seed]["curve"] if entry["found"] >= wanted), None)
 
 
@@ -184,10 +198,26 @@ def _changed(found: Results) -> str:
 def _shapes(paths: Sequence[Path]) -> str:
     if not paths:
         return ""
-    tables = [_shape(json.loads(path.read_text(encoding="utf-8"))["results"]) for path in paths]
+    contents = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in paths]
     head = "## Models of a billion parameters and more"
     about = "Random weights, activations recomputed; groups of 16, window 1,024, the slowest step but the first."
-    return "\n\n".join([head, about, *tables]) + "\n\n"
+    return "\n\n".join([head, about, *map(_shape, contents), *_scaling(contents)]) + "\n\n"
+
+
+def _scaling(contents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What several GPUs train, beside as many times one GPU, where both were measured; a sequence on each GPU."""
+    speeds: dict[tuple[str, ...], dict[int, int]] = {}
+    for content in (content for content in contents if "length" in content):
+        for row in content["rows"]:
+            name = f"{content['shape']}, {row['name']}, {content['length']:,} tokens"
+            speeds.setdefault((name, content["train"]), {})[content["processes"]] = _slowest(row)
+    lines = []
+    for (name, _), by_processes in speeds.items():
+        for processes, speed in by_processes.items():
+            if processes > 1 and 1 in by_processes:
+                share = speed / processes / by_processes[1]
+                lines.append(f"{name}: {processes} GPUs train {share:.0%} of {processes} times what one does.")
+    return lines
 
 
 def _shape(content: Mapping[str, Any]) -> str:
@@ -195,6 +225,18 @@ def _shape(content: Mapping[str, Any]) -> str:
     if "length" not in content:
         rows = [[r["name"], f"{r['length']:,}", f"{r['tokens_per_second']:,}"] for r in content["rows"]]
         return _table([f"{about}, 1 GPU", "longest sequence", "tokens/s there"], rows)
-    rows = [[r["name"], f"{min(r['tokens_per_second'][1:]):,}", f"{r['peak_gib']:.1f} GiB"] for r in content["rows"]]
+    # one step of each would be no ratio to rely on
+    counted = [row for row in content["rows"] if len(row["tokens_per_second"]) > 2]
+    dense = next((_slowest(row) for row in counted if row["name"] == "dense"), None)
+    rows = [
+        [r["name"], f"{_slowest(r):,}", f"{_slowest(r) / dense:.2f}" if dense else "?", f"{r['peak_gib']:.1f} GiB"]
+        for r in content["rows"]
+    ]
     gpus = f"{content['processes']} GPU{'s' if content['processes'] > 1 else ''}"
-    return _table([f"{about}, {content['length']:,} tokens, {gpus}", "tokens/s", "peak memory of a GPU"], rows)
+    head = [f"{about}, {content['length']:,} tokens, {gpus}", "tokens/s", "of dense", "peak memory of a GPU"]
+    return _table(head, rows)
+
+
+def _slowest(row: Mapping[str, Any]) -> int:
+    """Tokens per second of the slowest step but the first."""
+    return min(row["tokens_per_second"][1:])

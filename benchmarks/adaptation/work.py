@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from arms import ARMS, EDGES, LENGTH, Arm, arm_phase, base_phases
+from arms import ARMS, BASES, EDGES, LENGTH, Arm, arm_phase, base_phases
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -33,7 +33,6 @@ from condense.tasks import Corpus, SequenceBuilder, encode_corpus, load_words, r
 from condense.train import RECIPES, new_model
 from condense.train.data import TrainingSequences
 from condense.train.phase import train_phase
-from condense.train.recipes import DEMO_ARCHITECTURE
 from condense.train.trained import set_trained
 
 WORKERS = 3
@@ -57,10 +56,11 @@ def encode(options: argparse.Namespace) -> None:
 
 
 def base(options: argparse.Namespace) -> None:
-    """Train the seed's dense model."""
-    seed, tokenizer, folder = int(options.seeds), _tokenizer(), options.work / f"base-s{options.seeds}"
+    """Train a dense model of the seed."""
+    seed, name, tokenizer = int(options.seeds), options.arms, _tokenizer()
+    folder = options.work / f"{name}-s{seed}"
     set_seed(seed)
-    model = new_model(DEMO_ARCHITECTURE, tokenizer, "bfloat16")
+    model = new_model(BASES[name], tokenizer, "bfloat16")
     corpus, words = _corpus(options.train), load_words().trained
     history = []
     for index, phase in enumerate(base_phases(options.base_steps)):
@@ -73,13 +73,16 @@ def base(options: argparse.Namespace) -> None:
         )
         history.append({"phase": phase, "history": _losses(trainer.state)})
     model.save_pretrained(folder)
-    write_results(options.work / "bases" / f"s{seed}.json", {"seed": seed, "phases": history}, seed=seed)
+    write_results(
+        options.work / "bases" / f"{name}-s{seed}.json", {"base": name, "seed": seed, "phases": history}, seed=seed
+    )
 
 
 def arm(options: argparse.Namespace) -> None:
     """Adapt the seed's dense model in one way and measure it."""
     seed, name, words = int(options.seeds), options.arms, load_words()
-    chosen, start, phase = ARMS[name], options.work / f"base-s{seed}", arm_phase(name, options.steps)
+    chosen, phase = ARMS[name], arm_phase(name, options.steps)
+    start = options.work / f"{chosen.base}-s{seed}"
     set_seed(seed)
     stock = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
     stock.to("cuda" if torch.cuda.is_available() else "cpu")

@@ -43,22 +43,37 @@ def _run(arm, seed, found, loss, names=("own", "dense", *arms.CHANGES, *arms.CON
 def test_the_page_shows_every_run(tmp_path):
     last = {"step": 1200, "dense_answer_accuracy": 0.98}
     phases = [{"phase": {"sequence_length": length}, "history": [last]} for length in (512, 8192)]
-    base = {**_run("none", 0, 0, 0), "results": {"seed": 0, "phases": phases}}
+    base, other = ({**_run("none", 0, 0, 0), "results": {"seed": 0, "phases": phases, **name}}
+                   for name in ({}, {"base": "base-mla"}))  # fmt: skip
     documents = [
-        base, _run("dense", 0, 1.0, 3.0), _run("dense", 1, 0.9, 3.1), _run("both", 0, 0.99, 3.04),
+        base, other, _run("latents", 0, 0.95, 3.2),
+        _run("dense", 0, 1.0, 3.0), _run("dense", 1, 0.9, 3.1), _run("both", 0, 0.99, 3.04),
         _run("both", 1, 0.5, 3.3, names=("own", "dense")), _run("none", 0, 0.1, 3.5),
     ]  # fmt: skip
     (tmp_path / "study.json").write_text(json.dumps(documents))
     shape = {"shape": "llama", "train": "all", "length": 32768, "processes": 4,
              "rows": [{"name": "condensed", "tokens_per_second": [1, 9000, 8000], "peak_gib": 40.12}]}  # fmt: skip
-    (tmp_path / "shape.json").write_text(json.dumps({"results": shape}))
-    page.write_page([tmp_path / "study.json"], [tmp_path / "shape.json"], tmp_path / "page.md")
+    speeds = {"condensed": [1, 2500, 2600], "dense": [1, 1000, 1100]}
+    rows = [{"name": name, "tokens_per_second": speeds[name], "peak_gib": 40.12} for name in speeds]
+    one = {"processes": 1, "rows": rows}
+    origin = documents[0]["provenance"]
+    for name, content in (("shape", shape), ("one", shape | one)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"provenance": origin, "results": content}))
+    shapes = [tmp_path / "shape.json", tmp_path / "one.json"]
+    page.write_page([tmp_path / "study.json"], shapes, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert "{{" not in text
     # 0.9 of the control's 1.0 is reached at the tenth measurement; 0.9 of the other's 0.9 never
     assert "| distilled, growing groups | 500, never | 0.990, 0.500 | 3.040, 3.300 | 0.040, 0.200 |" in text
+    # another base, so no control: 0.9 of all, which 0.95 has from the tenth measurement on
+    assert "| both, LCA on latents | 500 | 0.950 | 3.200 |  |" in text
     assert "| not adapted |  | 0.100 | 3.500 |" in text
     assert "| 0.99, ?; 3.040 |" in text
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-    assert "| 0 | 1,200 steps: 0.980 | 1,200 steps: 0.980 |" in text
-    assert "| condensed | 8,000 | 40.1 GiB |" in text
+    for seed in ("0", "0, latents"):
+        assert f"| {seed} | 1,200 steps: 0.980 | 1,200 steps: 0.980 |" in text
+    assert "| condensed | 8,000 | ? | 40.1 GiB |" in text
+    assert "| condensed | 2,500 | 2.50 | 40.1 GiB |" in text
+    assert "llama, condensed, 32,768 tokens: 4 GPUs train 80% of 4 times what one does." in text
+    assert "Not measured: growing groups; plain;" in text
+    assert text.count(f"commit {'c' * 12}, 2026-01-01") == 3

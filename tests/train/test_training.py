@@ -24,8 +24,8 @@ import condense
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 from condense.tasks import SequenceBuilder, load_words
-from condense.train import RECIPES, PhaseConfig, TrainConfig, run, run_training
-from condense.train.data import TrainingSequences
+from condense.train import RECIPES, PhaseConfig, TrainConfig, prepare, run, run_training
+from condense.train.data import TrainingSequences, WeightedBuilder
 from condense.train.optimizer import MasterAdamW
 from condense.train.phase import newest_checkpoint
 from condense.train.trainer import COMPLETE, MixedTrainer
@@ -306,6 +306,22 @@ def test_items_depend_on_seed_and_index_alone(tokenizer: Any, corpus: Any) -> No
     assert not all(torch.equal(first[index]["input_ids"], other[index]["input_ids"]) for index in range(20))
 
 
+def test_weights_decide_how_often_a_file_is_drawn_from(config: TrainConfig, text_file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("zzz zzz.\n" * 500)
+    files = dataclasses.replace(config, data=(text_file, other), data_weights=(3.0, 1.0))
+    prepared = prepare(files)
+    assert len(prepared.corpora) == 2
+    names = load_words().trained
+    builders = [SequenceBuilder(prepared.tokenizer, corpus, names, 256) for corpus in prepared.corpora]
+    phase = PhaseConfig(name="p", steps=50, sequence_length=256, batch_size=8, keys=(1, 3))
+    sequences = TrainingSequences(WeightedBuilder(builders, files.data_weights), phase, seed=(0,))
+    texts = [prepared.tokenizer.decode(sequences[index]["input_ids"]) for index in range(400)]
+    # the standard deviation of the share is 0.02
+    assert sum("zzz" in text for text in texts) / 400 == pytest.approx(0.25, abs=0.08)
+    assert len(prepare(dataclasses.replace(files, data_weights=())).corpora) == 1
+
+
 def test_held_out_words_never_enter_training(tokenizer: Any, corpus: Any) -> None:
     words = load_words()
     builder = SequenceBuilder(tokenizer, corpus, words.trained, 512)
@@ -398,6 +414,8 @@ def test_bad_phases(changes: dict[str, Any], message: str) -> None:
         ({"pretrained": "somewhere"}, "pretrained: wanted either"),
         ({"dtype": "int8"}, "dtype"),
         ({"seed": -1}, "seed"),
+        ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
+        ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
     ],
 )
 def test_bad_runs(config: TrainConfig, changes: dict[str, Any], message: str) -> None:
@@ -412,6 +430,11 @@ def test_bad_data(config: TrainConfig, tmp_path: Path) -> None:
     empty.write_text("")
     with pytest.raises(ValueError, match="documents: wanted at least one document with text"):
         run_training(dataclasses.replace(config, data=(empty,)))
+    with pytest.raises(
+        ValueError, match=r"keys: wanted at most 1200, as names are pairs of 2400 words, got \(1, 1201\)"
+    ):
+        run_training(_one_phase(config, config.output, keys=(1, 1201)))
+    assert not config.work.exists()
     with pytest.raises(ValueError, match="until: wanted one of dense, mixed, got 'third'"):
         run_training(config, until="third")
     assert not config.output.exists()

@@ -84,7 +84,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
         documents = track(read_documents(paths, skipped=skipped), "Encoding", transient=True, console=console)
         corpus = encode_corpus(documents, tokenizer)
         if skipped.count:
-            console.print(str(skipped), highlight=False)
+            console.print(str(skipped), highlight=False, soft_wrap=True)
         try:
             with whole_folder(folder) as part:
                 for name, array in vars(corpus).items():

@@ -124,8 +124,9 @@ class TrainConfig:
     """A whole run: the model to start from, the data, the phases, and the folder of the finished model.
 
     recipe: the name of the function that made this. seed: decides the weights to start from and every sequence.
-    data: text files (see `condense.tasks.read_documents`). output: the folder that the finished model is written to;
-    must not exist. phases: trained in order, each from the weights of the one before.
+    data: text files (see `condense.tasks.read_documents`). data_weights: for each of them how often sequences are drawn
+    from it, as numbers of any sum; empty: as often as it has lines. output: the folder that the finished model is
+    written to; must not exist. phases: trained in order, each from the weights of the one before.
     architecture: a fresh model: the arguments of ``AutoConfig.for_model``, ``vocab_size`` included. pretrained: the
     folder or name of a saved model to adapt, instead of ``architecture``. dtype: of the weights; with ``"bfloat16"``
     the optimizer keeps a float32 copy.
@@ -138,8 +139,8 @@ class TrainConfig:
     model.
     save_condensed: the finished model is saved with the last phase's method, so that it loads condensed. shard_size: no
     file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
-    Raises ValueError for a run without data, without phases or with two of one name, for both or neither of
-    ``architecture`` and ``pretrained``, and for a field out of range.
+    Raises ValueError for a run without data or with weights that do not fit them, without phases or with two of one
+    name, for both or neither of ``architecture`` and ``pretrained``, and for a field out of range.
     """
 
     recipe: str
@@ -149,6 +150,7 @@ class TrainConfig:
     phases: tuple[PhaseConfig, ...]
     architecture: Mapping[str, Any] | None = None
     pretrained: str | Path | None = None
+    data_weights: tuple[float, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
     train: Trained = "all"
     lora_rank: int = 16
@@ -162,6 +164,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("data: wanted at least one text file, got none")
+        if self.data_weights and len(self.data_weights) != len(self.data):
+            raise ValueError(
+                f"data_weights: wanted one for each of {len(self.data)} data files, got {len(self.data_weights)}"
+            )
+        for weight in self.data_weights:
+            check_positive("data_weights", weight)
         if not self.phases:
             raise ValueError("phases: wanted at least one phase, got none")
         if len({phase.name for phase in self.phases}) < len(self.phases):

@@ -1,11 +1,37 @@
 """Training sequences as a dataset: item i depends on the seed and on i alone, so that resuming is exact."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from condense.tasks import FORMS, SequenceBuilder
+from condense.tasks import FORMS, PasskeySequence, SequenceBuilder
 from condense.train.config import PhaseConfig
+
+
+class WeightedBuilder:
+    """Builds each sequence from one of several corpora, drawn by weight; otherwise as a `SequenceBuilder`.
+
+    builders: of one length, for one corpus each. weights: positive, of any sum.
+    """
+
+    def __init__(self, builders: Sequence[SequenceBuilder], weights: Sequence[float]) -> None:
+        self.length = builders[0].length
+        self._builders = builders
+        self._shares = np.array(weights) / sum(weights)
+
+    def plain(self, rng: np.random.Generator) -> np.ndarray:
+        """See `SequenceBuilder.plain`."""
+        return self._drawn(rng).plain(rng)
+
+    def passkeys(self, rng: np.random.Generator, count: int, form: str, **options: Any) -> PasskeySequence:
+        """See `SequenceBuilder.passkeys`."""
+        return self._drawn(rng).passkeys(rng, count, form, **options)
+
+    def _drawn(self, rng: np.random.Generator) -> SequenceBuilder:
+        return self._builders[rng.choice(len(self._builders), p=self._shares)]
 
 
 class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
@@ -17,7 +43,7 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     builder: makes sequences of the phase's length. phase: how many, with which tasks. seed: of this phase.
     """
 
-    def __init__(self, builder: SequenceBuilder, phase: PhaseConfig, seed: tuple[int, ...]) -> None:
+    def __init__(self, builder: SequenceBuilder | WeightedBuilder, phase: PhaseConfig, seed: tuple[int, ...]) -> None:
         self._builder = builder
         self._phase = phase
         self._seed = seed

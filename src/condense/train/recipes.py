@@ -11,8 +11,8 @@ from condense.methods import CCA, LCA, Method
 from condense.train.config import PhaseConfig, TrainConfig
 
 _TEXT_FIELDS = ("pretrained", "method")
-_LIST_FIELDS = ("data", "group_sizes", "keys")
-_RUN_FIELDS = ("dtype", "train", "lora_rank", "lora_targets", "shard_size", "report_to")
+_LIST_FIELDS = ("data", "data_weights", "group_sizes", "keys")
+_RUN_FIELDS = ("data_weights", "dtype", "train", "lora_rank", "lora_targets", "shard_size", "report_to")
 ADAPT_FIELDS = (
     *(field.name for field in dataclasses.fields(PhaseConfig) if field.name not in ("name", "method")),
     *_RUN_FIELDS,
@@ -157,8 +157,8 @@ def adapt(
     of their size; docs/adaptation.md tells what each is worth. The adapted model is saved condensed: it loads with the
     method it was adapted to.
 
-    method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``dtype``,
-    ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
+    method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``data_weights``,
+    ``dtype``, ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
     Raises ValueError for another field, and as these two.
     """
     unknown = fields.keys() - set(ADAPT_FIELDS)
@@ -180,7 +180,7 @@ def adapt(
         "checkpoint_steps": max(1, steps // 4),
         **fields,
     }
-    values |= {name: tuple(values[name]) for name in ("group_sizes", "keys") if isinstance(values.get(name), list)}
+    values |= {name: tuple(values[name]) for name in _LIST_FIELDS if isinstance(values.get(name), list)}
     of_run = {name: values.pop(name) for name in _RUN_FIELDS if name in values}
     phase = PhaseConfig(name="adapt", method=method, **values)
     return TrainConfig(

@@ -32,6 +32,7 @@ def summary(config: TrainConfig) -> dict[str, Any]:
     return {
         "recipe": config.recipe,
         "data": [path.name for path in config.data],
+        **({"data_weights": config.data_weights} if config.data_weights else {}),
         "architecture": config.architecture,
         "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
         "dtype": config.dtype,

@@ -32,7 +32,7 @@ from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.tasks.documents import Skipped
 from condense.train.config import PhaseConfig, TrainConfig
-from condense.train.data import TrainingSequences
+from condense.train.data import TrainingSequences, WeightedBuilder
 from condense.train.phase import newest_checkpoint, part_size, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
@@ -45,10 +45,13 @@ _RUNS = "runs"  # TensorBoard's files, by the name that transformers gives their
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenizer and the encoded text, which all runs on the same data share."""
+    """The tokenizer and the encoded text, which all runs on the same data share.
+
+    corpora: one of all data files, or one for each of them if they are weighted.
+    """
 
     tokenizer: PreTrainedTokenizerBase
-    corpus: Corpus
+    corpora: tuple[Corpus, ...]
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -67,7 +70,8 @@ def prepare(config: TrainConfig) -> Prepared:
             )
     else:
         tokenizer = _own_tokenizer(config)
-    return Prepared(tokenizer, load_corpus(config.data, tokenizer, config.cache_folder))
+    sources = [[path] for path in config.data] if config.data_weights else [config.data]
+    return Prepared(tokenizer, tuple(load_corpus(paths, tokenizer, config.cache_folder) for paths in sources))
 
 
 def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
@@ -125,7 +129,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
             prepared = prepare(config)
         for phase in config.phases:
             part_size(phase, processes.num_processes)
-            _builder(prepared, phase)
+            _builder(config, prepared, phase)
     except BaseException:
         # no step was taken yet: leave no work folder, which would have to be resumed or deleted
         if not begun and processes.is_main_process:
@@ -161,7 +165,7 @@ def _run_phase(
     set_seed(seed)
     stock = _load(start, config.dtype) if start is not None else _first_model(config, prepared.tokenizer)
     model = set_trained(stock, config)
-    dataset = TrainingSequences(_builder(prepared, phase), phase, seed=(seed, index))
+    dataset = TrainingSequences(_builder(config, prepared, phase), phase, seed=(seed, index))
     with processes.main_process_first():  # which removes half-written ones
         checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
@@ -207,8 +211,15 @@ def _write_phase(
         shutil.rmtree(leftover)
 
 
-def _builder(prepared: Prepared, phase: PhaseConfig) -> SequenceBuilder:
-    return SequenceBuilder(prepared.tokenizer, prepared.corpus, load_words().trained, phase.sequence_length)
+def _builder(config: TrainConfig, prepared: Prepared, phase: PhaseConfig) -> SequenceBuilder | WeightedBuilder:
+    """Raises ValueError for a corpus shorter than a sequence, and for more hidden numbers than there are names."""
+    words = load_words().trained
+    most = len(words) // 2
+    if phase.task_share and phase.keys[1] > most:
+        raise ValueError(f"keys: wanted at most {most}, as names are pairs of {len(words)} words, got {phase.keys}")
+    length = phase.sequence_length
+    builders = [SequenceBuilder(prepared.tokenizer, corpus, words, length) for corpus in prepared.corpora]
+    return WeightedBuilder(builders, config.data_weights) if config.data_weights else builders[0]
 
 
 def _check_model(config: TrainConfig) -> None:
