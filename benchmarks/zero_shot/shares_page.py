@@ -1,8 +1,9 @@
 """`docs/zero-shot.md` from result files: tables and pictures where ``page.md`` asks for them.
 
 ``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{calibrated ...}}`` for
-one of the latter alone, ``{{chosen ...}}``, ``{{adapted ...}}`` and ``{{heads ...}}`` for tables too,
-``{{picture ...}}`` for a picture of the first, ``{{training ARCHITECTURE}}`` and ``{{origin}}`` for text.
+one of the latter alone, ``{{chosen ...}}``, ``{{adapted ...}}``, ``{{heads ...}}`` and ``{{opened ARCHITECTURE}}`` for
+tables too, ``{{picture ...}}`` for a picture of the first, ``{{fit ARCHITECTURE}}``, ``{{training ARCHITECTURE}}`` and
+``{{origin}}`` for text.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
+
+from needed import Opened, fits
+from rows import GROUP, WINDOW
 
 from condense.plots import plot_lines
 
@@ -70,6 +74,8 @@ def write_page(results: Sequence[Path], output: Path) -> None:
         "adapted": lambda *of: _methods(_by_label(pick("adapted", *of))),
         "chosen": lambda *of: _chosen(pick("calibrated", *of)),
         "heads": lambda *of: _heads(pick("heads", *of)),
+        "opened": lambda *of: _opened(pick("opened", *of)),
+        "fit": lambda *of: _fit(pick("opened", *of)),
         "training": lambda *of: _training(pick("training", *of)),
         "picture": picture,
         "origin": lambda: _origin(results, documents),
@@ -161,6 +167,41 @@ def _heads(runs: Runs) -> str:
     return _table(head, cells)
 
 
+def _opened(runs: Runs) -> str:
+    """Per length and number of open groups."""
+    head = ("tokens", "groups", "open", "numbers found, of dense's", "text loss above dense", "second half")
+    cells = []
+    for length in sorted({run["length"] for run in runs}):
+        rows = _by_label([run for run in runs if run["length"] == length])
+        dense = rows.pop("dense")
+        for label, of in rows.items():
+            found = [row.found / stock.found for row, stock in zip(of, dense, strict=True)]
+            losses = [_range([getattr(row, name) for row in of], "{:+.3f}") for name in ("above", "half")]
+            groups = (length - WINDOW) // GROUP
+            cells.append((f"{length:,}", f"{groups:,}", label.removeprefix("r="), _range(found, "{:.3f}"), *losses))
+    return _table(head, cells)
+
+
+def _fit(runs: Runs) -> str:
+    """Groups that must be open by length, and what follows for 128K tokens."""
+    measured = []
+    for run in runs:
+        rows = _by_label([run])
+        points = [(int(label.removeprefix("r=")), of[0].half) for label, of in rows.items() if label != "dense"]
+        measured.append(Opened(run["seed"], run["length"], points))
+    cells = []
+    for length in sorted({one.length for one in measured}):
+        needed = [one.needed() for one in measured if one.length == length]
+        share = [r * GROUP / (length - WINDOW) for r in needed if r is not None]
+        cells.append(
+            (f"{length:,}", _range(needed, "{:.1f}"), _range(share, "{:.1%}"), f"{len(share)} of {len(needed)}")
+        )
+    exponents, predicted = zip(*fits(measured), strict=True)
+    table = _table(("tokens", "open groups for 0.01 nats", "of all", "seeds that come to it"), cells)
+    line = f"A power of the length through each seed's: exponent {_range(exponents, '{:.2f}')}"
+    return f"{table}\n\n{line}; at 131,072 tokens it says {_range(predicted, '{:.0f}')} open groups."
+
+
 def _training(runs: Runs) -> str:
     cells = []
     for run in runs:
@@ -188,10 +229,14 @@ def _draw(rows: Mapping[str, Sequence[Row]], path: Path) -> None:
 
 
 def _origin(results: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> str:
+    """Where the numbers come from; which commit each file is of."""
     measured = documents[0]["measured"]
-    files = ", ".join(f"`benchmarks/results/{path.name}`" for path in results)
-    software = f"torch {measured['torch']}, transformers {measured['transformers']}, commit {measured['commit'][:11]}"
-    return f"One {measured['device']}, {software}, bfloat16, {measured['date'][:10]}; {files}"
+    files = ", ".join(
+        f"`benchmarks/results/{path.name}` (commit {document['measured']['commit'][:11]})"
+        for path, document in zip(results, documents, strict=True)
+    )
+    software = f"torch {measured['torch']}, transformers {measured['transformers']}"
+    return f"{measured['device']}, {software}, bfloat16, {measured['date'][:10]}; {files}"
 
 
 def _range(values: Sequence[float | None], form: str) -> str:
