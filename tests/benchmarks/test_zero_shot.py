@@ -174,10 +174,10 @@ def test_groups_that_must_be_open_follow_a_power_of_the_length():
 
 def test_the_page_shows_what_open_groups_lose():
     runs = []
-    for length, losses in ((1024, (1.02, 1.0)), (4096, (1.02, 1.0))):
+    for length, few in ((1024, 2), (4096, 4)):
         parts = [{"start": 0, "stop": length // 2}, {"start": length // 2, "stop": length - 64}]
         parts.append({"start": length - 64, "stop": length})
-        named = dict(zip(("dense", "r=2", "r=8"), (1.0, *losses), strict=True))
+        named = {"dense": 1.0, f"r={few}": 1.02, f"r={4 * few}": 1.0}
         text = [
             {"name": name, "loss": x, "by_position": [part | {"loss": x} for part in parts]}
             for name, x in named.items()
@@ -187,8 +187,8 @@ def test_the_page_shows_what_open_groups_lose():
         runs.append(run | {"shares": {name: [1.0, 0.0] for name in named}})
     assert "| 1,024 | 48 | 2 | 1.000 | +0.020 | +0.020 |" in tables.opened(runs)
     fitted = tables.fit(runs)
-    assert "| 4,096 | 4.0 | 1.7% | 1 of 1 |" in fitted
-    assert "exponent 0.00; at 131,072 tokens it says 4 open groups." in fitted
+    assert "| 4,096 | 8.0 | 3.3% | 1 of 1 |" in fitted
+    assert "exponent 0.50; at 131,072 tokens it says 45 open groups." in fitted
 
 
 def test_the_page_is_as_the_results_fill_it(tmp_path):
