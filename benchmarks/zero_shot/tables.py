@@ -73,7 +73,13 @@ def chosen(runs: Runs) -> str:
         for place, record in run["goals"].items():
             missed = {goal: text for goal, text in record.items() if isinstance(text, str)}
             cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), *[""] * 5, missed[goal]) for goal in missed]
-    return _table(head, sorted(cells))
+    return _table(head, sorted(cells, key=lambda row: (*_goal(row[0]), row[1])))
+
+
+def _goal(label: str) -> tuple[str, float]:
+    """Where tokens lie, and the number that was asked for."""
+    place, _, goal = label.rpartition(", ")
+    return place, float(goal.rstrip("% nats"))
 
 
 def _short(text: str) -> str:
