@@ -69,7 +69,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Per way: loss of the last `LAST` tokens of each text, and hidden numbers found, asked for after the prompt.
 
-    asked_in_prompt: of so many sequences, each question is also read as the end of a prompt of its own, so that SnapKV
+    asked_in_prompt: of so many sequences, SnapKV also reads each question as the end of a prompt of its own, so that it
     knows it when it evicts. None as a way: dense attention.
     """
     device, rows = model.device, []
@@ -87,7 +87,7 @@ def measure(
                 n = min(start for start, _ in sequence.answers) - _BEFORE
                 right = (_read(model, ids, n, change).argmax(-1) == ids[n:]).tolist()
                 later += [all(right[start - n : stop - n]) for start, stop in sequence.answers]
-            for sequence in questions[:asked_in_prompt]:
+            for sequence in questions[:asked_in_prompt] if isinstance(way, SnapKV) else ():
                 ids = torch.from_numpy(sequence.input_ids).to(device)
                 for start, stop in sequence.answers:
                     right = _read(model, ids[:stop], start, change).argmax(-1) == ids[start:stop]

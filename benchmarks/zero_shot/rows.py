@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
+from typing import Any
 
 from trial import RoundedCCA, RoundedRecall
 
-from condense import CCA, CalibrationConfig, Dense, Method, Recall, StreamingLLM
+from condense import CCA, DGA, LCA, CalibrationConfig, Dense, Method, Recall, StreamingLLM
+from condense.methods.grouped import GroupPooling
 
 GROUP, WINDOW, SINKS = 16, 256, 4
-SHARES = (0.05, 0.09, 0.16, 0.25)  # of the dense cache, for methods whose size can be set freely
-GOALS = {"host": (0.05, 0.07, 0.09), "device": (0.1, 0.16, 0.2)}
+SHARES = (0.05, 0.09, 0.16, 0.25)  # of the dense cache: sizes asked for, and of methods that can have any
 BUDGET = 0.02
-NUMBERS = 16  # hidden in each text of a calibration
+NUMBERS = 32  # hidden in each text of a calibration
+_PLACED: dict[str, Any] = {"group_size": GROUP, "window": WINDOW}
 # what does best without training, and with it
-POOLED = CCA(group_size=GROUP, window=WINDOW, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
-TRAINED = CCA(group_size=GROUP, window=WINDOW, summary="streaming", key_pooling="select", rep_bias="log_size")
+POOLED = CCA(**_PLACED, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
+TRAINED = CCA(**_PLACED, summary="streaming", key_pooling="select", rep_bias="log_size")
+# on latents
+LATENT = LCA(**_PLACED, rep_bias="log_size")
 
 
 def recall(length: int) -> Recall:
     """Recall as small models need it: a sixteenth of the groups open, the store in host memory."""
     num = length // GROUP // 16
-    return Recall(
-        group_size=GROUP, window=WINDOW, num_recall=num, store="host", slots=num // 4, index_size=GROUP, index_bits=4
-    )
+    return Recall(**_PLACED, num_recall=num, store="host", slots=num // 4, index_size=GROUP, index_bits=4)
 
 
 def coarse(length: int) -> Recall:
@@ -32,14 +35,31 @@ def coarse(length: int) -> Recall:
     return recall(length).replace(group_size=2 * GROUP, index_size=GROUP, num_recall=num, slots=num // 4)
 
 
-def methods(length: int, pooled: CCA = POOLED) -> dict[str, Method]:
+def stored(length: int) -> Recall:
+    """In groups of twice the size, an eighth of them open, the store on the device in 4 bits: open groups take no room
+    there.
+    """
+    num = length // GROUP // 16
+    return coarse(length).replace(store="device", store_bits=4, num_recall=num)
+
+
+def methods(length: int, pooled: GroupPooling) -> dict[str, Method]:
     """By the labels of the rows; dense attention, which all others are compared to, first."""
-    hosted, stored = recall(length), recall(length).replace(store="device")
-    fine = hosted.replace(index_size=GROUP // 2)
-    return {
+    windows = {share: StreamingLLM(sink=SINKS, window=round(share * length) - SINKS) for share in SHARES}
+    rows: dict[str, Method] = {
         "dense": Dense(),
-        **{f"window {share:.0%}": StreamingLLM(sink=SINKS, window=round(share * length) - SINKS) for share in SHARES},
-        **{f"cca g={g}": pooled.replace(group_size=g) for g in (32, 16, 8)},
+        **{f"window {share:.0%}": window for share, window in windows.items()},
+        **{f"{pooled.name} g={g}": pooled.replace(group_size=g) for g in (32, 16, 8)},
+        "lca of its paper": LCA(**_PLACED),
+    }
+    hosted, kept = recall(length), stored(length)
+    rows |= {"recall 4-bit store": kept, "recall 4-bit store, drop": _dropping(kept)}
+    if isinstance(pooled, LCA):
+        return rows
+    fine = hosted.replace(index_size=GROUP // 2)
+    return rows | {
+        "cca of its paper": CCA(**_PLACED),
+        "dga of its paper": DGA(**_PLACED),
         "recall": hosted,
         "recall finer index": fine,
         "recall fewer open": fine.replace(num_recall=hosted.num_recall // 2, slots=hosted.slots // 2),
@@ -48,14 +68,18 @@ def methods(length: int, pooled: CCA = POOLED) -> dict[str, Method]:
         "recall drop, finer index": fine.replace(unchosen="drop"),
         "recall drop, more open": hosted.replace(unchosen="drop", num_recall=2 * hosted.num_recall),
         "quest": hosted.replace(index_bits=16, unchosen="drop"),
-        "recall 8-bit store": stored.replace(store_bits=8),
-        "recall 4-bit store": stored.replace(store_bits=4),
+        "recall 8-bit store": kept.replace(store_bits=8),
     }
+
+
+def _dropping(method: Recall) -> Recall:
+    """Without entries, and with twice as many open groups."""
+    return method.replace(unchosen="drop", num_recall=2 * method.num_recall)
 
 
 def rounded_methods(length: int) -> dict[str, Method]:
     """Entries in 8 and 4 bits, by label."""
-    given = {"group_size": GROUP, "window": WINDOW, "rep_bias": "log_size", "key_pooling": "mean"}
+    given = {**_PLACED, "rep_bias": "log_size", "key_pooling": "mean"}
     hosted = {name: value for name, value in recall(length).to_dict().items() if name != "method"}
     rows: dict[str, Method] = {}
     for bits in (8, 4):
@@ -64,28 +88,34 @@ def rounded_methods(length: int) -> dict[str, Method]:
     return rows
 
 
-def calibrations(length: int, texts: int, seed: int, pooled: CCA = POOLED) -> Mapping[str, list[CalibrationConfig]]:
+def opened(length: int) -> dict[str, Method]:
+    """Recall with more and more open groups, by label, after dense attention: powers of two around what is needed."""
+    most = length // GROUP // 8
+    base = Recall(**_PLACED)
+    return {"dense": Dense(), **{f"r={most >> i}": base.replace(num_recall=most >> i) for i in (4, 3, 2, 1, 0)}}
+
+
+def calibrations(length: int, texts: int, seed: int, pooled: GroupPooling) -> Mapping[str, list[CalibrationConfig]]:
     """By where the tokens of recalling layers lie: one configuration per goal, the budget first."""
     entries = (pooled, pooled.replace(group_size=2 * GROUP))
     windows = tuple(StreamingLLM(sink=SINKS, window=w - SINKS) for w in (WINDOW, 2 * WINDOW))
-    hosted = recall(length)
-    dropping = hosted.replace(unchosen="drop", num_recall=2 * hosted.num_recall)
-    candidates: Mapping[str, tuple[Method, ...]] = {
-        "host": (Dense(), hosted, dropping, *entries, *windows),
-        "device": (Dense(), hosted.replace(store="device", store_bits=4), *entries, *windows),
-    }
+    hosted, kept = recall(length), stored(length)
+    recalling = {"host": (hosted, _dropping(hosted)), "device": (kept, _dropping(kept))}
+    if isinstance(pooled, LCA):
+        del recalling["host"]
+    goals = [(BUDGET, None), *product([None], SHARES)]
     return {
         place: [
             CalibrationConfig(
                 budget_nats=nats,
                 cache=share,
-                candidates=of,
+                candidates=(Dense(), *of, *entries, *windows),
                 length=length,
                 texts=texts,
                 hidden_numbers=NUMBERS,
                 seed=seed,
             )
-            for nats, share in [(BUDGET, None), *((None, share) for share in GOALS[place])]
+            for nats, share in goals
         ]
-        for place, of in candidates.items()
+        for place, of in recalling.items()
     }

@@ -13,21 +13,22 @@ import numpy as np
 import torch
 from continued import LAST, FewerBits, measure
 from heads import by_head
-from rows import POOLED, SHARES, TRAINED, WINDOW, calibrations, methods, rounded_methods
+from rows import LATENT, POOLED, SHARES, TRAINED, WINDOW, calibrations, methods, opened, rounded_methods
 from training import adapt, device, load_npz, train_dense
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trial import entry_share
 
 import condense
-from condense import CCA, Method, SnapKV
+from condense import Method, SnapKV
 from condense.calibration.samples import draw_samples
 from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
+from condense.methods.grouped import GroupPooling
 from condense.models import described
 from condense.models.inspect import inspect
 from condense.results import write_results
 from condense.tasks import PasskeySequence, SequenceBuilder, load_words
 
-KEYS = 8
+KEYS = 16
 
 
 def run_seed(options: argparse.Namespace) -> None:
@@ -41,9 +42,7 @@ def run_seed(options: argparse.Namespace) -> None:
             continue
         began, at = time.monotonic(), Place(options, tokenizer, seed, int(length))
         content = {"architecture": options.architecture, "seed": seed, "length": at.length, "part": part}
-        content |= {"calibrated": _calibrated, "methods": _methods, "heads": _heads, "adapted": _adapted}[part](
-            model, at
-        )
+        content |= _PARTS[part](model, at)
         write_results(path, content | {"seconds": round(time.monotonic() - began, 1)}, seed=seed)
         print(f"{path.stem}: {time.monotonic() - began:.0f} s", flush=True)
 
@@ -63,7 +62,17 @@ class Place(NamedTuple):
         spans = zip(corpus.document_starts, ends, strict=True)
         return [self.tokenizer.decode(corpus.tokens[start : end - 1]) for start, end in spans]
 
-    def configs(self, pooled: CCA = POOLED) -> Mapping[str, list[condense.CalibrationConfig]]:
+    @property
+    def pooled(self) -> GroupPooling:
+        """How the model's layers are pooled without training."""
+        return LATENT if self.options.architecture == "mla" else POOLED
+
+    @property
+    def trained(self) -> GroupPooling:
+        """How they are pooled after it."""
+        return LATENT if self.options.architecture == "mla" else TRAINED
+
+    def configs(self, pooled: GroupPooling) -> Mapping[str, list[condense.CalibrationConfig]]:
         """See `rows.calibrations`."""
         return calibrations(self.length, max(2, self.options.texts // 2), self.seed, pooled)
 
@@ -97,11 +106,13 @@ def _model(options: argparse.Namespace, seed: int, tokenizer: PreTrainedTokenize
 
 
 def _methods(model: PreTrainedModel, at: Place) -> dict[str, Any]:
-    """Every method in all layers, those on trial and those that change a cache after the prompt too."""
+    """Every method in all layers; but on latents those on trial and those that change a cache after the prompt too."""
+    choices = methods(at.length, at.pooled)
+    if at.pooled is LATENT:
+        return _read(model, at, choices)
     rounded = rounded_methods(at.length)
-    choices = methods(at.length) | rounded
-    width = inspect(model, choices["dense"], at.length)[0].width
-    shares = {name: _share(model, choice, at.length) for name, choice in choices.items()}
+    read = _read(model, at, choices | rounded)
+    width, shares = inspect(model, choices["dense"], at.length)[0].width, read["shares"]
     for name, method in rounded.items():
         on_device, host = shares[name]
         entries = (at.length - WINDOW) // method.group_size / at.length
@@ -115,38 +126,34 @@ def _methods(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     shares |= {name: ((way.budget + LAST) / at.length, 0.0) for name, way in ways.items()}
     shares |= {name: (way.share(at.length, width), 0.0) for name, way in bits.items()}
     texts, questions = at.held_out()
-    return {
-        "choices": {name: described(choice) for name, choice in choices.items()},
-        "shares": shares,
-        **_measured(model, choices, texts, questions),
-        "continued": measure(model, {"dense": None, **ways, **bits}, texts, questions, max(1, len(texts) // 2)),
-    }
+    asked = max(1, len(texts) // 4)
+    return read | {"continued": measure(model, {"dense": None, **ways, **bits}, texts, questions, asked)}
 
 
 def _calibrated(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     """Dense attention, and every calibrated allocation."""
-    allocations, goals = _calibrate(model, at, POOLED, "zero-shot")
-    choices: dict[str, Any] = {"dense": condense.Dense(), **allocations}
+    allocations, goals = _calibrate(model, at, at.pooled, "zero-shot")
+    return _read(model, at, {"dense": condense.Dense(), **allocations}) | {"goals": goals}
+
+
+def _opened(model: PreTrainedModel, at: Place) -> dict[str, Any]:
+    """Recall with more and more open groups."""
+    return _read(model, at, opened(at.length))
+
+
+def _read(model: PreTrainedModel, at: Place, choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, bytes and what is lost, by label."""
+    texts, questions = at.held_out()
     return {
         "choices": {name: described(choice) for name, choice in choices.items()},
         "shares": {name: _share(model, choice, at.length) for name, choice in choices.items()},
-        "goals": goals,
-        **_measured(model, choices, *at.held_out()),
-    }
-
-
-def _measured(
-    model: PreTrainedModel, choices: Mapping[str, Any], texts: list[np.ndarray], questions: list[PasskeySequence]
-) -> dict[str, Any]:
-    length = len(texts[0])
-    return {
-        "text": text_loss(model, choices, texts, edges=(0, length // 2, length - LAST)),
+        "text": text_loss(model, choices, texts, edges=(0, at.length // 2, at.length - LAST)),
         "retrieval": retrieval(model, choices, questions),
     }
 
 
 def _calibrate(
-    model: PreTrainedModel, at: Place, pooled: CCA, name: str
+    model: PreTrainedModel, at: Place, pooled: GroupPooling, name: str
 ) -> tuple[dict[str, dict[int, Method]], dict[str, Any]]:
     """By label, the allocations that met their goals; by place, the losses of layers and how each goal was met."""
     texts, folder = at.calibration_texts(), at.options.work / "logs"
@@ -164,7 +171,7 @@ def _calibrate(
                 continue
             allocations[f"calibrated, {place}, {goal}"] = result.allocation
             record[goal] = {"measured": result.chosen.quality(), "held_out": result.verified.quality()}
-            record["layers"] = [vars(loss) for loss in result.layers]
+            record["layers"] = [vars(loss) | {"method": described(loss.method)} for loss in result.layers]
         records[place] = record
     return allocations, records
 
@@ -177,7 +184,7 @@ def _share(model: PreTrainedModel, choice: Any, length: int) -> tuple[float, flo
 
 
 def _heads(model: PreTrainedModel, at: Place) -> dict[str, Any]:
-    config = at.configs()["host"][0]
+    config = at.configs(at.pooled)["host"][0]
     return by_head(model, draw_samples(at.tokenizer, at.calibration_texts(), config), config)
 
 
@@ -186,24 +193,18 @@ def _adapted(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     student = copy.deepcopy(model).train()
     corpus = load_npz(at.options.train)
     folder = at.options.work / "logs" / f"adapted-{at.options.architecture}-s{at.seed}-{at.length}"
-    history = adapt(student, at.seed, at.tokenizer, corpus, TRAINED, at.length, folder, trial=at.options.trial)
+    history = adapt(student, at.seed, at.tokenizer, corpus, at.trained, at.length, folder, trial=at.options.trial)
     student.eval()
-    allocations, goals = _calibrate(student, at, TRAINED, "adapted")
-    choices: dict[str, Any] = {**methods(at.length, TRAINED), **allocations}
-    texts, questions = at.held_out()
-    return {
-        "history": history,
-        "choices": {name: described(choice) for name, choice in choices.items()},
-        "shares": {name: _share(student, choice, at.length) for name, choice in choices.items()},
-        "goals": goals,
-        "before": _measured(model, {"dense": condense.Dense()}, texts, questions),
-        **_measured(student, choices, texts, questions),
-    }
+    allocations, goals = _calibrate(student, at, at.trained, "adapted")
+    before = _read(model, at, {"dense": condense.Dense()})
+    after = _read(student, at, {**methods(at.length, at.trained), **allocations})
+    return after | {"history": history, "goals": goals, "before": before}
 
 
 _PARTS: Mapping[str, Callable[[PreTrainedModel, Place], dict[str, Any]]] = {
     "calibrated": _calibrated,
     "methods": _methods,
+    "opened": _opened,
     "heads": _heads,
     "adapted": _adapted,
 }

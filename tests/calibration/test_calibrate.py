@@ -189,9 +189,10 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
             r"cannot both be met: at .*% of the cache the model loses .* nats; at 100",
         ),
         ({"candidates": CANDIDATES[1:], "budget_nats": 1e-9}, "none of these candidates stays within 1e-09: the most"),
+        ({"hidden_numbers": 40}, r"hidden_numbers must fit into texts of 128 tokens .*, got 40, of which \d+ do: hide"),
         ({"texts": 500}, r"text must have \d+ tokens, 500 texts of 128 to measure and as many to verify, got \d+"),
     ],
-    ids=["cache", "both", "budget", "text"],
+    ids=["cache", "both", "budget", "numbers", "text"],
 )
 def test_goals_that_cannot_be_met(model, tokenizer, text, changes, said):
     with pytest.raises(ValueError, match=said) as error:
@@ -226,6 +227,7 @@ def test_small_losses_are_not_said_to_be_none():
     [
         ({"budget_nats": None}, "budget_nats and cache must not both be None"),
         ({"budget_nats": 0.0}, "budget_nats must be a finite number > 0"),
+        ({"cache": 9.0}, r"cache must be a share of the dense cache, at most 1 \(0\.09 for 9 %\), got 9\.0"),
         ({"min_found": 1.5}, "min_found must be a finite number from 0 to 1"),
         ({"texts": 1}, "texts must be an integer >= 2"),
         ({"length": 64}, "length must be an integer >= 128"),
@@ -234,7 +236,7 @@ def test_small_losses_are_not_said_to_be_none():
         ({"candidates": (Recall(prompt="exact"),)}, "reads whole texts with dense attention: use prompt='recall'"),
         ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
     ],
-    ids=["no-goal", "zero", "found", "texts", "length", "twice", "dense", "exact", "ahead"],
+    ids=["no-goal", "zero", "percent", "found", "texts", "length", "twice", "dense", "exact", "ahead"],
 )
 def test_bad_settings(changes, said):
     with pytest.raises(ValueError, match=said):

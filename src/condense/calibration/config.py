@@ -19,7 +19,7 @@ class CalibrationConfig:
     many must be found as this share of those that the dense model finds.
     candidates: the methods to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
-    hidden_numbers: so many numbers are hidden in as many further texts and asked for at their ends, 0 for none.
+    hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
     seed: decides which stretches of text are taken, and which numbers.
     Raises ValueError for a field out of range, and for a candidate that reads whole texts differently from steps.
     """
@@ -40,6 +40,8 @@ class CalibrationConfig:
         for name in ("budget_nats", "cache"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+        if self.cache is not None and self.cache > 1:
+            raise ValueError(f"cache must be a share of the dense cache, at most 1 (0.09 for 9 %), got {self.cache}")
         check_number("min_found", self.min_found, 0, 1)
         for name, least in (("length", 128), ("texts", 2), ("hidden_numbers", 0), ("seed", 0)):
             check_int(name, getattr(self, name), least)

@@ -37,7 +37,8 @@ class Samples(NamedTuple):
 def draw_samples(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], config: CalibrationConfig) -> Samples:
     """Stretches of the texts, measured or held out; a text with hidden numbers is made of stretches of its own kind.
 
-    Raises ValueError if the texts are too short, and for a tokenizer without a token that ends texts.
+    Raises ValueError if the texts are too short, also for the hidden numbers, and for a tokenizer without a token that
+    ends texts.
     """
     corpus = encode_corpus(texts, tokenizer)
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -67,6 +68,11 @@ def _of_stretches(
     for i, stretch in enumerate(stretches):
         rng = np.random.default_rng([config.seed, int(stretch)])
         sequence = builder.passkeys(rng, config.hidden_numbers, FORMS[i % len(FORMS)])
+        if len(sequence.keys) < config.hidden_numbers:
+            raise ValueError(
+                f"hidden_numbers must fit into texts of {config.length} tokens with their questions, got "
+                f"{config.hidden_numbers}, of which {len(sequence.keys)} do: hide fewer, or give a greater length"
+            )
         ends = np.cumsum([stop - start for start, stop in sequence.answers]).tolist()
         compared = torch.cat([torch.arange(start, stop) for start, stop in sequence.answers])
         answers = tuple(zip([0, *ends], ends, strict=False))
