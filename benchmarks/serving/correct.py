@@ -58,14 +58,14 @@ MODELS = {"bundled": bundled, "wide": wide}
 
 
 def make_adapter(model):
-    """A folder as PEFT writes it, with weights so large that answers differ."""
+    """A folder as PEFT writes it, with weights large enough to change every score."""
     from safetensors.torch import save_file
 
     tensors, folder = {}, Path(tempfile.mkdtemp())
     for name, module in projections(model):
         out, width = module.weight.shape
-        tensors[f"base_model.model.{name}.lora_A.weight"] = 0.1 * torch.randn(RANK, width)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = 0.1 * torch.randn(out, RANK)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = 0.05 * torch.randn(RANK, width)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = 0.05 * torch.randn(out, RANK)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": PROJECTIONS, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -163,7 +163,8 @@ def engine(args):
         "stages": args.stages, **results[0], "pages": total, "free_pages": free,
     }  # fmt: skip
     if len(variants) > 1:
-        content["with_adapter"] = results[1]
+        change = distance(variants[1]["text_float32"], variants[0]["text_float32"])
+        content["with_adapter"] = {"change": change, **results[1]}
     print(content, flush=True)
     write_results(args.out, content, seed=0, overwrite=True)
 
