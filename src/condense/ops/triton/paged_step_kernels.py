@@ -142,23 +142,14 @@ def paged_attend_kernel(
         tiles = far_tiles + tl.cdiv(near.count, KIND.keys)
         lo, hi = tiles * split // S, tiles * (split + 1) // S
         far_hi, near_lo, near_hi = tl.minimum(hi, far_tiles), tl.maximum(lo - far_tiles, 0), hi - far_tiles
-        r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
-        at = request * s_qt + (kvh * R + r) * s_qh
-        q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
-        softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
-        if KIND.early:
-            # stored in this step, by this request or another, are at most the last entry and the last two tokens
-            far_lo = tl.maximum(lo, tl.minimum(far_hi, tl.maximum(far.count - 1, 0) // KIND.keys))
-            page = _tile_pages(entries, far, lo, far_lo, KIND)
-            softmax = _attend_pages(softmax, q, entries, far, page, lo, far_lo, score_scale, bias, KIND)
-            old_hi = tl.maximum(near_lo, tl.minimum(near_hi, tl.maximum(near.count - 2, 0) // KIND.keys))
-            page = _tile_pages(window, near, near_lo, old_hi, KIND)
-            softmax = _attend_pages(softmax, q, window, near, page, near_lo, old_hi, score_scale, 0.0, KIND)
-            lo, near_lo = far_lo, old_hi
         far_pages = _tile_pages(entries, far, lo, far_hi, KIND)
         near_pages = _tile_pages(window, near, near_lo, near_hi, KIND)
         if KIND.early:
             gdc_wait()
+        r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
+        at = request * s_qt + (kvh * R + r) * s_qh
+        q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
+        softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
         softmax = _attend_pages(softmax, q, entries, far, far_pages, lo, far_hi, score_scale, bias, KIND)
         softmax = _attend_pages(softmax, q, window, near, near_pages, near_lo, near_hi, score_scale, 0.0, KIND)
         at = (program.to(tl.int64) * R + r) * S + split
