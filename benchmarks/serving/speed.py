@@ -1,13 +1,13 @@
 """Capacity and speed of condensed models in vLLM, beside dense vLLM: Llama-3.1-8B's shape, random weights.
 
-    python benchmarks/serving/speed.py OUT.json --attention condensed --measure first,first,decode-130560,first
-    python benchmarks/serving/speed.py OUT.json --attention dense --measure capacity,decode-4096,decode-32640
+    python benchmarks/serving/speed.py OUT.json --attention condensed --measure first,first,decode-130561,first
+    python benchmarks/serving/speed.py OUT.json --attention dense --measure capacity,decode-4097,decode-32769
 
 What is measured, in this order; a name that comes again is measured again:
 
 - capacity: requests of 131,072 tokens that run at once.
-- decode-LENGTH: time between tokens, whole steps of the engine, while more and more requests run, prompts cached; the
-  answers are up to 500 tokens long by then.
+- decode-LENGTH: time between tokens, whole steps of the engine, while more and more requests run, prompts cached but
+  for one token; the first answers are up to 500 tokens long by then.
 - first: time to the first token of a prompt read alone.
 - documents: questions on ten texts of 130,432 tokens that were read before.
 - short, long: prompts of 4,096 or 130,560 tokens, 512 tokens of answer, nothing shared, all at once.
@@ -29,11 +29,12 @@ from engine import BATCHED_TOKENS, METHOD, VLLM, llama_engine, prompts_of
 from condense.results import write_results
 
 # 512 tokens are left for the answer
-LONG = 131072 - 512
+LONG, ANSWER = 131072 - 512, 511
+# one token more than whole pages of entries, which are what can be cached
 ROWS = {
-    4096: (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
-    32640: (1, 2, 4, 8, 16, 24, 64, 128, 192, 256),
-    LONG: (1, 2, 4, 6, 16, 32, 64, 76, 80, 90),
+    4096 + 1: (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
+    32768 + 1: (1, 2, 4, 8, 16, 24, 64, 128, 192, 256),
+    LONG + 1: (1, 2, 4, 6, 16, 32, 64, 76, 80, 90),
 }
 DECODES = {f"decode-{length}": length for length in ROWS}
 # so that the first requests of ten numbers of rows have tokens left to answer with
@@ -62,15 +63,15 @@ def capacity(engine, seed):
 def decode(engine, length):
     """Time between tokens by rows: requests join those that run; ends at the first rows that do not all run at once."""
     # dense: those that fit; condensed: the largest number of rows tells
-    wanted = [rows for rows in ROWS[length] if engine.condensed or rows * (length + 512) <= engine.pages[0] * 16]
+    wanted = [rows for rows in ROWS[length] if engine.condensed or rows * (length + ANSWER) <= engine.pages[0] * 16]
     prompts, before = prompts_of(max(wanted), length, seed=length), engine.preempted
     engine.fill(prompts)
     rows_of, names, answers = [], [], {}
     for rows in wanted:
-        names += engine.add(prompts[len(names) : rows], 512)
+        names += engine.add(prompts[len(names) : rows], ANSWER)
         at = []
-        # those that join read what the cache does not cover first
-        for _ in range(SKIPPED + STEPS + rows + 8):
+        # those that join may need a few steps until they do
+        for _ in range(2 * (SKIPPED + STEPS)):
             step = engine.step(answers)
             if step.tokens == rows:
                 at.append(step.time)

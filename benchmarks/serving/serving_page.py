@@ -1,6 +1,6 @@
 """The tables of `docs/serving.md` and its picture from result files of `speed.py` and `paged_step.py`.
 
-    python benchmarks/serving/page.py docs/serving.md
+    python benchmarks/serving/serving_page.py docs/serving.md
 
 The page names its result files; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
 ``decode LENGTH``, ``first and traffic`` and ``paged``. Every process of `speed.py` is a round; a cell is the median of
@@ -17,7 +17,7 @@ from statistics import median
 from condense.plots import plot_lines
 
 RESULTS = Path(__file__).parents[1] / "results"
-LENGTHS = (4096, 32640, 130560)
+LENGTHS = (4097, 32769, 130561)
 NAMES = ("dense", "condensed")
 _BLOCK = re.compile(r"(<!-- ((?:decode|first|paged).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
