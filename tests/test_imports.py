@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "condense"
 
 # each unit with what it may import besides itself
-ARROWS: dict[str, set[str]] = {"config": set(), "version": set(), "files": set()}
+ARROWS: dict[str, set[str]] = {"config": set(), "version": set(), "files": set(), "architectures": set()}
 ARROWS["tasks"] = {"files"}
 ARROWS["results"] = {"files", "version"}
 ARROWS["ops"] = {"config"}
@@ -19,9 +19,9 @@ ARROWS["methods"] = {"ops", "version"} | ARROWS["ops"]
 ARROWS["state"] = {"methods"} | ARROWS["methods"]
 ARROWS["plan"] = {"state"} | ARROWS["state"]
 ARROWS["functional"] = {"plan"} | ARROWS["plan"]
-ARROWS["serving"] = {"methods"} | ARROWS["methods"]
+ARROWS["serving"] = {"methods", "architectures"} | ARROWS["methods"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
-ARROWS["models"] = {"caches", "latent", "version"} | ARROWS["caches"]
+ARROWS["models"] = {"caches", "latent", "version", "architectures"} | ARROWS["caches"]
 ARROWS["testing"] = {"methods"} | ARROWS["methods"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "bench", "analysis", "calibration")

@@ -1,14 +1,19 @@
 """Do condensed models in vLLM give the tokens of `generate`? The bundled model, or a random one with eight KV heads.
 
-    python benchmarks/serving/correct.py reference REF.pt [--model wide]
+    python benchmarks/serving/correct.py reference REF.pt [--model wide] [--adapter]
     python benchmarks/serving/correct.py engine REF.pt OUT.json --mode graph --batched-tokens 256
 
 `reference` runs transformers, in float32 and in bfloat16; `engine` runs vLLM on the same prompts, twice, so that the
 second time they are found in the prefix cache, and scores a text of 3,900 tokens. In float32 the tokens must be the
-same. In bfloat16 the error of log-probabilities against float32 must be at most twice that of transformers.
+same. In bfloat16 the error of log-probabilities against float32 must be at most twice that of transformers, on the text
+and on vLLM's own answers.
+
+With --adapter every prompt is asked twice in one batch, of the model and of the model with a random LoRA adapter, whose
+weights transformers has added to its own.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +26,8 @@ import condense
 from condense.demo import demo_model, demo_prompt
 from condense.results import write_results
 
+RANK, ALPHA = 8, 16
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 METHOD = condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
 NEW = 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,30 +57,64 @@ def wide():
 MODELS = {"bundled": bundled, "wide": wide}
 
 
+def make_adapter(model):
+    """A folder as PEFT writes it, with weights large enough to change every score."""
+    from safetensors.torch import save_file
+
+    tensors, folder = {}, Path(tempfile.mkdtemp())
+    for name, module in projections(model):
+        out, width = module.weight.shape
+        tensors[f"base_model.model.{name}.lora_A.weight"] = 0.05 * torch.randn(RANK, width)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = 0.05 * torch.randn(out, RANK)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": PROJECTIONS, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def projections(model):
+    return [(name, x) for name, x in model.named_modules() if name.rpartition(".")[2] in PROJECTIONS]
+
+
+def load(folder, adapter):
+    """The saved model in float32, with the weights of an adapter added to its own, unless that is None."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    if adapter is not None:
+        tensors = load_file(Path(adapter) / "adapter_model.safetensors")
+        for name, module in projections(model):
+            a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"].to(DEVICE) for x in "AB")
+            module.weight.data += ALPHA / RANK * b @ a
+    return model
+
+
 @torch.no_grad()
 def reference(args):
-    """Tokens that transformers generates, their log-probabilities, and those of the text."""
+    """Tokens that transformers generates, and the log-probabilities of a text; of the model, and with an adapter."""
     model, prompts, text = MODELS[args.model]()
     condense.apply(model, METHOD)
-    folder = Path(tempfile.mkdtemp())
+    folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
-    model.to(DEVICE)
-    content = {"folder": str(folder), "config": model.config.to_dict(), "prompts": prompts, "text": text, "rows": []}
-    for ids in prompts:
-        row = torch.tensor([ids], device=DEVICE)
-        fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW}
-        output = model.generate(
-            row, attention_mask=torch.ones_like(row), **fixed, output_logits=True, return_dict_in_generate=True
-        )
-        tokens = output.sequences[0, len(ids) :]
-        likely = torch.stack(output.logits)[:, 0].float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        content["rows"].append((tokens.tolist(), likely.cpu()))
-    content["text_float32"] = scores(model, text)
-    content["text_bfloat16"] = scores(model.bfloat16(), text)
+    content = {"folder": folder, "config": model.config.to_dict(), "prompts": prompts, "text": text, "variants": []}
+    for adapter in [None, make_adapter(model)] if args.adapter else [None]:
+        model = load(folder, adapter)
+        variant = {"adapter": adapter, "tokens": [generated(model, ids) for ids in prompts]}
+        variant["text_float32"] = scores(model, text)
+        variant["text_bfloat16"] = scores(model.bfloat16(), text)
+        content["variants"].append(variant)
+        print("reference:", adapter, [tokens[:8] for tokens in variant["tokens"]], flush=True)
     torch.save(content, args.reference)
-    print("reference:", [row[0][:8] for row in content["rows"]], flush=True)
 
 
+def generated(model, ids):
+    row = torch.tensor([ids], device=DEVICE)
+    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW}
+    return model.generate(row, attention_mask=torch.ones_like(row), **fixed)[0, len(ids) :].tolist()
+
+
+@torch.no_grad()
 def scores(model, text):
     """Log-probability of every token of a text but the first."""
     ids = torch.tensor([text], device=DEVICE)
@@ -86,9 +127,10 @@ def engine(args):
     import vllm
     from engine import Engine, mode_settings
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     ref = torch.load(args.reference, weights_only=False)
-    config = ref["config"]
+    config, prompts, variants = ref["config"], ref["prompts"], ref["variants"]
     overrides = {"architectures": [f"Condensed{config['architectures'][0]}"], "condense": config["condense"]}
     settings = {
         "hf_overrides": overrides, "dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 8,
@@ -96,41 +138,61 @@ def engine(args):
         "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05, "tensor_parallel_size": args.ranks,
         "pipeline_parallel_size": args.stages, "disable_custom_all_reduce": True,
     }  # fmt: skip
+    if len(variants) > 1:
+        settings |= {"enable_lora": True, "max_lora_rank": RANK}
     started = Engine(ref["folder"], **settings, **mode_settings(args.mode))
     sampling = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+    lora = [None if v["adapter"] is None else LoRARequest("adapter", 1, v["adapter"]) for v in variants]
 
     def ask(prompts, **more):
-        ids = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return started.llm.generate(ids, SamplingParams(**sampling | more), use_tqdm=False)
+        """Each prompt of each variant: lists of outputs, by variant."""
+        ids, params = [{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(**sampling | more)
+        if DEVICE == "cpu":  # vLLM 0.32 confuses them within one batch there, for dense models too
+            return [started.llm.generate(ids, params, use_tqdm=False, lora_request=request) for request in lora]
+        requests = [request for request in lora for _ in ids]
+        outputs = started.llm.generate(ids * len(lora), params, use_tqdm=False, lora_request=requests)
+        return [outputs[i : i + len(ids)] for i in range(0, len(outputs), len(ids))]
 
-    rounds = []
-    for _ in range(2):
-        outputs = ask(ref["prompts"])
-        same, error = 0, 0.0
-        for output, (tokens, likely) in zip(outputs, ref["rows"], strict=True):
-            got = list(output.outputs[0].token_ids)
-            same += got == tokens
-            if got == tokens:
-                chosen = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-                error = max(error, (torch.tensor(chosen) - likely).abs().max().item())
-        rounds.append({
-            "same_tokens": same, "of": len(ref["rows"]), "largest_difference": error,
-            "cached": [output.num_cached_tokens for output in outputs],
-        })  # fmt: skip
-        print(rounds[-1], flush=True)
-    (output,) = ask([ref["text"]], prompt_logprobs=0, max_tokens=1)
-    pairs = zip(output.prompt_logprobs[1:], ref["text"][1:], strict=True)
-    got = torch.tensor([step[token].logprob for step, token in pairs])
-    text = {"vllm": distance(got, ref["text_float32"])}
-    text["transformers_bfloat16"] = distance(ref["text_bfloat16"], ref["text_float32"])
+    answers = [ask(prompts), ask(prompts)]
+    texts = [outputs[0].prompt_logprobs[1:] for outputs in ask([ref["text"]], prompt_logprobs=0, max_tokens=1)]
+    results = [compare(ref, variant, [answer[i] for answer in answers], texts[i]) for i, variant in enumerate(variants)]
     total, free = started.pages
     content = {
         "vllm": vllm.__version__, "model": args.model, "method": str(METHOD), "mode": args.mode, "dtype": args.dtype,
         "batched_tokens": args.batched_tokens, "prefix_caching": args.prefix_caching, "ranks": args.ranks,
-        "stages": args.stages, "rounds": rounds, "text_error": text, "pages": total, "free_pages": free,
+        "stages": args.stages, **results[0], "pages": total, "free_pages": free,
     }  # fmt: skip
+    if len(variants) > 1:
+        change = distance(variants[1]["text_float32"], variants[0]["text_float32"])
+        content["with_adapter"] = {"change": change, **results[1]}
     print(content, flush=True)
     write_results(args.out, content, seed=0, overwrite=True)
+
+
+def compare(ref, variant, answers, text):
+    """Errors of two rounds of answers and of the scores of a text, and those of transformers in bfloat16."""
+    model, rounds = load(ref["folder"], variant["adapter"]), []
+    rounded = load(ref["folder"], variant["adapter"]).bfloat16()
+    for outputs in answers:
+        # scored are vLLM's own answers, which in bfloat16 need not be those of transformers
+        tokens = [list(o.outputs[0].token_ids) for o in outputs]
+        wholes = [ids + new for ids, new in zip(ref["prompts"], tokens, strict=True)]
+        got = torch.tensor([chosen(o.outputs[0].logprobs, o.outputs[0].token_ids) for o in outputs]).flatten()
+        exact, plain = (torch.cat([scores(m, whole)[-NEW:] for whole in wholes]) for m in (model, rounded))
+        rounds.append({
+            "same_tokens": sum(a == b for a, b in zip(tokens, variant["tokens"], strict=True)), "of": len(tokens),
+            "error": {"vllm": distance(got, exact),
+                      "transformers_bfloat16": distance(plain, exact)},
+            "cached": [o.num_cached_tokens for o in outputs],
+        })  # fmt: skip
+    error = {"vllm": distance(torch.tensor(chosen(text, ref["text"][1:])), variant["text_float32"])}
+    error["transformers_bfloat16"] = distance(variant["text_bfloat16"], variant["text_float32"])
+    return {"rounds": rounds, "text_error": error}
+
+
+def chosen(likely, tokens):
+    """vLLM's log-probabilities of these tokens."""
+    return [step[token].logprob for step, token in zip(likely, tokens, strict=True)]
 
 
 def distance(a, b):
@@ -144,6 +206,7 @@ def main():
     parser.add_argument("reference", type=Path)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--model", choices=MODELS, default="bundled")
+    parser.add_argument("--adapter", action="store_true", help="the model with a random LoRA adapter too")
     parser.add_argument("--mode", choices=["default", "graph", "eager"], default="default")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batched-tokens", type=int, default=8192)

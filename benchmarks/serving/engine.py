@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One request: seconds to its first token, tokens of its prompt that were cached."""
+    """One request: when its first token came, tokens of its prompt that were cached."""
 
     first_token: float
     cached: int
@@ -101,28 +101,45 @@ class Engine:
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
 
-    def run(self, prompts, max_tokens, until=None):
-        """All prompts at once: the steps, and an answer each. until: stops, with the steps so far, when it is true."""
+    def add(self, prompts, max_tokens):
+        """Requests that wait from now on; their names."""
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
-        start, names = time.perf_counter(), [f"{time.perf_counter_ns()}-{i}" for i in range(len(prompts))]
+        names = [f"{time.perf_counter_ns()}-{i}" for i in range(len(prompts))]
         for name, ids in zip(names, prompts, strict=True):
             self.engine.add_request(name, {"prompt_token_ids": ids}, params)
-        answers, steps = {}, []
+        return names
+
+    def step(self, answers):
+        """One step, at the clock's time; first tokens are noted in ``answers``, by name."""
+        outputs = self.engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.request_id not in answers and output.outputs[0].token_ids:
+                answers[output.request_id] = Answer(now, output.num_cached_tokens)
+        return Step(now, sum(len(o.outputs[0].token_ids) for o in outputs), len(self.scheduler.running))
+
+    def stop(self, names):
+        """Gives up these requests, the only ones."""
+        self.engine.abort_request(names)
         while self.engine.has_unfinished_requests():
-            outputs = self.engine.step()
-            now = time.perf_counter() - start
-            for output in outputs:
-                if output.request_id not in answers and output.outputs[0].token_ids:
-                    answers[output.request_id] = Answer(now, output.num_cached_tokens)
-            steps.append(Step(now, sum(len(o.outputs[0].token_ids) for o in outputs), len(self.scheduler.running)))
+            self.engine.step()
+
+    def run(self, prompts, max_tokens, until=None):
+        """All prompts at once: the steps, and an answer each, timed from now.
+
+        until: stops, with the steps so far, when it is true.
+        """
+        start, answers, steps = time.perf_counter(), {}, []
+        names = self.add(prompts, max_tokens)
+        while self.engine.has_unfinished_requests():
+            steps.append(self.step(answers))
             if until is not None and until(steps):
-                self.engine.abort_request(names)
-                while self.engine.has_unfinished_requests():
-                    self.engine.step()
+                self.stop(names)
                 break
-        return steps, [answers.get(name) for name in names]
+        since = [x and x._replace(first_token=x.first_token - start) for x in map(answers.get, names)]
+        return [step._replace(time=step.time - start) for step in steps], since
 
     @contextmanager
     def without_model(self):

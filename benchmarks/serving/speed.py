@@ -1,12 +1,13 @@
 """Capacity and speed of condensed models in vLLM, beside dense vLLM: Llama-3.1-8B's shape, random weights.
 
-    python benchmarks/serving/speed.py OUT.json --attention condensed --measure first,first,decode-130560,first
-    python benchmarks/serving/speed.py OUT.json --attention dense --measure capacity,decode-4096,decode-32640
+    python benchmarks/serving/speed.py OUT.json --attention condensed --measure first,first,decode-130561,first
+    python benchmarks/serving/speed.py OUT.json --attention dense --measure capacity,decode-4097,decode-32769
 
 What is measured, in this order; a name that comes again is measured again:
 
 - capacity: requests of 131,072 tokens that run at once.
-- decode-LENGTH: time between tokens when so many requests run, prompts cached: whole steps of the engine.
+- decode-LENGTH: time between tokens, whole steps of the engine, while more and more requests run, prompts cached but
+  for one token; the first answers are up to 500 tokens long by then.
 - first: time to the first token of a prompt read alone.
 - documents: questions on ten texts of 130,432 tokens that were read before.
 - short, long: prompts of 4,096 or 130,560 tokens, 512 tokens of answer, nothing shared, all at once.
@@ -28,14 +29,16 @@ from engine import BATCHED_TOKENS, METHOD, VLLM, llama_engine, prompts_of
 from condense.results import write_results
 
 # 512 tokens are left for the answer
-LONG = 131072 - 512
+LONG, ANSWER = 131072 - 512, 511
+# one token more than whole pages of entries, which are what can be cached
 ROWS = {
-    4096: (1, 32, 128, 192, 256),
-    32640: (1, 8, 24, 64, 128, 192),
-    LONG: (1, 2, 4, 6, 16, 32, 64, 76, 80, 90),
+    4096 + 1: (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
+    32768 + 1: (1, 2, 4, 8, 16, 24, 64, 128, 192, 256),
+    LONG + 1: (1, 2, 4, 6, 16, 32, 64, 76, 80, 90),
 }
 DECODES = {f"decode-{length}": length for length in ROWS}
-STEPS, SKIPPED = 40, 6
+# so that the first requests of ten numbers of rows have tokens left to answer with
+STEPS, SKIPPED = 40, 5
 
 
 def spread(values):
@@ -58,26 +61,32 @@ def capacity(engine, seed):
 
 
 def decode(engine, length):
-    """Time between tokens by rows; ends at the first rows that do not all run at once."""
+    """Time between tokens by rows: requests join those that run; ends at the first rows that do not all run at once."""
     # dense: those that fit; condensed: the largest number of rows tells
-    wanted = [rows for rows in ROWS[length] if engine.condensed or rows * length <= engine.pages[0] * 16]
-    rows_of, prompts, filled = [], prompts_of(max(wanted), length, seed=length), 0
+    wanted = [rows for rows in ROWS[length] if engine.condensed or rows * (length + ANSWER) <= engine.pages[0] * 16]
+    prompts, before = prompts_of(max(wanted), length, seed=length), engine.preempted
+    engine.fill(prompts)
+    rows_of, names, answers = [], [], {}
     for rows in wanted:
-        engine.fill(prompts[filled:rows])
-        filled = rows
-        full = lambda steps, rows=rows: sum(s.tokens == rows for s in steps) > STEPS + SKIPPED  # noqa: E731
-        before = engine.preempted
-        steps, answers = engine.run(prompts[:rows], 400, until=full)
-        at = [step.time for step in steps if step.tokens == rows][SKIPPED:]
-        if len(at) < STEPS:
-            rows_of.append({"rows": rows, "running": max(s.running for s in steps)})
+        names += engine.add(prompts[len(names) : rows], ANSWER)
+        at = []
+        # those that join may need a few steps until they do
+        for _ in range(2 * (SKIPPED + STEPS)):
+            step = engine.step(answers)
+            if step.tokens == rows:
+                at.append(step.time)
+            if len(at) > SKIPPED + STEPS:
+                break
+        else:
+            rows_of.append({"rows": rows, "running": step.running})
             break
-        times = [b - a for a, b in itertools.pairwise(at)]
+        times = [b - a for a, b in itertools.pairwise(at[SKIPPED:])]
         row = {"rows": rows, "step_ms": spread([1000 * t for t in times]), "preempted": engine.preempted - before}
         row["tokens_per_second"] = rows / statistics.median(times)
-        row["cached_tokens"] = min(a.cached for a in answers)
+        row["cached_tokens"] = min(answers[name].cached for name in names)
         rows_of.append(row)
         print(length, row, flush=True)
+    engine.stop(names)
     return rows_of
 
 

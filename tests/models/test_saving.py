@@ -116,7 +116,9 @@ def test_assignments_survive_and_the_rest_stays_stock(models, folder, name):
     loaded = AutoModelForCausalLM.from_pretrained(folder / name)
     assert condensed_layers(loaded) == SAVED[name]
     written = json.loads((folder / name / "config.json").read_text())
-    assert written["architectures"] == [type(models[name]).__name__]
+    assert written["architectures"] == [f"Condensed{type(models[name]).__name__}"]
+    # trainers find the class by it
+    assert AutoConfig.from_pretrained(folder / name).architectures == [type(models[name]).__name__]
     assert written["model_type"] == models[name].config.model_type
     assert written["attn_implementation"] == "condense"
     assert written["condense"]["version"] == condense.__version__

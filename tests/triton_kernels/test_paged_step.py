@@ -8,7 +8,7 @@ from paged_pool import NULL, Pool, complete_a_prefix
 
 import condense
 from condense.ops.paged import NewTokens, read_paged
-from condense.ops.triton import paged_step
+from condense.ops.triton import paged_step, paged_step_kernels
 from condense.testing import oracle
 from condense.testing.budget import errors, one_ulp
 
@@ -116,6 +116,45 @@ def test_a_prefix_that_a_single_token_completes_in_the_same_step(new):
     shape = SHAPES["gqa"]
     pool = Pool(METHODS["streaming"], shape[1:], dtype=torch.float32, device=DEVICE)
     complete_a_prefix(pool, new, shape[0], {"rtol": 1e-4, "atol": 1e-5}, scale=0.1, backend="triton")
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Kernels that start early. Interpreted, no program sees what this step stores before it waits."""
+    pools = []
+    if DEVICE == "cuda":
+        return pools.append
+    launch, store, attend, stored = paged_step._launch, paged_step.store, paged_step.attend, []
+
+    def launch_early(*args):
+        made = launch(*args)
+        return made._replace(kind=made.kind._replace(early=True))
+
+    def kept_store(*args, **options):
+        before = pools[0].cache.clone()
+        store(*args, **options)
+        stored[:] = [before, pools[0].cache.clone()]
+
+    def late_attend(*args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(paged_step_kernels, "gdc_launch_dependents", lambda: pools[0].cache.copy_(stored[0]))
+            patch.setattr(paged_step_kernels, "gdc_wait", lambda: pools[0].cache.copy_(stored[1]))
+            attend(*args, **options)
+
+    for name in ("gdc_launch_dependents", "gdc_wait"):
+        monkeypatch.setattr(paged_step_kernels, name, lambda: None)
+    for name, function in (("_launch", launch_early), ("store", kept_store), ("attend", late_attend)):
+        monkeypatch.setattr(paged_step, name, function)
+    return pools.append
+
+
+# with a window of 16 the token before the new one ends a tile of the interpreter, with none the newest entry begins one
+@pytest.mark.parametrize("method", [condense.LCA(group_size=4, window=16), METHODS["window-0"]], ids=str)
+def test_what_is_stored_in_a_step_is_read_after_the_wait(early, method):
+    shape = SHAPES["gqa"]
+    pool = Pool(method, shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE)
+    early(pool)
+    complete_a_prefix(pool, 1, shape[0], {"rtol": 1e-4, "atol": 1e-5}, scale=0.1, backend="triton")
 
 
 def test_other_dtypes_are_refused():

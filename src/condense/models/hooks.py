@@ -1,11 +1,12 @@
-"""Changes that `import condense` makes to transformers: two registered functions and six wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and seven wrapped methods.
 
-`post_init`: condenses a saved condensed model when it is loaded. `to_dict` of configurations and `save_pretrained`: a
-saved model says what it is, see `condense.models.saving`. `_prepare_cache_for_generation`: puts condensed layers into
-the cache before generate decides whether to compile and whether the cache can be cropped; on CUDA it chooses a static
-cache where its steps can be replayed. `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a
-``compile_config``. `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does
-anything. Adapters are saved and loaded with their base's methods, see `condense.models.adapters`.
+`post_init`: condenses a saved condensed model when it is loaded. `to_dict` and `from_dict` of configurations and
+`save_pretrained`: a saved model says what it is, see `condense.models.saving` and `condense.architectures`.
+`_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
+whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
+`get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
+`init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything. Adapters
+are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+from condense.architectures import as_read
 from condense.caches import StaticCondensedLayer
 from condense.methods import Method
 from condense.models import adapters
@@ -46,6 +48,7 @@ def install() -> None:
     AttentionInterface.register(IMPLEMENTATION, condense_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
     PreTrainedConfig.to_dict = _wrap_to_dict(PreTrainedConfig.to_dict)
+    PreTrainedConfig.from_dict = _wrap_from_dict(PreTrainedConfig.from_dict)
     PreTrainedModel.save_pretrained = _wrap_save_pretrained(PreTrainedModel.save_pretrained)
     PreTrainedModel.post_init = _wrap_post_init(PreTrainedModel.post_init)
     GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
@@ -60,6 +63,14 @@ def _wrap_to_dict(stock: Any) -> Any:
         return written(self, stock(self))
 
     return to_dict
+
+
+def _wrap_from_dict(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return stock.__func__(cls, as_read(config_dict), **kwargs)
+
+    return classmethod(from_dict)
 
 
 def _wrap_save_pretrained(stock: Any) -> Any:

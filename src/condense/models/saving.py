@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from condense.architectures import as_written
 from condense.methods import Method
 from condense.models.attention import IMPLEMENTATION
 from condense.version import __version__
@@ -37,14 +38,15 @@ def written(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
     """What ``config.to_dict()`` returns, ``output``, made to say what runs: condensed attention or another one.
 
     A condensed configuration is written with its methods, the version of this library and ``attn_implementation``,
-    which transformers without `condense` refuse to load. One that was set to another implementation is a stock one.
+    which transformers without `condense` refuse to load, and with the name of a condensed architecture, which engines
+    without it refuse. One that was set to another implementation is a stock one.
     """
     settings = output.pop(KEY, None)
     if isinstance(settings, dict) and _is_condensed(config):
-        output |= {KEY: settings | {"version": __version__}, "attn_implementation": IMPLEMENTATION}
+        output = as_written(output) | {KEY: settings | {"version": __version__}, "attn_implementation": IMPLEMENTATION}
     # the implementation of a whole model is set in its parts, too: where only a part is condensed it is named
     parts = {key: IMPLEMENTATION for key in config.sub_configs if _is_condensed(getattr(config, key, None))}
-    return output | {"attn_implementation": parts} if parts else output
+    return as_written(output) | {"attn_implementation": parts} if parts else output
 
 
 def write_card(folder: str | os.PathLike[str], methods: dict[int, Method]) -> None:

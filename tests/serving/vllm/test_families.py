@@ -1,8 +1,12 @@
-"""All eight model classes that are served, each a small random model: the tokens of generate."""
+"""All eight model classes that are served, each a small random model, its folder as it was saved: generate's tokens."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from small_models import SIZES, condensed, prompts_of
+from small_models import SIZES, prompts_of, random_llama
 from transformers import (
     GemmaConfig,
     GPT2Config,
@@ -52,8 +56,25 @@ def test_tokens_of_generate(engine, greedy, tmp_path, family):
     model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
     condense.apply(model, METHOD)
     model.save_pretrained(tmp_path)
-    model.config.architectures = [type(model).__name__]
     want = greedy(model, prompts_of(LENGTHS), NEW)
     assert any(len(set(row)) > 2 for row in want)
-    started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48))
+    started = engine(tmp_path, skip_tokenizer_init=True, max_model_len=512, max_num_batched_tokens=48)
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
+
+
+# all that vLLM does before it looks at a device
+START = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_model_config()
+"""
+
+
+@pytest.mark.parametrize("plugins", ["", "condense"], ids=["without", "with"])
+def test_a_saved_folder_without_the_plugin_is_refused(tmp_path, plugins):
+    condense.apply(random_llama(), METHOD).save_pretrained(tmp_path)
+    command, env = [sys.executable, "-c", START, str(tmp_path)], {**os.environ, "VLLM_PLUGINS": plugins}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode == 0) == bool(plugins), done.stderr
+    if not plugins:
+        assert "['CondensedLlamaForCausalLM'] are not supported" in done.stderr

@@ -1,10 +1,11 @@
 """What vLLM calls when it starts, in every process: condensed models under names of their own.
 
-A saved condensed model names its stock architecture. vLLM without this plugin would serve it densely under that name,
-so a condensed model is asked for by another, which `condense serve` fills in; without the plugin that is an error.
+A saved condensed model names a condensed architecture, which vLLM without this plugin does not know and refuses.
 """
 
 from __future__ import annotations
+
+from condense.architectures import condensed_architecture, read_as_written
 
 # architectures that vLLM serves with its own code and condense can condense
 ARCHITECTURES = (
@@ -26,13 +27,14 @@ def condensed_name(architecture: str) -> str:
             f"architecture must be one of {', '.join(ARCHITECTURES)} to be served condensed, got {architecture}: use "
             "model.generate"
         )
-    return f"Condensed{architecture}"
+    return condensed_architecture(architecture)
 
 
 def register() -> None:
     """Entry point ``vllm.general_plugins``."""
     from vllm import ModelRegistry
 
+    read_as_written()
     for architecture in ARCHITECTURES:
         name = condensed_name(architecture)
         ModelRegistry.register_model(name, f"condense.serving.vllm.models:{name}")
