@@ -139,7 +139,7 @@ class StaticCondensedLayer(CacheLayerMixin):
             later = max(0, self.max_cache_len - L)
             needed = max_row(num_entries(self.method, later, plan.num_tokens - plan.padding))
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
-        before = None if fresh else self._state(buffers)
+        before = None if fresh else self._state(buffers, request.fetched)
         try:
             context, after = extend(self.latent_method, before, k, v, request.q, scale=request.scale, plan=plan)
         except ValueError:
@@ -215,11 +215,11 @@ class StaticCondensedLayer(CacheLayerMixin):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _state(self, buffers: Buffers) -> LayerState:
-        """What the buffers hold, in order."""
+    def _state(self, buffers: Buffers, fetched: Tensor | None) -> LayerState:
+        """What the buffers hold, in order; fetched: as of `ReadRequest`."""
         seen = int_if_equal(buffers.seen.cpu())
         prompt_tokens = int_if_equal(buffers.prompt[:, 0].cpu()) if isinstance(buffers, StepState) else 0
-        return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen))
+        return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen), fetched)
 
     def _set_bias(self, prompt_tokens: PerRow) -> None:
         """Which entries have one after prompts of so many tokens, where the step's settings do not tell."""
