@@ -32,6 +32,7 @@ METHODS = {
     "host": condense.Recall(store="host"),
     "exact": condense.Recall(store="host", prompt="exact"),
 }
+MADE: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
 STEPS = 10
 GIB = 2**30
 
@@ -70,16 +71,14 @@ def pin(blocks: int, size: int) -> float:
     return time.perf_counter() - start
 
 
-def measured(model: PreTrainedModel, one_layer: PreTrainedModel, cell: Cell) -> dict[str, Any]:
+def measured(model: PreTrainedModel, cell: Cell) -> dict[str, Any]:
     """Figures of a cell; null where memory does not suffice."""
     names = ("first_s", "step_ms_median", "steps_ms", "device_cache_gib", "host_cache_gib", "peak_gib", "pin_s")
     try:
-        start = time.perf_counter()
-        of_layer = read(one_layer, cell).host_bytes
-        compile_s = time.perf_counter() - start
+        of_layer = read(random_model("llama-3.1-8b", num_layers=1, **MADE), cell).host_bytes
         pin_s = pin(model.config.num_hidden_layers, of_layer)
         torch.cuda.empty_cache()
-        weights = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         found = read(model, cell)
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -91,10 +90,7 @@ def measured(model: PreTrainedModel, one_layer: PreTrainedModel, cell: Cell) -> 
         *(round(x / GIB, 3) for x in (found.cache_bytes - found.host_bytes, found.host_bytes)),
         round(torch.cuda.max_memory_allocated() / GIB, 3), round(pin_s, 2),
     )  # fmt: skip
-    return dict(zip(names, figures, strict=True)) | {
-        "before_gib": round(weights / GIB, 3),
-        "one_layer_s": round(compile_s, 2),
-    }
+    return dict(zip(names, figures, strict=True)) | {"weights_gib": round(before / GIB, 3)}
 
 
 def main() -> None:
@@ -107,18 +103,16 @@ def main() -> None:
     refuse_existing(arguments.out, "OUT.json", overwrite=False)
     if not torch.cuda.is_available():
         sys.exit("recall_prompts: needs a CUDA device")
-    made = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    one_layer = random_model("llama-3.1-8b", num_layers=1, **made)
-    model = random_model("llama-3.1-8b", num_layers=arguments.layers, **made)
+    model = random_model("llama-3.1-8b", num_layers=arguments.layers, **MADE)
     rows: list[dict[str, Any]] = []
     for cell in arguments.cell:
-        rows.append({**cell._asdict(), **measured(model, one_layer, cell)})
+        rows.append({**cell._asdict(), **measured(model, cell)})
         print(rows[-1], flush=True)
         content = {
             "shape": "llama-3.1-8b", "layers": model.config.num_hidden_layers, "dtype": "bfloat16", "methods": METHODS,
             "rows": rows,
         }  # fmt: skip
-        write_results(arguments.out, content, seed=0, device=made["device"], overwrite=True)
+        write_results(arguments.out, content, seed=0, device=MADE["device"], overwrite=True)
 
 
 if __name__ == "__main__":
