@@ -20,7 +20,7 @@ from torch import Tensor
 
 from condense.methods import Recall
 from condense.ops.recall import RecallState
-from condense.ops.recall.limits import pairs_obstacle, store_obstacle
+from condense.ops.recall.limits import groups_obstacle, pairs_obstacle, store_obstacle
 
 
 def check_store(method: Recall, k: Tensor, v: Tensor, latent: int, groups: int | None = None) -> None:
@@ -33,6 +33,12 @@ def check_store(method: Recall, k: Tensor, v: Tensor, latent: int, groups: int |
         obstacle = store_obstacle(k, v, method.step_settings, latent=latent)
         if obstacle is not None:
             raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
+        obstacle = groups_obstacle(groups or 0)
+        if obstacle is not None:
+            raise ValueError(
+                f"store='host' needs the Triton step, which {obstacle}: use a larger group_size, a shorter cache or "
+                "store='device'"
+            )
         opened = method.quota.at(groups) if groups is not None else method.num_recall
         obstacle = pairs_obstacle(opened, method.slots) if isinstance(opened, int) else None
         if obstacle is not None:
