@@ -186,3 +186,16 @@ def test_more_open_groups_and_slots_than_kernels_look_for_are_refused_before_mem
     else:
         with pytest.raises(ValueError, match=said):
             check(k, k)
+
+
+def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken(monkeypatch):
+    """As above: a long prompt would otherwise be read whole before its first step says so."""
+    monkeypatch.setattr(limits, "absence", lambda device: None)
+    monkeypatch.setattr(static_recall, "empty_recall_buffers", lambda *args, **kwargs: None)
+    with FakeTensorMode():
+        k = torch.empty(1, 1, 3, 16, device="cuda")
+    layer = StaticRecallLayer(METHOD.replace(store="host"), LENGTH)
+    layer.latent_width = 0
+    layer._take_memory(k, k, M=limits.MAX_GROUPS, W=8)
+    with pytest.raises(ValueError, match=r"up to 32,768 groups, got room for 32,769: use a larger group_size"):
+        layer._take_memory(k, k, M=limits.MAX_GROUPS + 1, W=8)

@@ -80,16 +80,26 @@ def clear_buffers(buffers: Buffers) -> None:
 
 
 def read_state(
-    method: Method, buffers: Buffers, seen: PerRow, prompt_tokens: PerRow, num_window: int, num_queries: int
+    method: Method,
+    buffers: Buffers,
+    seen: PerRow,
+    prompt_tokens: PerRow,
+    num_window: int,
+    num_queries: int,
+    fetched: Tensor | None = None,
 ) -> LayerState:
     """The state in the buffers, with the newest ``num_window`` tokens and ``num_queries`` queries, or all if fewer.
 
-    seen and prompt_tokens as in `condense.state.LayerState`.
+    seen and prompt_tokens as in `condense.state.LayerState`; fetched: stored tokens, as of
+    `condense.caches.token_store.read_tokens`.
     """
     made, device = max_row(num_entries(method, seen, prompt_tokens)), buffers.ring_k.device
-    per_entry = _columns_per_entry(method, buffers)
+    store, counts = _store_of(buffers), [made * n for n in _columns_per_entry(method, buffers)]
     return LayerState(
-        tuple(read_tokens(x, made * n, device) for x, n in zip(buffers.entries, per_entry, strict=True)),
+        tuple(
+            x[:, :, :n] if x is not store else read_tokens(x, n, device, fetched)
+            for x, n in zip(buffers.entries, counts, strict=True)
+        ),
         newest_columns(buffers.ring_k, seen, num_window),
         newest_columns(buffers.ring_v, seen, num_window),
         newest_columns(buffers.ring_q, seen, num_queries),
@@ -132,8 +142,12 @@ def static_bias(
 
 def _columns_per_entry(method: Method, buffers: Buffers) -> tuple[int, ...]:
     """Columns per entry in each of the ``entries`` tensors: g in a store of exact tokens, else 1."""
-    store = buffers.store if isinstance(buffers, RecallState) else None
+    store = _store_of(buffers)
     return tuple(method.layout.rule.chunk if x is store else 1 for x in buffers.entries)
+
+
+def _store_of(buffers: Buffers) -> Tensor | None:
+    return buffers.store if isinstance(buffers, RecallState) else None
 
 
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:

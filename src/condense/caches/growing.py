@@ -74,7 +74,7 @@ class CondensedLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(k, v)
-        before = self._before()
+        before = self._before(request.fetched)
         if before is not None:
             refuse_other_dtype(before.window_k.dtype, k.dtype)
         method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
@@ -85,8 +85,8 @@ class CondensedLayer(CacheLayerMixin):
         self._count(k.shape[2], request.trailing)
         return context
 
-    def _before(self) -> LayerState | None:
-        """The state that new tokens are added to."""
+    def _before(self, fetched: Tensor | None) -> LayerState | None:
+        """The state that new tokens are added to; fetched: as of `ReadRequest`."""
         return self.state
 
     def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:

@@ -19,6 +19,7 @@ from condense.caches.ring import RingState, longer
 from condense.caches.token_store import (
     PinnedCopies,
     check_store,
+    fetch_tokens,
     finish_writes,
     is_in_host_memory,
     longer_store,
@@ -28,8 +29,8 @@ from condense.caches.token_store import (
 from condense.methods import Method, Recall
 from condense.ops import Extras, NewToken
 from condense.ops.recall import RecallSettings, RecallState, recall_step
-from condense.ops.tensors.per_row import PerRow
-from condense.state import LayerState
+from condense.ops.tensors.per_row import PerRow, max_row
+from condense.state import LayerState, num_entries
 
 
 class RecallRing(PinnedCopies, RingState):
@@ -107,13 +108,21 @@ class RecallLayer(CondensedLayer):
         check_store(self.recall, key_states, value_states, latent=int(value_states.shape[3] == 0))
         super().lazy_initialization(key_states, value_states)
 
-    def _before(self) -> LayerState | None:
+    def fetch(self) -> Tensor | None:
+        """Begin to copy the stored tokens to the device, for the next `read`; None where there is nothing to copy."""
+        if self._ring is None:
+            return None
+        assert isinstance(self._ring, RecallRing)
+        tokens = max_row(num_entries(self.method, self._ring.seen)) * self.recall.group_size
+        return fetch_tokens(self._ring.buffers.store, tokens, self._ring.buffers.seen.device)
+
+    def _before(self, fetched: Tensor | None) -> LayerState | None:
         if self._ring is None:
             return None
         if not self._ring.is_writable:
             self._map_tensors(torch.clone)
         # autograd may keep what attention reads, and later tokens are written to the buffers in place
-        return self._ring.state() if torch.is_grad_enabled() else self._ring.view()
+        return self._ring.state() if torch.is_grad_enabled() else self._ring.view(fetched)
 
     def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:
         if before is None:

@@ -15,7 +15,8 @@ class ReadRequest(NamedTuple):
 
     q ``[B, H, L, D]``: their means are the summary queries. scale: softmax scale. plan: which of the tokens are real.
     trailing: slots at the end that are real in every row, before rows were aligned. latent_width: as in
-    `condense.Method.for_latents`, None for ordinary keys and values.
+    `condense.Method.for_latents`, None for ordinary keys and values. fetched: what the layer's `fetch` returned in the
+    same forward, if it was called.
     """
 
     q: Tensor
@@ -23,6 +24,7 @@ class ReadRequest(NamedTuple):
     plan: ForwardPlan
     trailing: int
     latent_width: int | None = None
+    fetched: Tensor | None = None
 
 
 def read_request(

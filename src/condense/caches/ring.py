@@ -70,9 +70,13 @@ class RingState:
         state = self.view()
         return state._replace(entries=tuple(x.clone() for x in state.entries))
 
-    def view(self) -> LayerState:
-        """The state, whose entries share memory with the buffers: for use before the next step."""
-        return read_state(self.method, self.buffers, self.seen, self.prompt_tokens, self.num_window, self.num_queries)
+    def view(self, fetched: Tensor | None = None) -> LayerState:
+        """The state, whose entries share memory with the buffers: for use before the next step.
+
+        fetched: as of `condense.caches.request.ReadRequest`.
+        """
+        held = self.num_window, self.num_queries
+        return read_state(self.method, self.buffers, self.seen, self.prompt_tokens, *held, fetched)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras = NO_EXTRAS

@@ -52,6 +52,8 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.expects_plain_prompt = False
         # num_slots on the host, None where a step that is replayed may have counted
         self._known_slots: int | None = 0
+        # real tokens and those of the prompt after the last `read`, per row, None where a step came later
+        self._known_seen: tuple[PerRow, PerRow] | None = None
         self._is_replayed = False
         super().__init__()
 
@@ -107,7 +109,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         or captured it cannot look, and a step too many stays inside the buffers.
         """
         out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
-        self.expects_plain_prompt = False
+        self.expects_plain_prompt, self._known_seen = False, None
         if _is_recorded(self.device):
             self._known_slots, self._is_replayed = None, True
             self.num_slots.add_(1)
@@ -129,8 +131,9 @@ class StaticCondensedLayer(CacheLayerMixin):
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.read`.
 
-        The first ones are the prompt where a method reads it at once. Waits for the device. Raises ValueError, state
-        unchanged, for other rows, another dtype, too many tokens, and for what `condense.functional.extend` refuses.
+        The first ones are the prompt where a method reads it at once. After steps it waits for the device. Raises
+        ValueError, state unchanged, for other rows, another dtype, too many tokens, and for what
+        `condense.functional.extend` refuses.
         """
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
         held = self.buffers
@@ -139,7 +142,7 @@ class StaticCondensedLayer(CacheLayerMixin):
             later = max(0, self.max_cache_len - L)
             needed = max_row(num_entries(self.method, later, plan.num_tokens - plan.padding))
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
-        before = None if fresh else self._state(buffers)
+        before = None if fresh else self._state(buffers, request.fetched)
         try:
             context, after = extend(self.latent_method, before, k, v, request.q, scale=request.scale, plan=plan)
         except ValueError:
@@ -150,6 +153,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         if fresh and self.method.prompt_reader is not None:
             self._set_bias(after.prompt_tokens)
         self._advance(L)
+        self._known_seen = (after.seen, after.prompt_tokens)
         self.awaits_prompt = self.expects_plain_prompt = False
         return context
 
@@ -173,7 +177,7 @@ class StaticCondensedLayer(CacheLayerMixin):
 
     def know_slots(self, count: int | None) -> None:
         """Set the length on the host, so that no layer reads it from a GPU. None: unknown, a replay may advance it."""
-        self._known_slots = count
+        self._known_slots, self._known_seen = count, None
 
     def _advance(self, L: int) -> None:
         self.num_slots.add_(L)
@@ -215,11 +219,14 @@ class StaticCondensedLayer(CacheLayerMixin):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _state(self, buffers: Buffers) -> LayerState:
-        """What the buffers hold, in order."""
-        seen = int_if_equal(buffers.seen.cpu())
-        prompt_tokens = int_if_equal(buffers.prompt[:, 0].cpu()) if isinstance(buffers, StepState) else 0
-        return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen))
+    def _state(self, buffers: Buffers, fetched: Tensor | None) -> LayerState:
+        """What the buffers hold, in order; fetched: as of `ReadRequest`."""
+        if self._known_slots is not None and self._known_seen is not None:
+            seen, prompt_tokens = self._known_seen
+        else:
+            seen = int_if_equal(buffers.seen.cpu())
+            prompt_tokens = int_if_equal(buffers.prompt[:, 0].cpu()) if isinstance(buffers, StepState) else 0
+        return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen), fetched)
 
     def _set_bias(self, prompt_tokens: PerRow) -> None:
         """Which entries have one after prompts of so many tokens, where the step's settings do not tell."""
@@ -277,6 +284,7 @@ class StaticCondensedLayer(CacheLayerMixin):
         of_rows = [*(self.buffers or ())]
         if of_rows and self.method.prompt_reader is not None and self.bias is not None:
             of_rows.append(self.bias)
+        self._known_seen = None
         for tensor in of_rows:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 

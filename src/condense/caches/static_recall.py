@@ -13,10 +13,12 @@ from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_recall_buffers
 from condense.caches.static import StaticCondensedLayer
-from condense.caches.token_store import PinnedCopies, check_store, refuse_reorder
+from condense.caches.token_store import PinnedCopies, check_store, fetch_tokens, refuse_reorder
 from condense.methods import Recall
 from condense.ops import Extras, NewToken
 from condense.ops.recall import RecallState, recall_step
+from condense.ops.tensors.per_row import max_row
+from condense.state import num_entries
 
 
 class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
@@ -35,6 +37,14 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
         check_store(self.recall, k, v, self.latent_width, groups=M)
         return empty_recall_buffers(self.recall, k, v, M, W, stored=M, Q=self.settings.num_summary)
+
+    def fetch(self) -> Tensor | None:
+        """As `RecallLayer.fetch`: of padded rows too all tokens that may be stored."""
+        if self.buffers is None or (slots := self.count_slots()) == 0:
+            return None
+        assert isinstance(self.buffers, RecallState)
+        tokens = max_row(num_entries(self.method, slots)) * self.recall.group_size
+        return fetch_tokens(self.buffers.store, tokens, self.buffers.seen.device)
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None, extras: Extras

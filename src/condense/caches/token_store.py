@@ -1,8 +1,9 @@
 """Recall's store of exact tokens: on the device of the other buffers, or in host memory.
 
 Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. Whole prompts are written to
-it on a stream of its own, while attention of the same layer runs; `join_writes` makes later work wait for that. Beside
-tensors on the CPU, host memory is ordinary memory.
+it on a stream of its own, while attention of the same layer runs; `join_writes` makes later work wait for that. A later
+piece of a prompt needs what is stored on the device: it is copied there on another stream, while the layer before runs.
+Beside tensors on the CPU, host memory is ordinary memory.
 
 Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stored token has a width of its own.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from condense.methods import Recall
 from condense.ops.recall import RecallState
-from condense.ops.recall.limits import pairs_obstacle, store_obstacle
+from condense.ops.recall.limits import groups_obstacle, pairs_obstacle, store_obstacle
 
 
 def check_store(method: Recall, k: Tensor, v: Tensor, latent: int, groups: int | None = None) -> None:
@@ -32,6 +33,12 @@ def check_store(method: Recall, k: Tensor, v: Tensor, latent: int, groups: int |
         obstacle = store_obstacle(k, v, method.step_settings, latent=latent)
         if obstacle is not None:
             raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
+        obstacle = groups_obstacle(groups or 0)
+        if obstacle is not None:
+            raise ValueError(
+                f"store='host' needs the Triton step, which {obstacle}: use a larger group_size, a shorter cache or "
+                "store='device'"
+            )
         opened = method.quota.at(groups) if groups is not None else method.num_recall
         obstacle = pairs_obstacle(opened, method.slots) if isinstance(opened, int) else None
         if obstacle is not None:
@@ -91,15 +98,35 @@ def write_tokens(store: Tensor, start: int, tokens: Tensor) -> None:
     tokens.record_stream(side)
 
 
-def read_tokens(store: Tensor, count: int, device: torch.device) -> Tensor:
-    """The first ``count`` columns of a store on ``device``: a view of a store there, else a copy, for one call only."""
-    if store.device == device:
-        return store[:, :, :count]
-    join_writes(device)
+def fetch_tokens(store: Tensor, count: int, device: torch.device) -> Tensor | None:
+    """Begin to copy the first ``count`` columns of a store in host memory to ``device``, beside what runs there; wait
+    for them with `read_tokens`. None for a store that is there, and for no columns.
+    """
+    if store.device == device or count == 0:
+        return None
     tokens = torch.empty(*store.shape[:2], count, store.shape[3], dtype=store.dtype, device=device)
-    for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
-        here.copy_(there[:count], non_blocking=True)
+    inward = _inward_stream(device)
+    # memory that kernels given to the device before may still use, and columns that are still being written
+    inward.wait_stream(torch.cuda.current_stream(device))
+    inward.wait_stream(_side_stream(device))
+    with torch.cuda.stream(inward):
+        for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
+            here.copy_(there[:count], non_blocking=True)
+    tokens.record_stream(inward)
     return tokens
+
+
+def read_tokens(store: Tensor, count: int, device: torch.device, fetched: Tensor | None = None) -> Tensor:
+    """The first ``count`` columns of a store on ``device``: a view of a store there, else a copy, for one call only.
+
+    fetched: what `fetch_tokens` began to copy of this store, with no fewer columns; None: copy them now.
+    """
+    if fetched is None:
+        fetched = fetch_tokens(store, count, device)
+    if fetched is None:
+        return store[:, :, :count].to(device)
+    torch.cuda.current_stream(device).wait_stream(_inward_stream(device))
+    return fetched[:, :, :count]
 
 
 def join_writes(device: torch.device) -> None:
@@ -143,4 +170,9 @@ class PinnedCopies:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def _inward_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

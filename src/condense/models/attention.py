@@ -189,10 +189,13 @@ class CacheProxy:
                 return condensed(no_cache._replace(plan=forward.plan(documents=documents)), *tensors)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
-        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(padding))
-        if padding is None:
-            return condensed(target, *tensors)
-        return padding.restore(condensed(target, *map(padding.align, tensors)))
+        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(padding), forward.fetched)
+        aligned = tensors if padding is None else tuple(map(padding.align, tensors))
+        out = condensed(target, *aligned)
+        method = method_of(call.module)
+        if isinstance(method, Recall) and method.store == "host" and call.q.is_cuda:
+            join_writes(call.q.device)  # which ran beside this layer's attention
+        return out if padding is None else padding.restore(out)
 
 
 def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -200,10 +203,7 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     call = target.call
     method = method_of(call.module)
     context = read_tokens(target, method, q, k, v)
-    out = method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
-    if isinstance(method, Recall) and method.store == "host" and q.is_cuda:
-        join_writes(q.device)  # which ran beside this layer's attention
-    return out
+    return method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
 
 
 def method_of(module: nn.Module) -> Method:

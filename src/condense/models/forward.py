@@ -59,6 +59,8 @@ class Forward:
         self._paddings: dict[tuple[int, int], Padding | None] = {}
         self._plans: dict[tuple[int | None, ...], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
+        # stored tokens that are on their way to the device for a layer further on (`condense.models.layers`)
+        self.fetched: dict[int, Tensor | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""

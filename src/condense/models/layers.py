@@ -20,13 +20,16 @@ _CONDENSED = (CondensedLayer, StaticCondensedLayer)
 
 
 class Target(NamedTuple):
-    """Where new tokens go: a layer of a cache, or nowhere without one. Their plan, and how they were aligned."""
+    """Where new tokens go: a layer of a cache, or nowhere without one. Their plan, and how they were aligned; stored
+    tokens that layers have fetched, by layer (`condense.models.forward.Forward`).
+    """
 
     call: AttentionCall
     cache: Cache | None
     layer_idx: int
     padding: Padding | None = None
     plan: ForwardPlan | None = None
+    fetched: dict[int, Tensor | None] | None = None
 
 
 def read_tokens(
@@ -44,8 +47,20 @@ def read_tokens(
     assert target.plan is not None
     ensure_layers(cache, {target.layer_idx: method})
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
-    request = ReadRequest(q, scale, target.plan, trailing, latent_width)
-    return cache.update(k, v, target.layer_idx, request=request)[0]
+    fetched = {} if target.fetched is None else target.fetched
+    context = cache.update(
+        k,
+        v,
+        target.layer_idx,
+        # held by nothing else, so that the next layer's tokens can take the place of these
+        request=ReadRequest(q, scale, target.plan, trailing, latent_width, fetched.pop(target.layer_idx, None)),
+    )[0]
+    # which are copied while this layer attends
+    for index, layer in enumerate(cache.layers[target.layer_idx + 1 :], target.layer_idx + 1):
+        if isinstance(layer, RecallLayer | StaticRecallLayer):
+            fetched[index] = layer.fetch()
+            break
+    return context
 
 
 def num_seen(cache: Cache, layer_idx: int) -> int:

@@ -8,7 +8,7 @@ scores of the next keys are multiplied while the product with the values of the 
 
 On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) 19.9 ms, where
 `condense.ops.triton.attend_forward` takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers,
-and 64 are taken, as for fewer than 64K queries (8K tokens: 0.36 ms for 0.41; 32K in 16 documents: 1.05 for 1.20).
+and 64 are taken, as for fewer than 64K keys (8K tokens: 0.36 ms for 0.41; 32K in 16 documents: 1.05 for 1.20).
 
 The loading warp and both groups compute the same order of key blocks from the same integers: first, source by source,
 the blocks that some row sees only in part (where spans begin and end), which need a mask; then those that every row
@@ -44,7 +44,7 @@ from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 
 ROWS = gl.constexpr(64)
-# number of queries from which blocks of 128 keys are faster than blocks of 64
+# keys of a source from which blocks of 128 are faster than blocks of 64
 _LONG = 1 << 16
 
 
@@ -489,7 +489,7 @@ def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
     # which sources have a bias, as bits; the pointers of the others are not read
     biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
     biases = tuple([lse if x is None else x for x in shared.biases])
-    BN, stages = (64, 3) if biased or L < _LONG else (128, 2)
+    BN, stages = (64, 3) if biased or max(x.shape[2] for x in k) < _LONG else (128, 2)
     tensors = (
         q, *_described(k, 0, D0, BN), *_described(k, D0, D, BN), *_described(v, 0, D0, BN), biases, shared.spans,
         out, lse,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
@@ -84,8 +85,9 @@ class Stream(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tile of queries: in shared memory; the window that each row sees, its closed groups, its bit; pointers to the
-    ``size`` words of the tile, and to those of the groups in its list, of which there are ``count``.
+    """A tile of queries: in shared memory; the window that each row sees, its closed groups, its bit, for entries and,
+    laid out as `_of_tokens`, for groups; pointers to the ``size`` words of the tile, and to those of the groups in its
+    list, of which there are ``count``.
     """
 
     q: Any
@@ -93,6 +95,7 @@ class View(NamedTuple):
     hi: Any
     closed: Any
     bit: Any
+    bit_of_groups: Any
     words: Any
     size: Any
     of_groups: Any
@@ -106,6 +109,26 @@ class Online(NamedTuple):
     p: Any
     m: Any
     total: Any
+
+
+@triton.constexpr_function
+def _of_tokens(BN, g):
+    """Layout of scores ``[ROWS, BN // g, g]`` of the tokens of groups: that of the product ``[ROWS, BN]``."""
+
+    def column(n):
+        return [0, n // g, 0] if n >= g else [0, 0, n]
+
+    columns, n = [], 8
+    while n < BN:
+        columns.append(column(n))
+        n *= 2
+    return gl.DistributedLinearLayout(
+        reg_bases=[column(1), [8, 0, 0], *columns],
+        lane_bases=[column(2), column(4), [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[ROWS.value, BN // g, g],
+    )
 
 
 @gluon.jit
@@ -162,6 +185,18 @@ def _load_groups(
 
 
 @gluon.jit
+def _prefetch(ptr, count):
+    """Asks the L2 cache for ``count`` words; done by one warp."""
+    LINE: gl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * LINE
+    for start in range(0, count, 32 * LINE):
+        line = ptr + gl.minimum(start + lanes, count - 1)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def _produce(
     sources, lists, problem, memory,
     g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr,
@@ -175,6 +210,10 @@ def _produce(
         count = gl.load(lists.counts + tile)
         list_ptr = lists.groups + tile.to(gl.int64) * problem.room
         stream = _stream(problem.first + first, row, count, problem, g, BN, POOL, KIND)
+        if POOL:
+            # the groups that multiply ask for a block of words at a time, and memory is too far for that
+            size = row_of_words(problem.words)
+            _prefetch(lists.words + tile.to(gl.int64) * size, (stream.entries - stream.near) * BN)
         for t in range(stream.near):
             start = stream.window + t * BN
             _load(window_k, row, start, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
@@ -220,9 +259,8 @@ def _add_values(p, acc, memory, at, BN: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m, total, seen, level, scale):
+def _softmax(s, m, total, level, scale):
     """One step of the online softmax, scores base 2: weights, new maximum and sum, and the factor for earlier sums."""
-    s = gl.where(seen, s, float("-inf"))
     # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
     m_new = gl.maximum(m, gl.max(s, 1) * scale + level)
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -239,20 +277,20 @@ def _first(view, stream, scale, memory, at, rows, BN: gl.constexpr, STAGES: gl.c
     mbarrier.arrive(memory.k_empty.index(at % STAGES))
     n = stream.window + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
     seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
-    p, m, total, _ = _softmax(s, rows[0], rows[1], seen, 0.0, scale)
+    p, m, total, _ = _softmax(gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, scale)
     mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
     return p, m, total
 
 
 @gluon.jit
 def _words(view, start, g: gl.constexpr, BN: gl.constexpr, SOURCE: gl.constexpr):
-    """The words of block ``start`` of entries or opened tokens, by key; of the window there are none."""
+    """The words of block ``start`` of entries, by key, or of opened tokens, by group; of the window there are none."""
     columns: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
     if SOURCE == "window":
         return 0
     elif SOURCE == "opened":
-        n = start + gl.arange(0, BN, layout=columns)
-        return gl.load(view.of_groups + n // g, mask=n < view.count * g, other=0)
+        n = start // g + gl.arange(0, BN // g, layout=gl.SliceLayout(0, gl.SliceLayout(2, _of_tokens(BN, g))))
+        return gl.load(view.of_groups + n, mask=n < view.count, other=0)
     else:
         # past the end of the row the last block is read, of which nothing is seen
         return gl.load(view.words + (gl.minimum(start, view.size - BN) + gl.arange(0, BN, layout=columns)))
@@ -280,7 +318,7 @@ def _step(
         # words come from far: those of the next block are asked for a block ahead
         next_word = _words(view, start + (t + 1) * BN, g, BN, SOURCE)
         if SOURCE == "opened":
-            seen = (word[None, :] & view.bit[:, None]) != 0
+            seen = (word[None, :] & view.bit_of_groups[:, None]) != 0
         elif SOURCE == "window":
             seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
         else:
@@ -290,7 +328,14 @@ def _step(
         word = next_word
         s = hopper.warpgroup_mma_wait(len(acc), deps=[s])
         mbarrier.arrive(memory.k_empty.index(at % STAGES))
-        p, m, total, alpha = _softmax(s, m, total, seen, level, scale)
+        if SOURCE == "opened":
+            of_tokens: gl.constexpr = _of_tokens(BN, g)
+            tokens = gl.convert_layout(gl.reshape(s, [ROWS, BN // g, g]), of_tokens, assert_trivial=True)
+            tokens = gl.where(gl.expand_dims(seen, 2), tokens, float("-inf"))
+            s = gl.convert_layout(gl.reshape(tokens, [ROWS, BN]), layout, assert_trivial=True)
+        else:
+            s = gl.where(seen, s, float("-inf"))
+        p, m, total, alpha = _softmax(s, m, total, level, scale)
         # the softmax stands before this wait, see `condense.ops.hopper.attend_forward`
         mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
         alpha = gl.convert_layout(alpha, rows)[:, None]
@@ -341,9 +386,11 @@ def _consume(
         _, closed = visible(0, i, row, spans, KIND)
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
         size = row_of_words(problem.words)
+        bit_of_groups = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
         view = View(
-            q, lo, hi, closed, bit, lists.words + tile * size, size, lists.of_groups + tile * problem.room, count
-        )
+            q, lo, hi, closed, bit, bit_of_groups, lists.words + tile * size, size,
+            lists.of_groups + tile * problem.room, count,
+        )  # fmt: skip
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
         p, m, total = _first(view, stream, scale, memory, at, nothing, BN, STAGES)
         acc = (gl.zeros([ROWS, PART], gl.float32, wide),)

@@ -83,9 +83,14 @@ def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings,
     if obstacle is not None:
         return obstacle
     G, S = state.entries_k.shape[2], state.held.shape[2]
-    if G > MAX_GROUPS:
-        return f"chooses from up to {MAX_GROUPS:,} groups, got room for {G:,}"
-    return pairs_obstacle(settings.quota.at(G), S)
+    return groups_obstacle(G) or pairs_obstacle(settings.quota.at(G), S)
+
+
+def groups_obstacle(groups: int) -> str | None:
+    """Why the kernels cannot choose from so many groups, None if they can."""
+    if groups > MAX_GROUPS:
+        return f"chooses from up to {MAX_GROUPS:,} groups, got room for {groups:,}"
+    return None
 
 
 def pairs_obstacle(opened: int, slots: int) -> str | None:

@@ -1,0 +1,57 @@
+"""Stored tokens are fetched for the next layer while a layer attends: the right ones, once, and in every kind of cache.
+
+On a CPU there is nothing to copy, so that the functions that copy are replaced by ones that only tell.
+"""
+
+import pytest
+import torch
+from models import tiny
+from transformers import DynamicCache, StaticCache
+
+import condense
+from condense.caches import buffers, growing_recall, static_recall
+
+METHOD = condense.Recall(group_size=4, window=8, num_recall=2, store="host", slots=3)
+LAYERS, CHUNKS = 3, (20, 17, 1, 16)
+IDS, MASK = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (54, 47)])
+
+
+@pytest.fixture
+def fetches(monkeypatch):
+    """Copies that were begun, and for each store that was read, whether it was one of these."""
+    begun, used = [], []
+
+    def fetch(store, count, device):
+        begun.append(store[:, :, :count].clone() if count else None)
+        return begun[-1]
+
+    def read(store, count, device, fetched=None):
+        used.append(fetched is not None and any(fetched is x for x in begun))
+        if fetched is not None:
+            assert fetched.shape[2] >= count
+            assert torch.equal(fetched[:, :, :count], store[:, :, :count])
+        return store[:, :, :count]
+
+    monkeypatch.setattr(buffers, "read_tokens", read)
+    for module in (growing_recall, static_recall):
+        monkeypatch.setattr(module, "fetch_tokens", fetch)
+    return begun, used
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["real", "padded"])
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_the_next_layers_tokens(fetches, name, static, padded):
+    begun, used = fetches
+    model = condense.apply(tiny.model(name, num_hidden_layers=LAYERS), METHOD)
+    ids, mask = (IDS, MASK) if padded else (IDS[:1], None)
+    cache = StaticCache(model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+    want = tiny.in_chunks(model, ids, CHUNKS, cache, mask=mask)
+    # the second and the fourth piece, the third being a step; the first layer's tokens are copied when it reads
+    assert used == [False, True, True] * 2
+    assert sum(x is not None for x in begun) == 4
+    begun.clear()
+    used.clear()
+    device = condense.apply(model, METHOD.replace(store="device"))
+    cache = StaticCache(model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+    assert torch.equal(tiny.in_chunks(device, ids, CHUNKS, cache, mask=mask), want)
