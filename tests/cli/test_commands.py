@@ -469,9 +469,9 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
     recipe.write_text('sequence_length = 128\nbatch_size = 2\ndtype = "float32"\ndistill = 0.0\n')
     command = (
         "train", str(recipe), "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
-        "--data", str(story), "--output", str(output), "--steps", "160", "--workers", "0",
+        "--data", str(story), "--output", str(output), "--steps", "100", "--workers", "0",
     )  # fmt: skip
-    checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-40"
+    checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-25"
     # what is written last, and the time to write it
     code = interrupt(*command, after=checkpoint / "complete", wait=0.2, how=how)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)

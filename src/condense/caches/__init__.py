@@ -1,5 +1,6 @@
 """Condensed cache layers for transformers: growing ones, and static ones for CUDA graphs."""
 
+from condense.caches.base import CondensedCacheLayer
 from condense.caches.growing import CondensedLayer
 from condense.caches.growing_recall import RecallLayer
 from condense.caches.nbytes import cache_nbytes
@@ -8,6 +9,7 @@ from condense.caches.static import StaticCondensedLayer
 from condense.caches.static_recall import StaticRecallLayer
 
 __all__ = [
+    "CondensedCacheLayer",
     "CondensedLayer",
     "ReadRequest",
     "RecallLayer",

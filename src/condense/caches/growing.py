@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
+from condense.caches.base import CondensedCacheLayer
+from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.caches.ring import RingState
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
@@ -24,7 +23,7 @@ from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import LayerState, first_needed, num_entries
 
 
-class CondensedLayer(CacheLayerMixin):
+class CondensedLayer(CondensedCacheLayer):
     """The condensed cache of one attention layer; beams, row selection, repetition, crop and reset apply to all of it.
 
     A condensed model gives a single token to `step` if `can_step`, and all others to `update`, which calls `read`.
@@ -93,12 +92,6 @@ class CondensedLayer(CacheLayerMixin):
         """Keep the state ``after``, made of ``before`` by a method, for latents of that width if any."""
         self.state = after
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
-    ) -> tuple[Context, None]:
-        """`read` as transformers calls it. Raises ValueError, state unchanged, for any caller but a condensed model."""
-        return self.read(key_states, value_states, check_request(request)), None
-
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: tokens were read before, and Triton runs."""
         if self._ring is not None:
@@ -137,25 +130,10 @@ class CondensedLayer(CacheLayerMixin):
         self._num_slots += L
         self._num_real_slots = self._num_real_slots + L if trailing == L else trailing
 
-    @property
-    def keys(self) -> Tensor | None:
-        """Exact keys of the window ``[B, K, N, D]``."""
+    def exact_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """Keys ``[B, K, N, D]`` and values ``[B, K, N, Dv]`` of the window."""
         state = self.state
-        return None if state is None else state.window_k
-
-    @keys.setter
-    def keys(self, value: None) -> None:
-        """Transformers' base class initialises the attribute; the keys themselves are in `state`."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """Exact values of the window ``[B, K, N, Dv]``."""
-        state = self.state
-        return None if state is None else state.window_v
-
-    @values.setter
-    def values(self, value: None) -> None:
-        """See `keys`."""
+        return None if state is None else (state.window_k, state.window_v)
 
     def get_seq_length(self) -> int:
         """Tokens seen, padding included: positions and masks continue from this number."""
@@ -168,8 +146,6 @@ class CondensedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """-1: no limit."""
         return -1
-
-    get_max_cache_shape = get_max_length  # its name up to transformers 5.17
 
     def reset(self) -> None:
         """Forget everything."""

@@ -11,14 +11,14 @@ before a CUDA graph is captured, they are sized for whatever prompt needs most: 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
+from condense.caches.base import CondensedCacheLayer
 from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_state, static_bias, write_state
-from condense.caches.request import ReadRequest, check_request, refuse_other_dtype
+from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepState, decode_step, step_backend
@@ -26,7 +26,7 @@ from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, most_entries, num_entries
 
 
-class StaticCondensedLayer(CacheLayerMixin):
+class StaticCondensedLayer(CondensedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on. It stays
@@ -157,12 +157,6 @@ class StaticCondensedLayer(CacheLayerMixin):
         self.awaits_prompt = self.expects_plain_prompt = False
         return context
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
-    ) -> tuple[Context, None]:
-        """`read` as transformers calls it. Raises ValueError, state unchanged, for any caller but a condensed model."""
-        return self.read(key_states, value_states, check_request(request)), None
-
     def skip_prompt(self) -> None:
         """Go on as after an empty prompt: `step` reads the next token."""
         self.awaits_prompt = False
@@ -236,23 +230,9 @@ class StaticCondensedLayer(CacheLayerMixin):
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 
-    @property
-    def keys(self) -> Tensor | None:
-        """Exact keys ``[B, K, W, D]``, a ring."""
-        return None if self.buffers is None else self.buffers.ring_k
-
-    @keys.setter
-    def keys(self, value: None) -> None:
-        """Transformers' base class initialises the attribute; the keys themselves are in `buffers`."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """Exact values ``[B, K, W, Dv]``, a ring."""
-        return None if self.buffers is None else self.buffers.ring_v
-
-    @values.setter
-    def values(self, value: None) -> None:
-        """See `keys`."""
+    def exact_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """Keys ``[B, K, W, D]`` and values ``[B, K, W, Dv]``, rings."""
+        return None if self.buffers is None else (self.buffers.ring_k, self.buffers.ring_v)
 
     def get_seq_length(self) -> Tensor | int:
         """Slots seen, padding included; once there are any, the counter itself, as transformers' static layers."""
@@ -265,8 +245,6 @@ class StaticCondensedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """``max_cache_len``."""
         return self.max_cache_len
-
-    get_max_cache_shape = get_max_length  # its name up to transformers 5.17
 
     def reset(self) -> None:
         """Forget everything, in place."""

@@ -8,15 +8,20 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from condense.caches import CondensedLayer, ReadRequest, RecallLayer, StaticCondensedLayer, StaticRecallLayer
+from condense.caches import (
+    CondensedCacheLayer,
+    CondensedLayer,
+    ReadRequest,
+    RecallLayer,
+    StaticCondensedLayer,
+    StaticRecallLayer,
+)
 from condense.functional import read_whole
 from condense.methods import Context, Method, Recall, StreamingLLM
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
 from condense.models.stock import LocalChunks
 from condense.plan import ForwardPlan
-
-_CONDENSED = (CondensedLayer, StaticCondensedLayer)
 
 
 class Target(NamedTuple):
@@ -125,14 +130,14 @@ def _check_static(cache: StaticCache) -> None:
 
 def _holds(layer: CacheLayerMixin, method: Method) -> bool:
     # most often it is the same object; comparing the fields of a dataclass takes longer
-    return isinstance(layer, _CONDENSED) and (layer.method is method or layer.method == method)
+    return isinstance(layer, CondensedCacheLayer) and (layer.method is method or layer.method == method)
 
 
 def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     """True if the layer can stay, False if it is to be replaced. Raises ValueError if neither will do."""
     if _holds(layer, method):
         return True
-    condensed = isinstance(layer, _CONDENSED)
+    condensed = isinstance(layer, CondensedCacheLayer)
     windows = (StaticSlidingWindowLayer,) if isinstance(method, StreamingLLM | LocalChunks) else ()
     if not condensed and type(layer) not in (DynamicLayer, StaticLayer, *windows):
         raise ValueError(

@@ -1,0 +1,59 @@
+"""What growing and static condensed layers have in common of transformers' cache contract.
+
+Shapes: B rows, K KV heads, L new tokens, N exact tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from condense.caches.request import ReadRequest, check_request
+from condense.methods import Context, Method
+
+
+class CondensedCacheLayer(CacheLayerMixin):
+    """Base of the layers that hold what one attention layer read under ``method``."""
+
+    method: Method
+
+    @abstractmethod
+    def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
+        """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return what their queries attend to."""
+
+    @abstractmethod
+    def exact_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """Keys ``[B, K, N, D]`` and values ``[B, K, N, Dv]`` of the window, None before the first tokens."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
+    ) -> tuple[Context, None]:
+        """`read` as transformers calls it. Raises ValueError, state unchanged, for any caller but a condensed model."""
+        return self.read(key_states, value_states, check_request(request)), None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys of `exact_tokens`."""
+        tokens = self.exact_tokens()
+        return None if tokens is None else tokens[0]
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """Transformers' base class initialises the attribute; the keys themselves are in the state."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values of `exact_tokens`."""
+        tokens = self.exact_tokens()
+        return None if tokens is None else tokens[1]
+
+    @values.setter
+    def values(self, value: None) -> None:
+        """See `keys`."""
+
+    def get_max_cache_shape(self) -> int:
+        """``get_max_length``, by its name up to transformers 5.17."""
+        return int(self.get_max_length())
