@@ -5,7 +5,7 @@ PYTEST_FLAGS ?= -n 2 --dist=worksteal
 # the release that test-vllm installs
 VLLM ?= 0.32.0
 
-.PHONY: demo quick test test-all test-gpu test-vllm test-eval lint clean
+.PHONY: demo quick test test-all test-oldest-torch test-gpu test-vllm test-eval lint clean
 
 demo: .venv/demo
 	.venv/bin/condense compare
@@ -37,6 +37,12 @@ test-all: .venv/dev .venv-oldest/dev
 	TRITON_INTERPRET=1 $(PYTEST) $(ALL) tests/triton_kernels
 	$(OLDEST) $(ALL)
 
+# the oldest PyTorch that we support, with the oldest transformers: caches, models, and what is compiled; in an environment
+# of its own (6 GB; less with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
+test-oldest-torch: .venv-oldest-torch/dev
+	OMP_NUM_THREADS=1 .venv-oldest-torch/bin/python -m pytest $(PYTEST_FLAGS) --cells 1 tests/caches tests/models \
+	  tests/test_compile.py tests/test_functional.py
+
 # on a machine with a CUDA device: kernels compiled for it, and everything that runs them
 test-gpu: .venv/dev
 	.venv/bin/python -m pytest $(ALL) tests/gpu tests/triton_kernels
@@ -62,7 +68,7 @@ docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build
 
 clean:
-	rm -rf .venv .venv-oldest .venv-vllm .venv-eval build dist site
+	rm -rf .venv .venv-oldest .venv-oldest-torch .venv-vllm .venv-eval build dist site
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -89,6 +95,12 @@ clean:
 	  > "$$(.venv-oldest/bin/python -c 'import site; print(site.getsitepackages()[0])')/newest.pth"
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) -r constraints-oldest.txt
 	.venv-oldest/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
+	touch $@
+
+.venv-oldest-torch/dev: pyproject.toml constraints-oldest.txt constraints-oldest-torch.txt
+	$(PYTHON) -m venv .venv-oldest-torch
+	.venv-oldest-torch/bin/python -m pip install $(PIP_FLAGS) -r constraints-oldest.txt -r constraints-oldest-torch.txt \
+	  -e . accelerate hypothesis peft pytest pytest-xdist
 	touch $@
 
 # lm-evaluation-harness, TRL, bitsandbytes and what `transformers serve` needs, layered over the packages of .venv

@@ -17,8 +17,12 @@ METHODS = {
 PROMPTS = {"cca": METHODS["last"], "recall": condense.Recall(group_size=16, window=32, num_recall=2)}
 
 
-# inductor has advice to give, on TensorFloat32 for one, and Dynamo looks into functions that are cached
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    # inductor has advice to give, on TensorFloat32 for one, and Dynamo looks into functions that are cached
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    # PyTorch 2.11's Dynamo makes instances of autograd functions
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -49,7 +53,7 @@ def test_prompts_and_steps_of_generate(method):
     """Transformers' recipe: a compiled forward, generate over a static cache; the second graph is for any length."""
     torch._dynamo.reset()
     model = condense.apply(tiny.model("llama", torch.float32, num_hidden_layers=1).to("cuda"), method)
-    prompts = [tiny.tokens(2, n, seed=n).cuda() for n in (150, 101, 83)]
+    prompts = [tiny.tokens(2, n, seed=n).cuda() for n in (150, 101)]
     want = [tiny.generate(model, ids, cache_implementation="dynamic") for ids in prompts]
     stock, model.forward = model.forward, torch.compile(model.forward, fullgraph=True)
     got = [tiny.generate(model, ids, cache_implementation="static") for ids in prompts]

@@ -154,7 +154,7 @@ def _pool(k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None, 
     with on_device_of(k):
         _POOL(
             (cdiv(G, tile.groups), B * K, 1),
-            (k, v, k if summary is None else summary, columns, key, value, lse),
+            (k, v, summary, columns, key, value, lse),
             (*_strides(k, v, summary, columns), groups.start, K, N, G, groups.size, groups.scale * LOG2E),
             groups.constants(D, Dv, tile, scored=summary is not None),
             tile.warps,
@@ -187,8 +187,8 @@ class _Pool(torch.autograd.Function):
             _POOL_BACKWARD(
                 (cdiv(G, tile.groups), B * K, 1),
                 (
-                    k, v, k if summary is None else summary, columns, d_key.contiguous(), d_value.contiguous(),
-                    d_lse[0].contiguous() if d_lse else None, dk, dv, dk if d_summary is None else d_summary,
+                    k, v, summary, columns, d_key.contiguous(), d_value.contiguous(),
+                    d_lse[0].contiguous() if d_lse else None, dk, dv, d_summary,
                 ),
                 (
                     *_strides(k, v, summary, columns), groups.start, K, N, G, c, groups.scale, groups.scale * LOG2E,

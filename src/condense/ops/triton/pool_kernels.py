@@ -157,7 +157,7 @@ def _pooled(pooled, total, c, HOW: tl.constexpr):
     if HOW == "weighted":
         pooled = pooled / total[:, None]
     elif HOW == "mean":
-        pooled = pooled / c.to(tl.float32)
+        pooled = pooled / c
     return pooled
 
 
@@ -245,7 +245,7 @@ def _shares(d_x, x, largest, ties, weight, chosen, c, HOW: tl.constexpr):
     if HOW == "weighted":
         share = d_x[None, :, :] * weight[:, :, None]
     elif HOW == "mean":
-        share = (d_x / c.to(tl.float32))[None, :, :] + tl.zeros_like(x)
+        share = (d_x / c)[None, :, :] + tl.zeros_like(x)
     elif HOW == "max":
         share = tl.where(x == largest[None, :, :], (d_x / ties)[None, :, :], 0.0)
     else:
