@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks" / "experiments"))
 
+import paper_kda  # noqa: E402
 from figures import figures_of, of_seeds, spread  # noqa: E402
 
 from condense.bench import read_result  # noqa: E402
@@ -224,38 +225,8 @@ class Figures:
         return "\n".join(lines)
 
     def kda(self, what: str) -> str:
-        """KDA: of a step's and a prompt's time, and of the adaptations, a table; or of the checks the worst share."""
-        if what == "share":
-            rows = [*self.newest("kda-check-h200-*")["check"], *self.newest("kda-times-h200-*")["check"]]
-            return f"{max(row['share_of_budget'] for row in rows):.2f}"
-        return self.kda_times() if what == "times" else self.kda_adapted()
-
-    def kda_times(self) -> str:
-        rows = {(x["op"], x["runner"], x["length"]): x for x in self.newest("kda-times-h200-*")["rows"]}
-        lengths = sorted({length for _, _, length in rows})
-        columns = [(op, length) for op in ("layer", "decode") for length in lengths]
-        titles = [f"{'prompt of' if op == 'layer' else 'step after'} {length:,} tokens" for op, length in columns]
-        lines = [f"| | {' | '.join(titles)} |", "|---" * (len(columns) + 1) + "|"]
-        for runner, title in (("cudnn", "dense, cuDNN"), ("cca", "CCA, g 16, w 1,024"), ("kda", "KDA")):
-            cells = []
-            for op, length in columns:
-                dense, own = (
-                    rows["forward" if x == "cudnn" and op == "layer" else op, x, length]["times"]["median_ms"]
-                    for x in ("cudnn", runner)
-                )
-                cells.append(milliseconds(own) + ("" if runner == "cudnn" else f" ({dense / own:.2f}x)"))
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-        return "\n".join(lines)
-
-    def kda_adapted(self) -> str:
-        runs = self.newest("kda-adapted-h200-*")
-        rows = {"the dense model": runs["base"]["dense"], "the same with CCA, not adapted": runs["base"]["condensed"]}
-        rows |= {run["title"]: run["after"] for name, run in runs.items() if name != "base"}
-        lines = ["| | found | text loss |", "|---|---|---|"]
-        for title, row in rows.items():
-            found = "{share:.3f} [{low:.3f}, {high:.3f}]".format(**row["found"])
-            lines.append(f"| {title} | {found} | {row['text_loss']:.3f} ± {row['standard_error']:.3f} |")
-        return "\n".join(lines)
+        """A figure or a table of `paper_kda`."""
+        return str(getattr(paper_kda, what)(self))
 
     def files(self) -> str:
         lines = []

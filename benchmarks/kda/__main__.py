@@ -9,7 +9,8 @@
 Needs a CUDA device and `pip install flash-linear-attention`. The text is what `benchmarks/adaptation encode` writes.
 check: the library's operations and their gradients against a recurrence in float64.
 times: once they are right, in one layer of Llama-3.1-8B's shape, beside CCA and cuDNN, all without projections.
-base: the dense model of `benchmarks/zero_shot`. arm: adapted from that model, on the same sequences as every other.
+base: the dense model of `benchmarks/zero_shot`, as far as 4,096 tokens, or the bundled one. arm: adapted from that
+model, on the same sequences as every other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--train", type=Path)
     parser.add_argument("--test", type=Path)
+    parser.add_argument("--bundled", action="store_true", help="start from the bundled model, which knows CCA already")
     parser.add_argument("--arm", choices=adapt.ARMS)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--sequences", type=int, default=60, help="held-out texts per figure")

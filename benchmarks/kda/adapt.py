@@ -127,15 +127,19 @@ def figures(model: Any, method: Method | None, held_out: SequenceBuilder, count:
 
 
 def base(options: argparse.Namespace) -> None:
-    """Train the dense model that all arms start from, and measure it, with CCA too."""
+    """Train the dense model that all arms start from, or take the bundled one; measure it, with CCA too."""
     began = time.monotonic()
-    model, records = train_dense(
-        "llama", 0, tokenizer(), load_npz(options.train), options.work / "logs", trial=options.trial
-    )
+    content: dict[str, Any] = {"model": "bundled"}
+    if options.bundled:
+        model: Any = condense.demo_model(torch.bfloat16)[0].cuda()
+    else:
+        corpus, logs = load_npz(options.train), options.work / "logs"
+        model, phases = train_dense("llama", 0, tokenizer(), corpus, logs, trial=options.trial, longest=LENGTH)
+        content = {"model": "trained", "seconds": round(time.monotonic() - began, 1), "phases": phases}
     model.save_pretrained(options.work / "base")
-    content: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "phases": records}
     held_out, count = _held_out(options), 2 if options.trial else options.sequences
     content["dense"], content["condensed"] = (figures(model, method, held_out, count) for method in (None, OWN))
+    print(content["dense"], content["condensed"], sep="\n", flush=True)
     write_results(options.work / "base.json", content, seed=0)
 
 

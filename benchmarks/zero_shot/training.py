@@ -79,16 +79,24 @@ class _UntilLearned(TrainerCallback):
 
 
 def train_dense(
-    architecture: str, seed: int, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, folder: Path, *, trial: bool
+    architecture: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus,
+    folder: Path,
+    *,
+    trial: bool,
+    longest: int = LENGTH,
 ) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
     """The seed's model, and one record per phase: its length, and the entries of its log.
 
+    longest: phases of longer texts are left out.
     Raises ValueError if it has not learned to find numbers.
     """
     set_seed(seed)
     model = new_model(ARCHITECTURES[architecture], tokenizer, "bfloat16")
     words, records = load_words().trained, []
-    for number, phase in enumerate(phases(trial)):
+    for number, phase in enumerate(phase for phase in phases(trial) if phase.sequence_length <= longest):
         compiled = number == 0 and device().type == "cuda"  # most of the steps, of one shape
         for layer in model.model.layers:
             layer._compiled_call_impl = None
