@@ -31,12 +31,13 @@ class Opened(NamedTuple):
 
 
 def fits(measured: Sequence[Opened]) -> list[tuple[float, float]]:
-    """Per seed: the exponent of the power of the length that fits its needed groups best (least squares of logarithms)
-    and the groups that it predicts for 128K tokens.
+    """Per seed whose needed groups are known at two lengths or more: the exponent of the power of the length that fits
+    them best (least squares of logarithms), and the groups that it predicts for 128K tokens.
     """
     found = []
     for _, of in groupby(sorted(measured, key=lambda one: (one.seed, one.length)), key=lambda one: one.seed):
         known = [(math.log(one.length), math.log(r)) for one in of if (r := one.needed()) is not None]
-        slope, level = np.polyfit(*zip(*known, strict=True), 1)
-        found.append((float(slope), math.exp(level + slope * math.log(_TARGET))))
+        if len(known) > 1:
+            slope, level = np.polyfit(*zip(*known, strict=True), 1)
+            found.append((float(slope), math.exp(level + slope * math.log(_TARGET))))
     return found
