@@ -2,8 +2,7 @@
 
 ``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{equal ...}}`` for one
 of the best of each kind at equal bytes, ``{{calibrated ...}}`` for one of calibrated allocations alone; ``{{chosen
-...}}``, ``{{adapted ...}}``, ``{{heads ...}}``, ``{{opened ARCHITECTURE}}``, ``{{fit ARCHITECTURE}}`` and ``{{training
-ARCHITECTURE}}`` for tables too, ``{{picture ...}}`` for a picture of the first, ``{{origin}}`` for text.
+...}}``, ``{{adapted ...}}``, ``{{heads ...}}`` and ``{{training ARCHITECTURE}}`` for tables too, ``{{picture ...}}`` for a picture of the first, ``{{origin}}`` for text.
 """
 
 from __future__ import annotations
@@ -59,8 +58,6 @@ def write_page(results: Sequence[Path], output: Path) -> None:
         "adapted": lambda *of: tables.methods(by_label(pick("adapted", *of))),
         "chosen": lambda *of: tables.chosen(pick("calibrated", *of)),
         "heads": lambda *of: tables.heads(pick("heads", *of)),
-        "opened": lambda *of: tables.opened(pick("opened", *of)),
-        "fit": lambda *of: tables.fit(pick("opened", *of)),
         "training": lambda *of: tables.training(pick("training", *of)),
         "picture": picture,
         "origin": lambda: _origin(results, documents),

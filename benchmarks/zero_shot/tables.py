@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from needed import Opened, fits
 from readings import KNOWN, Row, Runs, by_label
-from rows import GROUP, SHARES, WINDOW
+from rows import SHARES
 
 # what is held against each other at equal bytes, and the beginnings of the labels that belong to each
 _KINDS = {
@@ -107,41 +106,6 @@ def heads(runs: Runs) -> str:
             row += [_range([x[key] for x in of], form) for key, form in (("kl", "{:.4f}"), ("found", "{:.3f}"))]
         cells.append(row)
     return _table(head, cells)
-
-
-def opened(runs: Runs) -> str:
-    """Per length and number of open groups."""
-    head = ("tokens", "groups", "open", "numbers found, of dense's", "text loss above dense", "second half")
-    cells = []
-    for length in sorted({run["length"] for run in runs}):
-        rows = by_label([run for run in runs if run["length"] == length])
-        dense = rows.pop("dense")
-        for label, of in rows.items():
-            found = [row.found / stock.found for row, stock in zip(of, dense, strict=True)]
-            losses = [_range([getattr(row, name) for row in of], "{:+.3f}") for name in ("above", "half")]
-            groups = (length - WINDOW) // GROUP
-            cells.append((f"{length:,}", f"{groups:,}", label.removeprefix("r="), _range(found, "{:.3f}"), *losses))
-    return _table(head, cells)
-
-
-def fit(runs: Runs) -> str:
-    """Groups that must be open by length, and what follows for 128K tokens."""
-    measured = []
-    for run in runs:
-        rows = by_label([run])
-        points = [(int(label.removeprefix("r=")), of[0].half) for label, of in rows.items() if label != "dense"]
-        measured.append(Opened(run["seed"], run["length"], points))
-    cells = []
-    for length in sorted({one.length for one in measured}):
-        needed = [one.needed() for one in measured if one.length == length]
-        share = [r * GROUP / (length - WINDOW) for r in needed if r is not None]
-        cells.append(
-            (f"{length:,}", _range(needed, "{:.1f}"), _range(share, "{:.1%}"), f"{len(share)} of {len(needed)}")
-        )
-    exponents, predicted = zip(*fits(measured), strict=True)
-    table = _table(("tokens", "open groups for 0.01 nats", "of all", "seeds that come to it"), cells)
-    line = f"A power of the length through each seed's: exponent {_range(exponents, '{:.2f}')}"
-    return f"{table}\n\n{line}; at 131,072 tokens it says {_range(predicted, '{:.0f}')} open groups."
 
 
 def training(runs: Runs) -> str:
