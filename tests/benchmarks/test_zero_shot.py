@@ -124,33 +124,11 @@ def test_the_page_shows_losses_above_dense_and_their_spread():
     assert "| +2.000 (+1.500 to +2.500) | +2.500 (+2.000 to +3.000) |" in table
 
 
-def test_at_equal_bytes_each_kind_shows_its_best_row():
-    row = readings.Row(0.08, 0.0, 0.5, 0.1, 0.1, 0.2)
-    small = row._replace(share=0.0505, found=0.495, last=0.1)
-    rows = {"dense": [row._replace(share=1.0, found=1.0)], "cca g=16": [row], "window 5%": [small], "cca g=32": [small]}
-    table = tables.equal(rows)
-    # a row may be a little larger; within one number in a hundred the loss decides
-    assert "| window (StreamingLLM) | 0.495, +0.100 | 0.495, +0.100 | 0.495, +0.100 | 0.495, +0.100 |" in table
-    assert "| pooled: CCA | 0.495, +0.100 | 0.495, +0.100 |" in table
-    assert "SnapKV" not in table
-    rows["cca g=32"] = [small._replace(found=0.2)]
-    assert "| pooled: CCA | 0.200, +0.100 | 0.500, +0.200 |" in tables.equal(rows)
-
-
-def test_an_adaptation_is_shown_beside_what_was_before_it():
-    run = _run(0, dense=(3, 2, 1)) | {"part": "adapted"}
-    run["before"] = {name: _run(0, dense=(3, 3, 3))[name] for name in ("text", "retrieval")}
-    (before,) = readings.by_label([run])["dense, before"]
-    assert (before.above, before.half, before.last) == (1, 1.5, 2)
-
-
 def test_calibrated_rows_are_held_against_their_own_dense_ones():
     run = _run(0, dense=(3, 2, 1), **{"calibrated, host, 5.0%": (3, 3, 3)}) | {"part": "calibrated"}
     run["choices"] = {"calibrated, host, 5.0%": "Recall(unchosen='drop') in layers 0; CCA(group_size=32) in layers 1"}
     run["goals"] = {"host": {"0.1%": "cache: too small", "layers": []}}
     assert list(readings.by_label([run])) == ["dense", "calibrated, host, 5.0%"]
-    # in a table with the methods dense attention stands once per seed
-    assert len(readings.by_label([_run(0, dense=(3, 2, 1)), run])["dense"]) == 1
     table = tables.chosen([run])
     layers = "Recall without entries: 0; CCA 32: 1"
     assert f"| calibrated, host, 5.0% | 0 | 50.0% | 0.0% | 1.000 | +1.000 | +1.500 | {layers} |" in table
