@@ -1,7 +1,8 @@
 """The tables of `docs/recall.md` from a result file of the zero-shot study.
 
 A table stands between ``<!-- zero-shot ARCHITECTURE LENGTH -->`` and ``<!-- /zero-shot -->``. Its rows are those that
-stand there, by their labels; what follows the labels is written anew.
+stand there, by their labels; what follows the labels is written anew. How many groups must be open stands between
+``<!-- needed groups -->`` and ``<!-- /needed groups -->``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from needed import TARGET, needed, predicted
+
 _BLOCK = re.compile(r"(<!-- zero-shot (\S+) (\d+) -->\n)(.*?)(<!-- /zero-shot -->)", re.DOTALL)
+_NEEDED = re.compile(r"(<!-- needed groups -->\n).*?(<!-- /needed groups -->)", re.DOTALL)
+_PLAIN = re.compile(r"recall r=\d+")
+_LENGTHS = ("4096", "16384")
+_ARCHITECTURES = {"llama": "one KV head per query head", "gqa4": "four query heads per KV head"}
 _HEAD = "| | numbers found | text loss above dense | second half of the text |\n|---|---|---|---|\n"
 
 
@@ -28,7 +35,9 @@ def fill(page: Path, results: Path) -> None:
         rows = [f"| {label} | {' | '.join(_cells(found, (architecture, length, _key(label))))} |\n" for label in labels]
         return before + _HEAD + "".join(rows) + after
 
-    page.write_text(_BLOCK.sub(table, page.read_text(encoding="utf-8")), encoding="utf-8")
+    text = _BLOCK.sub(table, page.read_text(encoding="utf-8"))
+    text = _NEEDED.sub(lambda block: block[1] + _needed_groups(found) + block[2], text)
+    page.write_text(text, encoding="utf-8")
 
 
 def _key(label: str) -> str:
@@ -38,7 +47,7 @@ def _key(label: str) -> str:
 def _by_row(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], list[tuple[float, float, float, float]]]:
     """Per architecture, length and method one tuple per seed: found, loss, loss above dense, the second half's."""
     rows = defaultdict(list)
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run["run"]["name"]):
         if "retrieval" not in run:
             continue
         _, architecture, length, _ = run["run"]["name"].split("-")
@@ -54,6 +63,22 @@ def _second_half(text: Mapping[str, Any], length: int) -> float:
     parts = [part for part in text["by_position"] if part["start"] >= length // 2]
     tokens = [part["stop"] - part["start"] for part in parts]
     return sum(part["loss"] * n for part, n in zip(parts, tokens, strict=True)) / sum(tokens)
+
+
+def _needed_groups(found: Mapping[tuple[str, str, str], Sequence[Sequence[float]]]) -> str:
+    """By architecture and length, one number per seed."""
+    heads = ["", *(f"{int(length):,} tokens" for length in _LENGTHS), f"{TARGET:,}, predicted"]
+    rows = [heads, ["---"] * len(heads)]
+    for architecture, name in _ARCHITECTURES.items():
+        by_length = []
+        for length in _LENGTHS:
+            labels = {label for *place, label in found if place == [architecture, length] and _PLAIN.fullmatch(label)}
+            losses = {int(label[len("recall r=") :]): found[architecture, length, label] for label in labels}
+            seeds = range(len(found[architecture, length, "dense"]))
+            by_length.append([needed([(r, of[seed][3]) for r, of in sorted(losses.items())]) for seed in seeds])
+        far = [predicted([*zip(map(int, _LENGTHS), of, strict=True)]) for of in zip(*by_length, strict=True)]
+        rows.append([name, *(", ".join("?" if r is None else f"{r:.0f}" for r in of) for of in (*by_length, far))])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _cells(found: Mapping[tuple[str, str, str], Sequence[Sequence[float]]], key: tuple[str, str, str]) -> list[str]:

@@ -45,9 +45,7 @@ def main() -> None:
     command.add_argument("--output", type=Path, required=True)
     command = commands.add_parser("page")
     command.add_argument("--results", type=Path, nargs="+", required=True)
-    command.add_argument(
-        "--output", type=Path, required=True, help="Markdown; pictures go into the folder images beside"
-    )
+    command.add_argument("--output", type=Path, required=True, help="Markdown")
     options = parser.parse_args()
     if options.command == "run":
         sys.exit(run(options))

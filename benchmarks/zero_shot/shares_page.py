@@ -1,9 +1,7 @@
-"""`docs/zero-shot.md` from result files: tables and pictures where ``page.md`` asks for them.
+"""`docs/zero-shot.md` from result files: tables where ``page.md`` asks for them.
 
-``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{equal ...}}`` for one
-of the best of each kind at equal bytes, ``{{calibrated ...}}`` for one of calibrated allocations alone; ``{{chosen
-...}}``, ``{{adapted ...}}``, ``{{heads ...}}``, ``{{opened ARCHITECTURE}}``, ``{{fit ARCHITECTURE}}`` and ``{{training
-ARCHITECTURE}}`` for tables too, ``{{picture ...}}`` for a picture of the first, ``{{origin}}`` for text.
+``{{calibrated ARCHITECTURE LENGTH}}`` stands for a table of what calibrated allocations keep, ``{{chosen ...}}`` for
+one of what they gave each layer, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text.
 """
 
 from __future__ import annotations
@@ -12,28 +10,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import tables
-from readings import KNOWN, Row, Runs, by_label
-
-from condense.plots import plot_lines
+from readings import Runs, by_label
 
 _PLACE = re.compile(r"\{\{(\w+) ?([^}]*)\}\}")
-# lines of the picture, and the beginnings of the labels that belong to each
-_LINES = {
-    "calibrated, host store": "calibrated, host",
-    "calibrated, no host store": "calibrated, device",
-    "window": "window",
-    "CCA": "cca g=",
-    "SnapKV": "snapkv",
-    "dense cache in fewer bits": "dense cache",
-}
 
 
 def write_page(results: Sequence[Path], output: Path) -> None:
-    """Write the page, and its pictures into ``images`` beside it."""
+    """Write the page. Raises ValueError for runs that it asks for and the results lack."""
     documents = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in results]
     runs = [run for document in documents for run in document["runs"]]
 
@@ -44,45 +30,14 @@ def write_page(results: Sequence[Path], output: Path) -> None:
             raise ValueError(f"results: no runs of {part} {architecture} {length}")
         return sorted(found, key=lambda run: run["seed"])
 
-    def rows(architecture: str, length: str) -> dict[str, list[Row]]:
-        return by_label([*pick("methods", architecture, length), *pick("calibrated", architecture, length)])
-
-    def picture(architecture: str, length: str) -> str:
-        name = f"zero-shot-{architecture}-{length}.png"
-        _draw(rows(architecture, length), output.parent / "images" / name)
-        return f"![Loss above dense attention by bytes on the device](images/{name})"
-
     makers: Mapping[str, Callable[..., str]] = {
-        "methods": lambda *of: tables.methods(rows(*of)),
-        "equal": lambda *of: tables.equal(rows(*of)),
         "calibrated": lambda *of: tables.methods(by_label(pick("calibrated", *of))),
-        "adapted": lambda *of: tables.methods(by_label(pick("adapted", *of))),
         "chosen": lambda *of: tables.chosen(pick("calibrated", *of)),
-        "heads": lambda *of: tables.heads(pick("heads", *of)),
-        "opened": lambda *of: tables.opened(pick("opened", *of)),
-        "fit": lambda *of: tables.fit(pick("opened", *of)),
         "training": lambda *of: tables.training(pick("training", *of)),
-        "picture": picture,
         "origin": lambda: _origin(results, documents),
     }
     page = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
     output.write_text(_PLACE.sub(lambda place: makers[place[1]](*place[2].split()), page), encoding="utf-8")
-
-
-def _draw(rows: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Numbers found, and the loss of the last tokens above dense attention, by bytes on the device."""
-    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    for title, value in (
-        ("numbers found", lambda row: row.found),
-        ("loss of the last 512 tokens above dense", lambda row: row.last),
-    ):
-        panels[title] = {}
-        for name, begin in _LINES.items():
-            of = [found for label, found in rows.items() if label.startswith(begin) and KNOWN not in label]
-            points = sorted((100 * mean(r.share for r in found), mean(map(value, found))) for found in of)
-            if points:
-                panels[title][name] = ([x for x, _ in points], [y for _, y in points])
-    plot_lines(panels, path, x_label="bytes on the device, % of a dense cache", y_label="")
 
 
 def _origin(results: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> str:

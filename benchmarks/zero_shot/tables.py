@@ -6,24 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from needed import Opened, fits
-from readings import KNOWN, Row, Runs, by_label
-from rows import GROUP, SHARES, WINDOW
-
-# what is held against each other at equal bytes, and the beginnings of the labels that belong to each
-_KINDS = {
-    "**calibrated, host store**": "calibrated, host",
-    "**calibrated, no host store**": "calibrated, device",
-    "`Recall` in all layers, host store": "recall",
-    "Quest, host store": "quest",
-    "window (StreamingLLM)": "window",
-    "SnapKV": "snapkv",
-    "pooled: CCA": "cca",
-    "pooled: LCA": "lca",
-    "pooled: DGA": "dga",
-    "dense cache in fewer bits": "dense cache",
-}
-_SLACK = 0.002  # of the dense cache, by which a size may be exceeded
+from readings import Row, Runs, by_label
 
 
 def methods(rows: Mapping[str, Sequence[Row]]) -> str:
@@ -35,28 +18,6 @@ def methods(rows: Mapping[str, Sequence[Row]]) -> str:
         seeds = "" if len(of) == max(map(len, rows.values())) else f" ({len(of)} seeds)"
         cells.append((label + seeds, *shares, _range([row.found for row in of], "{:.3f}"), *losses))
     return _table(head, cells)
-
-
-def equal(rows: Mapping[str, Sequence[Row]]) -> str:
-    """Of each kind, at most so many bytes on the device: the row that finds most numbers, and of those that find as
-    many within one in a hundred the one that loses least at the end of the texts.
-    """
-    dense = mean(row.found for row in rows["dense"])
-    cells = []
-    for kind, begin in _KINDS.items():
-        points = [
-            (mean(row.share for row in of), mean(row.found for row in of) / dense, mean(row.last for row in of))
-            for label, of in rows.items()
-            if label.startswith(begin) and KNOWN not in label and not label.endswith("nats")
-        ]
-        row = [kind]
-        for share in SHARES:
-            fitting = [(found, last) for size, found, last in points if size <= share + _SLACK]
-            most = max((found for found, _ in fitting), default=0.0)
-            best = min(((last, found) for found, last in fitting if found >= most - 0.01), default=None)
-            row.append("" if best is None else f"{best[1]:.3f}, {best[0]:+.3f}")
-        cells.append(row)
-    return _table(("", *(f"{share:.0%}" for share in SHARES)), [row for row in cells if any(row[1:])])
 
 
 def chosen(runs: Runs) -> str:
@@ -97,53 +58,6 @@ def _short(text: str) -> str:
     return "; ".join(map(name, text.split("; ")))
 
 
-def heads(runs: Runs) -> str:
-    head = ("KV heads that recall", "one by one: divergence", "found", "whole layers: divergence", "found")
-    cells = []
-    for points in zip(*(run["points"] for run in runs), strict=True):
-        row = [str(points[0]["heads"])]
-        for order in ("by_head", "by_layer"):
-            of = [point[order] for point in points if order in point]
-            row += [_range([x[key] for x in of], form) for key, form in (("kl", "{:.4f}"), ("found", "{:.3f}"))]
-        cells.append(row)
-    return _table(head, cells)
-
-
-def opened(runs: Runs) -> str:
-    """Per length and number of open groups."""
-    head = ("tokens", "groups", "open", "numbers found, of dense's", "text loss above dense", "second half")
-    cells = []
-    for length in sorted({run["length"] for run in runs}):
-        rows = by_label([run for run in runs if run["length"] == length])
-        dense = rows.pop("dense")
-        for label, of in rows.items():
-            found = [row.found / stock.found for row, stock in zip(of, dense, strict=True)]
-            losses = [_range([getattr(row, name) for row in of], "{:+.3f}") for name in ("above", "half")]
-            groups = (length - WINDOW) // GROUP
-            cells.append((f"{length:,}", f"{groups:,}", label.removeprefix("r="), _range(found, "{:.3f}"), *losses))
-    return _table(head, cells)
-
-
-def fit(runs: Runs) -> str:
-    """Groups that must be open by length, and what follows for 128K tokens."""
-    measured = []
-    for run in runs:
-        rows = by_label([run])
-        points = [(int(label.removeprefix("r=")), of[0].half) for label, of in rows.items() if label != "dense"]
-        measured.append(Opened(run["seed"], run["length"], points))
-    cells = []
-    for length in sorted({one.length for one in measured}):
-        needed = [one.needed() for one in measured if one.length == length]
-        share = [r * GROUP / (length - WINDOW) for r in needed if r is not None]
-        cells.append(
-            (f"{length:,}", _range(needed, "{:.1f}"), _range(share, "{:.1%}"), f"{len(share)} of {len(needed)}")
-        )
-    exponents, predicted = zip(*fits(measured), strict=True)
-    table = _table(("tokens", "open groups for 0.01 nats", "of all", "seeds that come to it"), cells)
-    line = f"A power of the length through each seed's: exponent {_range(exponents, '{:.2f}')}"
-    return f"{table}\n\n{line}; at 131,072 tokens it says {_range(predicted, '{:.0f}')} open groups."
-
-
 def training(runs: Runs) -> str:
     cells = []
     for run in runs:
@@ -154,12 +68,9 @@ def training(runs: Runs) -> str:
     return _table(("seed", "tokens", "steps", "loss in training", "answers right in training"), cells)
 
 
-def _range(values: Sequence[float | None], form: str) -> str:
+def _range(values: Sequence[float], form: str) -> str:
     """Mean, and the least and the greatest where they differ."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return ""
-    low, middle, high = (form.format(x) for x in (min(known), mean(known), max(known)))
+    low, middle, high = (form.format(x) for x in (min(values), mean(values), max(values)))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 

@@ -1,7 +1,6 @@
 """The study of models that were not trained for it: methods on trial, reading over a changed cache, and its page."""
 
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from condense.models.inspect import inspect
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "zero_shot"))
 
 import continued
-import needed
 import readings
 import rows
 import shares_page
@@ -126,69 +124,15 @@ def test_the_page_shows_losses_above_dense_and_their_spread():
     assert "| +2.000 (+1.500 to +2.500) | +2.500 (+2.000 to +3.000) |" in table
 
 
-def test_at_equal_bytes_each_kind_shows_its_best_row():
-    row = readings.Row(0.08, 0.0, 0.5, 0.1, 0.1, 0.2)
-    small = row._replace(share=0.0505, found=0.495, last=0.1)
-    rows = {"dense": [row._replace(share=1.0, found=1.0)], "cca g=16": [row], "window 5%": [small], "cca g=32": [small]}
-    table = tables.equal(rows)
-    # a row may be a little larger; within one number in a hundred the loss decides
-    assert "| window (StreamingLLM) | 0.495, +0.100 | 0.495, +0.100 | 0.495, +0.100 | 0.495, +0.100 |" in table
-    assert "| pooled: CCA | 0.495, +0.100 | 0.495, +0.100 |" in table
-    assert "SnapKV" not in table
-    rows["cca g=32"] = [small._replace(found=0.2)]
-    assert "| pooled: CCA | 0.200, +0.100 | 0.500, +0.200 |" in tables.equal(rows)
-
-
-def test_an_adaptation_is_shown_beside_what_was_before_it():
-    run = _run(0, dense=(3, 2, 1)) | {"part": "adapted"}
-    run["before"] = {name: _run(0, dense=(3, 3, 3))[name] for name in ("text", "retrieval")}
-    (before,) = readings.by_label([run])["dense, before"]
-    assert (before.above, before.half, before.last) == (1, 1.5, 2)
-
-
 def test_calibrated_rows_are_held_against_their_own_dense_ones():
     run = _run(0, dense=(3, 2, 1), **{"calibrated, host, 5.0%": (3, 3, 3)}) | {"part": "calibrated"}
     run["choices"] = {"calibrated, host, 5.0%": "Recall(unchosen='drop') in layers 0; CCA(group_size=32) in layers 1"}
     run["goals"] = {"host": {"0.1%": "cache: too small", "layers": []}}
     assert list(readings.by_label([run])) == ["dense", "calibrated, host, 5.0%"]
-    # in a table with the methods dense attention stands once per seed
-    assert len(readings.by_label([_run(0, dense=(3, 2, 1)), run])["dense"]) == 1
     table = tables.chosen([run])
     layers = "Recall without entries: 0; CCA 32: 1"
     assert f"| calibrated, host, 5.0% | 0 | 50.0% | 0.0% | 1.000 | +1.000 | +1.500 | {layers} |" in table
     assert "| calibrated, host, 0.1% | 0 |  |  |  |  |  | cache: too small |" in table
-
-
-def test_groups_that_must_be_open_follow_a_power_of_the_length():
-    def measured(seed, length, factor):
-        r = factor * length**0.5  # where the loss comes down to the bound, on a line over logarithms
-        points = [(n, needed.BOUND - 0.02 * math.log(n / r)) for n in (2, 8, 32, 128, 512)]
-        return needed.Opened(seed, length, points)
-
-    runs = [measured(seed, length, seed + 0.25) for seed in (0, 1) for length in (2048, 8192, 32768)]
-    assert runs[1].needed() == pytest.approx(0.25 * 8192**0.5)
-    assert [exponent for exponent, _ in needed.fits(runs)] == pytest.approx([0.5, 0.5])
-    assert [r for _, r in needed.fits(runs)] == pytest.approx([0.25 * 131072**0.5, 1.25 * 131072**0.5])
-    assert needed.Opened(0, 1024, [(2, 0.005), (8, 0.001)]).needed() is None
-
-
-def test_the_page_shows_what_open_groups_lose():
-    runs = []
-    for length, few in ((1024, 2), (4096, 4)):
-        parts = [{"start": 0, "stop": length // 2}, {"start": length // 2, "stop": length - 64}]
-        parts.append({"start": length - 64, "stop": length})
-        named = {"dense": 1.0, f"r={few}": 1.02, f"r={4 * few}": 1.0}
-        text = [
-            {"name": name, "loss": x, "by_position": [part | {"loss": x} for part in parts]}
-            for name, x in named.items()
-        ]
-        run = _run(0, dense=(3, 2, 1)) | {"length": length, "part": "opened", "text": text}
-        run["retrieval"] = [{"name": name, "exact": {"share": 0.5}} for name in named]
-        runs.append(run | {"shares": {name: [1.0, 0.0] for name in named}})
-    assert "| 1,024 | 48 | 2 | 1.000 | +0.020 | +0.020 |" in tables.opened(runs)
-    fitted = tables.fit(runs)
-    assert "| 4,096 | 8.0 | 3.3% | 1 of 1 |" in fitted
-    assert "exponent 0.50; at 131,072 tokens it says 45 open groups." in fitted
 
 
 def test_the_page_is_as_the_results_fill_it(tmp_path):

@@ -1,5 +1,6 @@
 """The tables of docs/recall.md are those of the result file that the page names."""
 
+import math
 import re
 import shutil
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "experiments"))
 
+import needed
 import zero_shot_page
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,17 @@ def test_the_page_is_as_the_results_fill_it(tmp_path):
     copy = Path(shutil.copy(PAGE, tmp_path))
     zero_shot_page.fill(copy, results)
     assert copy.read_text() == PAGE.read_text()
+
+
+def test_groups_that_must_be_open_follow_a_power_of_the_length():
+    def points(r):  # where the loss comes down to the bound, on a line over logarithms
+        return [(n, needed.BOUND - 0.02 * math.log(n / r)) for n in (2, 8, 32, 128, 512)]
+
+    groups = [(length, needed.needed(points(0.25 * length**0.5))) for length in (2048, 8192, 32768)]
+    assert [r for _, r in groups] == pytest.approx([0.25 * length**0.5 for length, _ in groups])
+    assert needed.predicted([*groups, (1024, None)]) == pytest.approx(0.25 * 131072**0.5)
+    assert needed.needed([(2, 0.005), (8, 0.001)]) is None
+    assert needed.predicted(groups[:1]) is None
 
 
 def test_an_unmeasured_row_is_refused(tmp_path):

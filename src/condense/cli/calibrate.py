@@ -152,7 +152,7 @@ def _print(result: Calibration) -> None:
     )
     for heading in ("layers", "cache", "host", "FLOPs", "divergence", "loss", *(["found"] if numbers else [])):
         curve.add_column(heading, justify="left" if heading == "layers" else "right")
-    for point in (*result.uniform, *result.curve):
+    for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
         curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
     console.print(curve)
     console.print(f"chosen: {described(result.allocation)}", highlight=False, markup=False, soft_wrap=True)
