@@ -145,9 +145,10 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
     rows = min(64, max(16, power_of_2(heads)))
     row_tiles = cdiv(heads, rows)
     wanted = waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
-    splits = max(1, min(wanted, cdiv(capacity, keys)))
     (D0, D1), (V0, V1) = split_width(D), split_width(Dv)
     early = device.type == "cuda" and gpu_of(device).capability >= (9, 0) and R * K < EARLY_PAIRS
+    # the last split reads what the step stores, so that the others need not wait
+    splits = max(1, min(wanted, cdiv(capacity, keys))) + early
     starts_early = {"launch_pdl": True} if early else {}
     kind = Kind(
         D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,

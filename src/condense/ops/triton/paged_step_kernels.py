@@ -23,8 +23,6 @@ from condense.ops.triton.device.entry import (
     load_row,
     make_entries,
     mean_query,
-    page_numbers,
-    page_slots,
     store_row,
     summary_query,
 )
@@ -37,6 +35,20 @@ class _Stretch(NamedTuple):
 
     first: Any
     count: Any
+
+
+class _Order(NamedTuple):
+    """Tiles of entries and of tokens in the order in which splits share them.
+
+    First the ``old_far`` tiles of entries and the ``old_near`` tiles of tokens that hold nothing that this step stores,
+    then the other tiles of entries, ``far_tiles`` in all, and those of tokens.
+    """
+
+    far: Any
+    near: Any
+    far_tiles: Any
+    old_far: Any
+    old_near: Any
 
 
 @triton.jit
@@ -98,25 +110,41 @@ def paged_store_kernel(
 
 
 @triton.jit
-def _tile_pages(pages, stretch, tile, hi, KIND: tl.constexpr):
-    """The page of every row of a tile; page 0 from tile ``hi`` on."""
+def _tile(order, place, KIND: tl.constexpr):
+    """Of the tile at a place of an `_Order`: whether it holds entries, its positions, and which of these are inside."""
+    is_old = place < order.old_far + order.old_near
+    fresh = place - order.old_far - order.old_near
+    new_far = order.far_tiles - order.old_far
+    is_far = tl.where(is_old, place < order.old_far, fresh < new_far)
+    tile = tl.where(is_old, place - order.old_far, order.old_near + fresh - new_far)
+    tile = tl.where(is_far, tl.where(is_old, place, order.old_far + fresh), tile)
     i = tile * KIND.keys + tl.arange(0, KIND.keys)
-    return page_numbers(pages, stretch.first + i, (i < stretch.count) & (tile < hi), KIND)
+    first = tl.where(is_far, order.far.first, order.near.first)
+    return is_far, first + i, i < tl.where(is_far, order.far.count, order.near.count)
 
 
 @triton.jit
-def _attend_pages(softmax, q, pages, stretch, page, lo, hi, scale, bias, KIND: tl.constexpr):
-    """Adds tiles ``[lo, hi)`` of a stretch, the first of which lies in pages ``page``; no tile is empty."""
+def _tile_pages(entries, window, order, place, hi, KIND: tl.constexpr):
+    """The page of every row of a tile; page 0 from place ``hi`` on."""
+    is_far, position, inside = _tile(order, place, KIND)
+    table = tl.where(is_far, entries.table, window.table)
+    return tl.load(table + position // KIND.page, mask=inside & (place < hi), other=0)
+
+
+@triton.jit
+def _attend_pages(softmax, q, entries, window, order, page, lo, hi, scale, bias, KIND: tl.constexpr):
+    """Adds the tiles at places ``[lo, hi)``, the first of which lies in pages ``page``; no tile is empty."""
     PRECISION: tl.constexpr = KIND.precision
-    for tile in range(lo, hi):
-        i = tile * KIND.keys + tl.arange(0, KIND.keys)
-        inside, at = i < stretch.count, page_slots(pages, page, stretch.first + i, KIND)
-        k = load_rows(pages.k, at, inside, KIND.D0, KIND.D1)
-        s = tl.where(inside[None, :], key_products(q, k, PRECISION) * scale + bias, float("-inf"))
-        v = load_rows(pages.v, at, inside, KIND.V0, KIND.V1)
-        softmax = add_keys(softmax, s, v, PRECISION)
+    for place in range(lo, hi):
+        is_far, position, inside = _tile(order, place, KIND)
+        s_page, s_slot = tl.where(is_far, entries.s_page, window.s_page), tl.where(is_far, entries.s_k, window.s_k)
+        at = page.to(tl.int64) * s_page + (position % KIND.page).to(tl.int64) * s_slot
+        k = load_rows(tl.where(is_far, entries.k, window.k), at, inside, KIND.D0, KIND.D1)
+        s = key_products(q, k, PRECISION) * scale + tl.where(is_far, bias, 0.0)
+        v = load_rows(tl.where(is_far, entries.v, window.v), at, inside, KIND.V0, KIND.V1)
+        softmax = add_keys(softmax, tl.where(inside[None, :], s, float("-inf")), v, PRECISION)
         # of the next tile, while this one's keys are on their way
-        page = _tile_pages(pages, stretch, tile + 1, hi, KIND)
+        page = _tile_pages(entries, window, order, place + 1, hi, KIND)
     return softmax
 
 
@@ -138,20 +166,27 @@ def paged_attend_kernel(
         closed = tl.maximum(seen - window_size, 0) // chunk_size
         far = _Stretch(summary_delay // chunk_size, closed)
         near = _Stretch(closed * chunk_size, seen - closed * chunk_size)
-        far_tiles = tl.cdiv(far.count, KIND.keys)
-        tiles = far_tiles + tl.cdiv(near.count, KIND.keys)
+        far_tiles, near_tiles = tl.cdiv(far.count, KIND.keys), tl.cdiv(near.count, KIND.keys)
+        old_far, old_near, tiles = far_tiles, near_tiles, far_tiles + near_tiles
         lo, hi = tiles * split // S, tiles * (split + 1) // S
-        far_hi, near_lo, near_hi = tl.minimum(hi, far_tiles), tl.maximum(lo - far_tiles, 0), hi - far_tiles
-        far_pages = _tile_pages(entries, far, lo, far_hi, KIND)
-        near_pages = _tile_pages(window, near, near_lo, near_hi, KIND)
         if KIND.early:
-            gdc_wait()
+            # stored in this step, by this request or another, are at most the newest entry and the newest two tokens
+            old_far, old_near = tl.maximum(far.count - 1, 0) // KIND.keys, tl.maximum(near.count - 2, 0) // KIND.keys
+            old = old_far + old_near
+            lo = tl.where(split == S - 1, old, old * split // (S - 1))
+            hi = tl.where(split == S - 1, tiles, old * (split + 1) // (S - 1))
+            if split == S - 1:
+                gdc_wait()
+        order = _Order(far, near, far_tiles, old_far, old_near)
+        page = _tile_pages(entries, window, order, lo, hi, KIND)
         r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
         at = request * s_qt + (kvh * R + r) * s_qh
         q = load_rows(q_ptr, at, r < R, KIND.D0, KIND.D1)
         softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
-        softmax = _attend_pages(softmax, q, entries, far, far_pages, lo, far_hi, score_scale, bias, KIND)
-        softmax = _attend_pages(softmax, q, window, near, near_pages, near_lo, near_hi, score_scale, 0.0, KIND)
+        softmax = _attend_pages(softmax, q, entries, window, order, page, lo, hi, score_scale, bias, KIND)
+        if KIND.early:
+            # from here on all that the step stores is there, for the kernel that follows too
+            gdc_wait()
         at = (program.to(tl.int64) * R + r) * S + split
         store_part(part_ptr, lse_ptr, softmax, at, r < R, KIND.V0, KIND.V1)
 
