@@ -27,7 +27,7 @@ from condense.ops.triton.recall_choice import CELL, Scoring, choice_operation, s
 _SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hopper_kernel)
 _TILE = 2 * ROWS.value
 # rows of the index and keys per block, and blocks that are loaded ahead
-_INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 4
+_INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 6
 # 16 warps of scores start with 128 registers each, 12 of attention with 168; the loading warps then give most of theirs
 # to the others
 _SCORE_OPTIONS, _OPTIONS = ({"num_warps": 4, "maxnreg": registers} for registers in (128, 168))

@@ -185,18 +185,6 @@ def _load_groups(
 
 
 @gluon.jit
-def _prefetch(ptr, count):
-    """Asks the L2 cache for ``count`` words; done by one warp."""
-    LINE: gl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-    lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * LINE
-    for start in range(0, count, 32 * LINE):
-        line = ptr + gl.minimum(start + lanes, count - 1)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
 def _produce(
     sources, lists, problem, memory,
     g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr,
@@ -210,10 +198,6 @@ def _produce(
         count = gl.load(lists.counts + tile)
         list_ptr = lists.groups + tile.to(gl.int64) * problem.room
         stream = _stream(problem.first + first, row, count, problem, g, BN, POOL, KIND)
-        if POOL:
-            # the groups that multiply ask for a block of words at a time, and memory is too far for that
-            size = row_of_words(problem.words)
-            _prefetch(lists.words + tile.to(gl.int64) * size, (stream.entries - stream.near) * BN)
         for t in range(stream.near):
             start = stream.window + t * BN
             _load(window_k, row, start, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
