@@ -135,7 +135,7 @@ def test_general_bounds_per_row_and_head():
     tensors = (q, entries_k, entries_v, window_k, window_v)
     bias = torch.randn(B, K, M, generator=generator)
     exact = [x.double().requires_grad_() for x in (*tensors, bias)]
-    want, want_lse = oracle.prefix_band(*exact[:5], (rep_end, raw_start, raw_end), scale=0.125, bias=exact[5])
+    want, want_lse = oracle.entries_and_window(*exact[:5], (rep_end, raw_start, raw_end), scale=0.125, bias=exact[5])
     spans = array_spans(*(x.to(DEVICE) for x in (rep_end, raw_start, raw_end)))
     plain, got = ([x.to(DEVICE).requires_grad_() for x in (*tensors, bias)] for _ in range(2))
     yardstick, _ = attend(plain[0], two_sources(*plain[1:5], plain[5].detach()), spans, scale=0.125, backend="torch")
