@@ -97,7 +97,7 @@ def reference(args):
     condense.apply(model, METHOD)
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
-    content = {"folder": folder, "config": model.config.to_dict(), "prompts": prompts, "text": text, "variants": []}
+    content = {"folder": folder, "prompts": prompts, "text": text, "variants": []}
     for adapter in [None, make_adapter(model)] if args.adapter else [None]:
         model = load(folder, adapter)
         variant = {"adapter": adapter, "tokens": [generated(model, ids) for ids in prompts]}
@@ -130,10 +130,9 @@ def engine(args):
     from vllm.lora.request import LoRARequest
 
     ref = torch.load(args.reference, weights_only=False)
-    config, prompts, variants = ref["config"], ref["prompts"], ref["variants"]
-    overrides = {"architectures": [f"Condensed{config['architectures'][0]}"], "condense": config["condense"]}
+    prompts, variants = ref["prompts"], ref["variants"]
     settings = {
-        "hf_overrides": overrides, "dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 8,
+        "dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 8,
         "max_num_batched_tokens": args.batched_tokens, "enable_prefix_caching": args.prefix_caching,
         "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05, "tensor_parallel_size": args.ranks,
         "pipeline_parallel_size": args.stages, "disable_custom_all_reduce": True,

@@ -92,9 +92,9 @@ def _traffic_table(rounds):
         _requests("2 prompts of 130,560 tokens at once, 512 tokens of answer each", long, ".3f", "2.5x"),
         _requests("48 prompts of 4,096 tokens at once, 512 tokens of answer each", short, ".2f", "0.9x"),
         ("requests of 131,072 tokens that run at once",
-         *(spread([run["answered_in_one_step"] for run in capacity[name]], "d") for name in NAMES), "80"),
+         *(spread([run["answered_in_one_step"] for run in capacity[name]], ".0f") for name in NAMES), "80"),
         ("questions on ten texts of 130,432 tokens, read before: found in the cache",
-         *(spread([sum(n > 0 for n in run["cached"]) for run in documents[name]], "d") + " of 10" for name in NAMES),
+         *(spread([sum(n > 0 for n in run["cached"]) for run in documents[name]], ".0f") + " of 10" for name in NAMES),
          "10"),
         ("first token of such a question", "as unread",
          spread([1000 * run["first_token_s"]["median"] for run in documents["condensed"]], ".0f") + " ms", "300 ms"),
@@ -111,19 +111,17 @@ def _requests(label, runs, form, goal):
 
 
 def _paged_table(contents):
-    table = "| requests | contiguous | pages | ratio | kernels that start early | one after the other |\n"
-    table += "|---|---|---|---|---|---|\n"
+    table = "| requests | contiguous | pages, kernels that start early | pages, one after the other | ratio |\n"
+    table += "|---|---|---|---|---|\n"
     runs = defaultdict(list)
     for content in contents:
         for row in content["rows"]:
             runs[row["rows"]].append(row)
     for rows, measured in sorted(runs.items()):
-        times = [
-            spread([1000 * row[name] for row in measured], ".1f")
-            for name in ("contiguous", "paged", "early", "one_after_another")
-        ]
-        ratio = median(row["paged"] for row in measured) / median(row["contiguous"] for row in measured)
-        table += f"| {rows} | {times[0]} us | {times[1]} us | {ratio:.2f} | {times[2]} us | {times[3]} us |\n"
+        forms = ("contiguous", "early", "one_after_another")
+        contiguous, *pages = (median(row[form] for row in measured) for form in forms)
+        times = [spread([1000 * row[form] for row in measured], ".1f") for form in forms]
+        table += f"| {rows} | {' us | '.join(times)} us | {min(pages) / contiguous:.2f} |\n"
     return table
 
 
@@ -135,7 +133,7 @@ def _draw(rounds, path):
             steps = sorted((rows, median(ms)) for rows, ms in decode_rows(rounds[name], length).items())
             lines[name] = [ms for _, ms in steps], [1000 * rows / ms for rows, ms in steps]
         panels[f"{length:,} tokens"] = lines
-    plot_lines(panels, path, x_label="ms between tokens", y_label="tokens/s", log=True)
+    plot_lines(panels, path, x_label="ms between tokens", y_label="tokens/s")
 
 
 if __name__ == "__main__":
