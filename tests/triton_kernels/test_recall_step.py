@@ -210,7 +210,7 @@ def test_twice_gives_the_same_bits():
 
 
 def test_refusals():
-    q, k, v, _ = new = NewToken(*random_qkv(1, 2, 1, 1, 16, 16))
+    q, k, v, *_ = new = NewToken(*random_qkv(1, 2, 1, 1, 16, 16))
     settings = settings_of(CASES["bounds-8"])
     state = empty_state(settings, 40, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
     with pytest.raises(ValueError, match="takes torch"):
@@ -232,8 +232,10 @@ def test_slots(scratch):
     states = [empty_state(settings, 14, 1, slots=n, **made) for n in (0, 6)]
     theirs = empty_state(settings, 14, 1, slots=6, **made)
     for t in range(14):
-        new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE))
+        counter = torch.tensor(t, device=DEVICE)
+        new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE), counter=counter)
         outs = [triton_step.recall_step(new, state, settings, scale=SCALE) for state in states]
+        assert int(counter) == t + len(states)
         assert all(torch.equal(out, outs[0]) for out in outs)
         torch_step.recall_step(new, theirs, settings, scale=SCALE)
         for state in states:

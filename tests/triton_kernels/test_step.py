@@ -58,18 +58,19 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
     B, H, L, D = q.shape
     scale = D**-0.5 if scale is None else scale
     out = q.new_full((B, H, L, latent or v.shape[3]), torch.nan)
-    for step in range(L if arrivals is None else len(arrivals)):
+    steps, counter = L if arrivals is None else len(arrivals), torch.zeros((), dtype=torch.int64, device=q.device)
+    for step in range(steps):
         real = torch.ones(B, dtype=torch.bool, device=q.device) if arrivals is None else arrivals[step].to(q.device)
         at = state.seen.clamp(max=L - 1)
         rows = torch.arange(B, device=q.device)
         now = [x[rows, :, at][:, :, None].clone() for x in (q, k, v)]
         for x in now:
             x[~real] = torch.nan
-        result = triton_step.step(
-            NewToken(*now, None if arrivals is None else real), state, plan_of(method), scale=scale, latent=latent
-        )
+        token = NewToken(*now, None if arrivals is None else real, counter)
+        result = triton_step.step(token, state, plan_of(method), scale=scale, latent=latent)
         assert bool((result[~real] == 0).all())
         out[rows[real], :, at[real]] = result[real][:, :, 0]
+    assert int(counter) == steps
     return out
 
 

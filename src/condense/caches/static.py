@@ -112,20 +112,19 @@ class StaticCondensedLayer(CondensedCacheLayer):
         self.expects_plain_prompt, self._known_seen = False, None
         if _is_recorded(self.device):
             self._known_slots, self._is_replayed = None, True
-            self.num_slots.add_(1)
-        else:
-            self._advance(1)
+        elif self._known_slots is not None:
+            self._known_slots += 1
         return out
 
     def _decode(
         self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None, extras: Extras
     ) -> Tensor:
-        """The step itself, which changes the buffers; arguments as of `step`."""
+        """The step itself, which changes the buffers and adds 1 to ``num_slots``; arguments as of `step`."""
         assert isinstance(buffers, StepState)
         own = OwnEntries(self.latent_method.represent, self.bias)
         return decode_step(
-            NewToken(q, k, v, real), buffers, self.settings, scale=scale, own=own, latent=self.latent_width,
-            extras=extras, backend=self.backend,
+            NewToken(q, k, v, real, self.num_slots), buffers, self.settings, scale=scale, own=own,
+            latent=self.latent_width, extras=extras, backend=self.backend,
         )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:

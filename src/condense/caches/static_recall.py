@@ -51,8 +51,9 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
     ) -> Tensor:
         assert isinstance(buffers, RecallState)
         return recall_step(
-            NewToken(q, k, v, real), buffers, self.recall_settings, scale=scale, latent=self.latent_width, extras=extras
-        )
+            NewToken(q, k, v, real, self.num_slots), buffers, self.recall_settings, scale=scale,
+            latent=self.latent_width, extras=extras,
+        )  # fmt: skip
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""

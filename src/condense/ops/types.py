@@ -68,13 +68,15 @@ class NewToken(NamedTuple):
     """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
 
     Dv is 0 of latents, whose values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
-    None: all.
+    None: all. counter: int64 ``[]`` on the device, to which the step adds 1, whichever rows are real; None: nothing is
+    counted.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     real: Tensor | None = None
+    counter: Tensor | None = None
 
 
 class OwnEntries(NamedTuple):

@@ -126,7 +126,7 @@ class RecallSettings(Numbered):
 
 def check_step(token: NewToken, state: RecallState, settings: RecallSettings) -> None:
     """Raise ValueError for tensors of a step that do not fit together, or a state that is not contiguous."""
-    (q, k, v, real), (B, K, G, _), entries = token, state.entries_k.shape, settings.entries
+    (q, k, v, real, _), (B, K, G, _), entries = token, state.entries_k.shape, settings.entries
     g, D, Dv, form = settings.rule.chunk, k.shape[3], v.shape[3], settings.store_format
     num_codes, num_grid = settings.index.widths(D)
     W, S, codes = state.ring_k.shape[2], state.held.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8

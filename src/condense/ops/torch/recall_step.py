@@ -36,7 +36,7 @@ def recall_step(
 
     latent: if > 0, values are the first ``latent`` columns of the keys, Dv is 0 (absorbed MLA).
     """
-    (q, k, v, real), t = token, state.seen
+    (q, k, v, real, counter), t = token, state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
     _write(state.ring_k, t, k, alive)
@@ -47,6 +47,8 @@ def recall_step(
         _close_group(state, settings, t, seen, scale)
     out, lse = _attend(q, state, settings, (seen, alive), scale, latent, extras)
     state.seen.copy_(seen)
+    if counter is not None:
+        counter.add_(1)
     return extras.finish(out, lse)
 
 

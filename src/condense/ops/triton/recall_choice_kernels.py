@@ -85,13 +85,14 @@ class _Scored(NamedTuple):
 
 @triton.jit
 def _score_groups(
-    queries, index, lse, lo, hi, closed, m: tl.constexpr, MP: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
+    queries, index, lse, stretch, closed, m: tl.constexpr, MP: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
     GRID: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores and writes groups ``[lo, hi)``, and adds them to lse: the largest score of each row and the sum of
-    ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
+    """Scores and writes the groups of a stretch ``[lo, hi)``, and adds them to lse: the largest score of each row and
+    the sum of ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
     """
     top, total = lse
+    lo, hi = stretch
     BM: tl.constexpr = closed.shape[0]
     BC: tl.constexpr = BG // C
     for group in range(lo, hi, BG):
@@ -177,8 +178,8 @@ def recall_score_kernel(
     )  # fmt: skip
     lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     whole = tl.min(closed) // BG * BG
-    lse = _score_groups(queries, index, lse, 0, whole, closed, m, MP, BG, C, GRID, False, PRECISION)
-    lse = _score_groups(queries, index, lse, whole, tl.max(closed), closed, m, MP, BG, C, GRID, True, PRECISION)
+    lse = _score_groups(queries, index, lse, (0, whole), closed, m, MP, BG, C, GRID, False, PRECISION)
+    lse = _score_groups(queries, index, lse, (whole, tl.max(closed)), closed, m, MP, BG, C, GRID, True, PRECISION)
     # 0 where no group is closed
     total = lse[1]
     lse = tl.where(total > 0, lse[0], 0.0) + tl.log2(tl.where(total > 0, total, 1.0))

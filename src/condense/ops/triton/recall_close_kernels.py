@@ -5,6 +5,8 @@ Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
@@ -23,6 +25,29 @@ from condense.ops.triton.device.entry import (
 )
 from condense.ops.triton.recall_store_kernels import put_keys, put_values, ring_tokens
 
+
+class Index(NamedTuple):
+    """The constants of an index: blocks per group, tokens per block; bounds or means; bits. As powers of two: tokens
+    per block, columns of a row where it is written (bytes, if quantised) and where it is read (words of 16 bits).
+    """
+
+    blocks: int
+    tokens: int
+    bounds: bool
+    bits: int
+    tokens_tile: int
+    columns_tile: int
+    words_tile: int
+
+
+class _Ring(NamedTuple):
+    """Pointers to a KV head's ring of keys and to the newest key; slots of the ring."""
+
+    keys: Any
+    new: Any
+    size: Any
+
+
 _MARGIN = tl.constexpr(index.MARGIN)
 _REACH = tl.constexpr(index.REACH)
 _TINY = tl.constexpr(2.0**-126)
@@ -40,20 +65,17 @@ def row_of_step(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.
 
 
 @triton.jit
-def _block(
-    ring_ptr, new_ptr, start, t, W, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    u: tl.constexpr, UP: tl.constexpr, BOUNDS: tl.constexpr,
-):  # fmt: skip
-    """Lowest and highest key of the block of u tokens from position ``start`` on, or twice its mean, ``[P]``."""
-    i = tl.arange(0, UP)
-    inside = i < u
-    x = ring_tokens(ring_ptr, new_ptr, start + i, t, W, inside, LO, D, P)
-    if BOUNDS:
+def _block(ring, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr):
+    """Lowest and highest key of a block of tokens, the first at ``start``, or its mean twice; columns from LO on."""
+    i = tl.arange(0, INDEX.tokens_tile)
+    inside = i < INDEX.tokens
+    x = ring_tokens(ring.keys, ring.new, start + i, t, ring.size, inside, LO, D, INDEX.columns_tile)
+    if INDEX.bounds:
         low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
         high = tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
     else:
         total = tl.sum(tl.where(inside[:, None], x, 0.0), 0)
-        low = tl.div_rn(total, tl.zeros_like(total) + u)
+        low = tl.div_rn(total, tl.zeros_like(total) + INDEX.tokens)
         high = low
     return low, high
 
@@ -72,22 +94,20 @@ def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: t
 
 
 @triton.jit
-def _put_index(
-    ring_ptr, new_ptr, codes_ptr, grid_ptr, first, t, W,
-    D: tl.constexpr, m: tl.constexpr, u: tl.constexpr, UP: tl.constexpr, PC: tl.constexpr,
-    BOUNDS: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.constexpr):
     """The index of the group that begins at position ``first``."""
+    BITS: tl.constexpr = INDEX.bits
+    BOUNDS: tl.constexpr = INDEX.bounds
     PARTS: tl.constexpr = 2 if BITS == 4 else 1
     C: tl.constexpr = D // PARTS
-    c = tl.arange(0, PC)
+    c = tl.arange(0, INDEX.columns_tile)
     lowest = tl.full([], float("inf"), tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
     step, zero = 1.0, 0.0
     if BITS < 16:
         for part in tl.static_range(PARTS):
-            for block in range(m):
-                low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, part * C, D, PC, u, UP, BOUNDS)
+            for block in range(INDEX.blocks):
+                low, high = _block(ring, first + block * INDEX.tokens, t, part * C, D, INDEX)
                 lowest = tl.minimum(lowest, tl.min(tl.where(c < C, low, float("inf")), 0))
                 largest = tl.maximum(largest, tl.max(tl.where(c < C, high, float("-inf")), 0))
         LEVELS: tl.constexpr = 2**BITS - 1
@@ -95,21 +115,21 @@ def _put_index(
         step = tl.maximum(tl.div_rn(largest - zero, LEVELS * 1.0) * _REACH, _TINY)
         tl.store(grid_ptr, step)
         tl.store(grid_ptr + 1, zero)
-    for block in range(m):
-        low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, 0, D, PC, u, UP, BOUNDS)
+    for block in range(INDEX.blocks):
+        low, high = _block(ring, first + block * INDEX.tokens, t, 0, D, INDEX)
         if BITS == 16:
             codes_low, codes_high = low, high
         else:
             codes_low = _codes(low, step, zero, LEVELS, False, BOUNDS)
             codes_high = _codes(high, step, zero, LEVELS, True, BOUNDS)
         if BITS == 4:
-            low, high = _block(ring_ptr, new_ptr, first + block * u, t, W, C, D, PC, u, UP, BOUNDS)
+            low, high = _block(ring, first + block * INDEX.tokens, t, C, D, INDEX)
             codes_low += _codes(low, step, zero, LEVELS, False, BOUNDS) * 16
             codes_high += _codes(high, step, zero, LEVELS, True, BOUNDS) * 16
         element = codes_ptr.dtype.element_ty
         tl.store(codes_ptr + block * C + c, codes_low.to(element), mask=c < C)
         if BOUNDS:
-            tl.store(codes_ptr + (m + block) * C + c, codes_high.to(element), mask=c < C)
+            tl.store(codes_ptr + (INDEX.blocks + block) * C + c, codes_high.to(element), mask=c < C)
 
 
 @triton.jit
@@ -161,17 +181,19 @@ def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, clo
 @triton.jit
 def recall_close_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_ptr, ring_k_ptr, ring_v_ptr, seen_ptr,
-    ring_q_ptr, biases_ptr, real_ptr, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, window, scale,
-    m: tl.constexpr, UP: tl.constexpr, P: tl.constexpr, PV: tl.constexpr, PC: tl.constexpr, PS: tl.constexpr,
-    BOUNDS: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+    ring_q_ptr, biases_ptr, real_ptr, arrived_ptr, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, window, scale,
+    P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
+    INDEX: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index, entry.
 
-    PS: columns of bytes of a stored key or value.
+    PS: columns of bytes of a stored key or value. arrived int32 ``[B, K]`` becomes 0, for `recall_choose_kernel`.
     """
     if KIND.early:
         gdc_launch_dependents()
     head, work = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if work == 0:
+        tl.store(arrived_ptr + head, 0)
     b, kvh = head // K, head % K
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
@@ -201,13 +223,10 @@ def recall_close_kernel(
                     put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
             _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
     if closes & (work == 2):
-        F: tl.constexpr = 2 * m if BOUNDS else m
-        C: tl.constexpr = D // 2 if BITS == 4 else D
+        F: tl.constexpr = 2 * INDEX.blocks if INDEX.bounds else INDEX.blocks
+        C: tl.constexpr = D // 2 if INDEX.bits == 4 else D
         at = head * G + group
-        _put_index(
-            ring_k_ptr, k_ptr, codes_ptr + at * F * C, grid_ptr + at * 2, first, t, W,
-            D, m, g // m, UP, PC, BOUNDS, BITS,
-        )  # fmt: skip
+        _put_index(_Ring(ring_k_ptr, k_ptr, W), codes_ptr + at * F * C, grid_ptr + at * 2, first, t, D, INDEX)
     if live & (work == 3):
         k = load_row(k_ptr, KIND.D0, KIND.D1)
         v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)

@@ -46,15 +46,15 @@ def step(
     fit.
     """
     _check(token, state, settings, latent)
-    q, k, v, real = token
+    q, k, v, real, counter = token
     out: Tensor = torch.ops.condense.step.default(
-        q, k, v, *state, real, extras.sink_logits, settings.number, scale, latent, extras.softcap
+        q, k, v, *state, counter, real, extras.sink_logits, settings.number, scale, latent, extras.softcap
     )
     return out
 
 
 def _check(token: NewToken, state: StepState, settings: StepSettings, latent: int) -> None:
-    q, k, v, real = token
+    q, k, v, real, _ = token
     D, Dv = k.shape[3], v.shape[3]
     obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings, latent=latent)
     if obstacle is not None:
@@ -115,6 +115,7 @@ def _step(
     prompt: Tensor,
     arrived: Tensor,
     biases: Tensor,
+    counter: Tensor | None,
     real: Tensor | None,
     sink: Tensor | None,
     settings: int,
@@ -124,7 +125,7 @@ def _step(
 ) -> Tensor:
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         changed = (entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived, biases)
-        torch.autograd.graph.increment_version(changed)
+        torch.autograd.graph.increment_version(changed if counter is None else (*changed, counter))
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
     sizes = Sizes(B, H, k.shape[1], D, Dv, entries_k.shape[2], ring_k.shape[2], ring_q.shape[2])
@@ -143,7 +144,7 @@ def _step(
             launch.grid,
             (
                 q, k, v, entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases, has_token, sink,
-                part, lse, out,
+                counter, part, lse, out,
             ),
             strides + launch.numbers,
             (launch.kind,),
@@ -152,7 +153,7 @@ def _step(
         if launch.join_grid is not None:
             _join_kernel(
                 launch.join_grid,
-                (part, lse, out, seen, has_token, sink),
+                (part, lse, out, seen, has_token, sink, counter),
                 (seen.stride(0), has_token.stride(0), H, launch.num_splits),
                 launch.join_constants,
                 launch.join_options,
@@ -170,7 +171,7 @@ def _register() -> torch.library.Library:
     schema for every argument: several times as long as the rest of the host's work in a step.
     """
     library = torch.library.Library("condense", "FRAGMENT")
-    mutated = ("entries_k", "entries_v", "ring_k", "ring_v", "ring_q", "seen", "arrived", "biases")
+    mutated = ("entries_k", "entries_v", "ring_k", "ring_v", "ring_q", "seen", "arrived", "biases", "counter")
     schema = torch.library.infer_schema(_step, mutates_args=mutated, op_name="step")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("step", _step, "CompositeExplicitAutograd")

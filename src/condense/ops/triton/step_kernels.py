@@ -35,7 +35,15 @@ from condense.ops.triton.device.entry import (
 )
 from condense.ops.triton.device.parts import load_rows
 from condense.ops.triton.device.scores import soft_cap
-from condense.ops.triton.device.softmax import Softmax, add_keys, empty_softmax, join_parts, key_products, store_part
+from condense.ops.triton.device.softmax import (
+    Softmax,
+    add_keys,
+    empty_softmax,
+    join_parts,
+    key_products,
+    store_part,
+    whole,
+)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -71,6 +79,13 @@ class _Moment(NamedTuple):
     prompt_focal: Any
 
 
+class _New(NamedTuple):
+    """Pointers to a KV head's new key and value."""
+
+    k: Any
+    v: Any
+
+
 class _Places(NamedTuple):
     """Where a KV head's splits store outputs ``[R, S, V]`` and log-sum-exps ``[R, S]``; row: its first query head."""
 
@@ -93,9 +108,10 @@ def _attend_keys(
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
         inside = i < count
-        at = first + i
+        # beyond the last key, it is read again: loads without a mask take fewer instructions
+        at = first + tl.minimum(i, count - 1)
         at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
-        k = load_rows(source.k, at * source.s_k, inside, KIND.D0, KIND.D1)
+        k = load_rows(source.k, at * source.s_k, None, KIND.D0, KIND.D1)
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
@@ -107,7 +123,7 @@ def _attend_keys(
         else:
             s += bias
         s = tl.where(inside[None, :], s, float("-inf"))
-        v = (k[0],) if KIND.latent else load_rows(source.v, at * source.s_v, inside, KIND.V0, KIND.V1)
+        v = (k[0],) if KIND.latent else load_rows(source.v, at * source.s_v, None, KIND.V0, KIND.V1)
         softmax = add_keys(softmax, s, v, PRECISION)
     return softmax
 
@@ -139,13 +155,13 @@ def _two_rows(a, x, b, y):
 
 @triton.jit
 def _new_token(
-    heads, k_ptr, v_ptr, entries, ring, past_queries, num_summary, moment, chunk_size, places, scores,
-    row_tile, KIND: tl.constexpr,
+    heads, new, entries, ring, past_queries, num_summary, moment, chunk_size, places, scores, row_tile,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Split 0 of a KV head: attention to the new token and the new entries. The first tile of rows stores them."""
     writes = row_tile == 0
-    k = load_row(k_ptr, KIND.D0, KIND.D1)
-    v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
+    k = load_row(new.k, KIND.D0, KIND.D1)
+    v = (k[0],) if KIND.latent else load_row(new.v, KIND.V0, KIND.V1)
     chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
     mean = mean_query(heads, KIND.D0, KIND.D1) if KIND.scored else k
     # without a due chunk, the new entry is zero and not seen
@@ -210,7 +226,7 @@ def _share(
     entry_tiles = tl.cdiv(moment.entries, KIND.keys)
     tiles = entry_tiles + tl.cdiv(moment.tokens, KIND.keys)
     lo, hi = tiles * (split - 1) // (places.S - 1), tiles * split // (places.S - 1)
-    softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1)
+    softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1, KIND.keys)
     softmax = _attend_keys(
         softmax, q, entries, lo, tl.minimum(hi, entry_tiles), moment.entries, 0, scores.attend,
         scores.biases if KIND.matched else scores.bias, moment, -1 if KIND.matched else KIND.period, KIND,
@@ -220,7 +236,7 @@ def _share(
         scores.attend, 0.0, moment, 0, KIND,
     )  # fmt: skip
     at = (places.row + r).to(tl.int64) * places.S + split
-    store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
+    store_part(places.part, places.lse, whole(softmax), at, r < heads.size, KIND.V0, KIND.V1)
 
 
 @triton.jit
@@ -258,7 +274,7 @@ def _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prom
 @triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, prompt_ptr,
-    arrived_ptr, biases_ptr, real_ptr, sink_ptr, part_ptr, lse_ptr, out_ptr,
+    arrived_ptr, biases_ptr, real_ptr, sink_ptr, counter_ptr, part_ptr, lse_ptr, out_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_prompt, s_prompt_n, s_arrived, s_arrived_n, s_real,
@@ -269,7 +285,7 @@ def step_kernel(
 
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
     biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
-    value, None for none.
+    value, None for none. counter int64 ``[]``: 1 is added to it; None for none.
     """
     if KIND.early:
         if KIND.joins:
@@ -287,6 +303,7 @@ def step_kernel(
         prompt_entries = tl.load(prompt_ptr + b * s_prompt + s_prompt_n).to(tl.int32)
         prompt_focal = tl.load(prompt_ptr + b * s_prompt + 2 * s_prompt_n).to(tl.int32)
     heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
+    new = _New(k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
     entries = Buffer(entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M)
     ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
@@ -297,9 +314,8 @@ def step_kernel(
     if live:
         if split == 0:
             _new_token(
-                heads, k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh, entries, ring, past_queries,
-                num_summary, moment, chunk, places, scores, row_tile, KIND,
-            )  # fmt: skip
+                heads, new, entries, ring, past_queries, num_summary, moment, chunk, places, scores, row_tile, KIND
+            )
         else:
             _share(heads, entries, ring, moment, places, split, scores, row_tile, KIND)
 
@@ -319,14 +335,18 @@ def step_kernel(
             if joined == K - 1:
                 tl.store(arrived + K * s_arrived_n, 0)
                 tl.store(seen_ptr + b * s_seen, seen + tl.where(live, 1, 0))
+                if counter_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
+                    if b == 0:
+                        tl.store(counter_ptr, tl.load(counter_ptr) + 1)
 
 
 @triton.jit
 def step_join_kernel(
-    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, s_seen, s_real, H, S,
+    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, counter_ptr, s_seen, s_real, H, S,
     V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns). sink: as of `step_kernel`."""
+    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns). sink, counter: as of
+    `step_kernel`."""
     if EARLY:
         gdc_wait()
     row, b = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64)
@@ -340,3 +360,6 @@ def step_join_kernel(
 
     if (tl.program_id(1) == 0) & (row % H == 0):
         tl.store(seen_ptr + b * s_seen, tl.load(seen_ptr + b * s_seen) + live)
+        if counter_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
+            if row == 0:
+                tl.store(counter_ptr, tl.load(counter_ptr) + 1)

@@ -42,12 +42,18 @@ def zeros(N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
 @triton.jit
 def _load_columns(ptr, at, inside, LO: tl.constexpr, D: tl.constexpr):
     d = tl.arange(0, tile_width(D))
-    return tl.load(ptr + LO + at[:, None] + d[None, :], mask=inside[:, None] & (d[None, :] < D), other=0.0)
+    ptr += LO + at[:, None] + d[None, :]
+    if inside is not None:
+        return tl.load(ptr, mask=inside[:, None] & (d[None, :] < D), other=0.0)
+    elif tile_width(D) == D:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=d[None, :] < D, other=0.0)
 
 
 @triton.jit
 def load_rows(ptr, at, inside, D0: tl.constexpr, D1: tl.constexpr):
-    """The rows that begin at ``ptr + at``, zeros where not inside."""
+    """The rows that begin at ``ptr + at``, zeros where not inside. inside: None if all are."""
     first = _load_columns(ptr, at, inside, 0, D0)
     return parts(first, _load_columns(ptr, at, inside, D0, D1) if D1 > 0 else None)
 

@@ -14,7 +14,11 @@ from condense.ops.triton.device.parts import add_weighted, products, store_rows,
 
 
 class Softmax(NamedTuple):
-    """Running maximum m ``[n]``, sum of exponentials relative to it, values weighted by these, ``[n, V]`` in parts."""
+    """Running maximum m ``[n]``, sum of exponentials relative to it, values weighted by these, ``[n, V]`` in parts.
+
+    total: ``[n]``, or ``[n, keys]`` with a sum for each place in a tile of keys: then warps that share a tile need not
+    exchange sums at every tile. `whole` adds them up.
+    """
 
     acc: Any
     m: Any
@@ -22,9 +26,25 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def empty_softmax(N: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
-    """The state of n rows before the first key."""
-    return Softmax(zeros(N, V0, V1), tl.full([N], float("-inf"), tl.float32), tl.zeros([N], tl.float32))
+def empty_softmax(N: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, KEYS: tl.constexpr = 0):
+    """The state of n rows before the first key; KEYS: with a sum for each place in a tile of so many."""
+    total = tl.zeros([N, KEYS] if KEYS > 0 else [N], tl.float32)
+    return Softmax(zeros(N, V0, V1), tl.full([N], float("-inf"), tl.float32), total)
+
+
+@triton.jit
+def whole(softmax):
+    """The softmax with one sum per row."""
+    return Softmax(softmax.acc, softmax.m, tl.sum(softmax.total, 1))
+
+
+@triton.jit
+def add_weights(total, alpha, p):
+    """The sums after weights p ``[n, keys]``, alpha ``[n]`` being the factor of those before."""
+    if len(total.shape) == 2:
+        return total * alpha[:, None] + p
+    else:
+        return total * alpha + tl.sum(p, 1)
 
 
 @triton.jit
@@ -58,7 +78,7 @@ def add_keys(softmax, s, v, PRECISION: tl.constexpr):
     p = tl.exp2(s - m[:, None])
     alpha = tl.exp2(softmax.m - m)
     acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
-    return Softmax(acc, m, softmax.total * alpha + tl.sum(p, 1))
+    return Softmax(acc, m, add_weights(softmax.total, alpha, p))
 
 
 @triton.jit

@@ -1,0 +1,187 @@
+"""How a decode step of Recall is launched: tiles, splits of the work, and the arguments that are no tensors.
+
+Shapes as in `condense.ops.triton.recall_step`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from condense.ops.recall.state import RecallSettings
+from condense.ops.triton.device.entry import Kind
+from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
+from condense.ops.triton.recall_close_kernels import Index
+from condense.ops.triton.recall_step_kernels import Ranking
+from condense.ops.triton.recall_store_kernels import Form
+from condense.ops.types import numbered_settings
+
+_MIN_TILE = 32
+# groups that one program ranks
+_MOST_RANKED = 512
+
+
+class _Tiles(NamedTuple):
+    """Groups or keys per tile; warps, stages; programs wanted per multiprocessor."""
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    waves: int
+
+
+class _Table(NamedTuple):
+    """Tiles of the kernels that score and attend, and the most query heads of these; ``early``: kernels are launched
+    before the one ahead of them has ended (programmatic dependent launch).
+
+    weight: some splits read open groups alone, as if one of their tokens took so many times as long as an entry, which
+    is read in larger tiles; so reads over the bus go on beside those of entries. 0: every split reads of both.
+    """
+
+    score: _Tiles
+    attend: _Tiles
+    heads: int
+    early: bool
+    weight: int
+
+
+def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
+    if device.type != "cuda":  # the interpreter
+        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 16, False, 2)
+    early = gpu_of(device).capability >= (9, 0)
+    if width > 256:  # latents
+        rows = 16 if dtype == torch.float32 else 32
+        return _Table(_Tiles(rows, 8, 1, 1), _Tiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
+    if dtype == torch.float32 or width > 128:
+        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 64, early, 0)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 3), 64, early, 4)
+
+
+def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
+    """Programs that share the work on one KV head."""
+    wanted = waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
+    return max(1, min(wanted, tiles_of_keys))
+
+
+def _own_splits(splits: int, opened: int, others: int) -> int:
+    """How many of the splits read open groups alone: their share of the work, one at least; 0 if all read of both."""
+    return max(1, min(splits - 1, round(splits * opened / (opened + others)))) if opened > 0 and splits > 1 else 0
+
+
+def ranked(G: int, r: int) -> tuple[int, int, int]:
+    """Groups that one program ranks, how many of them it passes on, and how many programs do so for a KV head."""
+    BG = min(_MOST_RANKED, power_of_2(max(G, 1)))
+    # a power of two, because each number compiles a kernel, and a share of the groups grows with them
+    return BG, min(power_of_2(max(r, 1)), BG), cdiv(max(G, 1), BG)
+
+
+def _padded(width: int) -> int:
+    """Columns of the tile that holds a width."""
+    return max(_MIN_TILE, power_of_2(width))
+
+
+class Plan(NamedTuple):
+    """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each."""
+
+    splits: tuple[int, int]
+    close: tuple[Any, ...]
+    score: tuple[Any, ...]
+    choose: tuple[Any, ...]
+    attend: tuple[Any, ...]
+    join: tuple[Any, ...]
+
+
+def _parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
+    """Widths of the parts of keys and of values."""
+    return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
+
+
+def _form(settings: RecallSettings, dtype: torch.dtype, D: int, Dv: int, latent: int) -> Form:
+    form, g = settings.store_format, settings.rule.chunk
+    piece, unit, tiny = g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
+    return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, unit, tiny)
+
+
+def _kind(settings: RecallSettings, parts: tuple[int, int, int, int], latent: int, has_real: bool, early: bool) -> Kind:
+    """How the entry of a group is made: what `condense.ops.triton.device.entry` asks for."""
+    entries = settings.entries
+    # of latents, whole entries are pooled as keys
+    of_values = entries.key_pooling if latent else entries.value_pooling
+    return Kind(
+        *parts, latent > 0, entries.num_summary > 0, entries.key_pooling, of_values,
+        focal=0, tile=1, period=0, has_prompt=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
+        joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=entries.matched,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)  # the same for all layers, in every step
+def plan_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    widths: tuple[int, int, int],
+    sizes: tuple[int, int, int, int, int],
+    number: int,
+    scores: tuple[float, float],
+    has_real: bool,
+) -> Plan:
+    """heads: B, H, K; widths: D, Dv, latent; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
+    `RecallSettings.number`; scores: their scale and soft cap.
+    """
+    (B, H, K), (D, Dv, latent), (G, W, N, S, Q), (scale, softcap) = heads, widths, sizes, scores
+    settings: RecallSettings = numbered_settings(number)
+    check_programs(B * K)
+    index, g, window = settings.index, settings.rule.chunk, settings.rule.window
+    R = H // K
+    of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv))
+    V, parts = latent or Dv, _parts(D, Dv, latent)
+    BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
+    head_tiles = cdiv(R, BR)
+    of_index = Index(
+        index.num_blocks, index.size, index.kind == "bounds", index.bits, power_of_2(index.size),
+        _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16),
+    )  # fmt: skip
+    # tile columns for the bytes of a stored token
+    PS = _padded(max(D, Dv) * min(settings.store_bits, 8) // 8)
+    (_, part, of), r, GROUPS = settings.quota, settings.quota.at(G), power_of_2(max(G, 1))
+    BG, C, tiles = ranked(G, r)
+    RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(16, power_of_2(g)))
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    S0 = _num_splits(device, B * K * head_tiles, cdiv(G, of_score.rows), of_score.waves)
+    S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
+    BC = min(64, power_of_2(V))
+    own = _own_splits(S1, weight * r * g, (G if settings.pool else 0) + W)
+    form, matched = _form(settings, dtype, D, Dv, latent), settings.entries.matched
+    ranking = Ranking(
+        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), RP, power_of_2(S0),
+        min(4, power_of_2(R)), matched,
+    )  # fmt: skip
+    chained = {"launch_pdl": True} if early else {}
+    return Plan(
+        (S0, S1),
+        (
+            # the last program of a head makes entries
+            (B * K, 4 if settings.pool else 3, 1), (K, R, G, W, N, Q, window, scale),
+            (P, PV, PS, of_index, form, _kind(settings, parts, latent, has_real, early)), {},
+        ),
+        (
+            (S0, B * K, head_tiles),
+            (K, R, G, window, scale * LOG2E),
+            (g, D, of_index, BR, of_score.rows, GROUPS, has_real, precision, early),
+            {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
+        ),
+        (
+            (tiles, B * K, 1), (K, R, G, S0, window, settings.entries.bias * LOG2E, r, part, of),
+            (g, GROUPS, ranking, has_real, early),
+            {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
+        ),
+        (
+            (S1, B * K, head_tiles), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
+            (S, form, BR, of_attend.rows, BT, settings.pool, own, has_real, precision, softcap * LOG2E, early),
+            {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
+        ),
+        ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early), chained),
+    )  # fmt: skip
