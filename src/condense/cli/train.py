@@ -23,7 +23,11 @@ def train_command(
     ],
     output: Annotated[Path, typer.Option(help="Folder for the finished model; must not exist.")],
     data: Annotated[
-        list[Path] | None, typer.Option(help="Text: .txt or .jsonl, both also .zst; .parquet. Repeatable.")
+        list[Path] | None,
+        typer.Option(
+            help="Text: .txt or .jsonl, both also .zst; .parquet; hf:OWNER/NAME/CONFIG:SPLIT, a Hugging Face dataset "
+            "(config and split may be left out). Repeatable."
+        ),
     ] = None,
     pretrained: Annotated[
         str | None, typer.Option(help="adapt: folder or hub name of the model to start from.")

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from condense.files import whole_folder
 from condense.tasks.documents import Skipped, read_documents
+from condense.tasks.hub import is_dataset
 
 _PIECE_CHARACTERS = 20_000
 _PIECES_PER_BATCH = 512
@@ -69,10 +70,10 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
 
 
 def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path) -> Corpus:
-    """``encode_corpus`` of files, kept on disk and mapped into memory: all processes on a machine share one copy.
+    """``encode_corpus`` of files and datasets, kept on disk and mapped into memory: all processes share one copy.
 
-    The folder's name is a hash of the files' contents and of all that decides how the tokenizer encodes. Records that
-    hold no text are left out, counted and reported on stderr, with file and line.
+    The folder's name is a hash of their contents and of all that decides how the tokenizer encodes. Records that
+    hold no text are left out, counted and reported on stderr, with file (or dataset) and line.
 
     paths: see ``read_documents``. tokenizer: a fast tokenizer. cache: folder for the encoded arrays.
     Raises ValueError as ``read_documents`` and ``encode_corpus``.
@@ -96,7 +97,15 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file's contents, in hexadecimal. Raises ValueError if there is no such file."""
+    """The hash of a file's contents, or of a dataset's texts, in hexadecimal.
+
+    Raises ValueError if there is no such file; for a dataset as ``read_documents``.
+    """
+    if is_dataset(path):
+        digest = hashlib.sha256()
+        for text in read_documents([path], skipped=Skipped()):
+            digest.update(hashlib.sha256(text.encode()).digest())  # of equal length, so that no border is lost
+        return digest.hexdigest()
     if not path.is_file():
         raise ValueError(f"paths: wanted an existing text file, got {path}")
     with path.open("rb") as file:
@@ -125,7 +134,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def _fingerprint(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A short hash of the files' contents, of all that decides how the tokenizer encodes, and of its separator."""
+    """A short hash of the sources' contents, of all that decides how the tokenizer encodes, and of its separator."""
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     # these two change with every call of the tokenizer
     del settings["padding"], settings["truncation"]

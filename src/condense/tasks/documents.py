@@ -1,4 +1,4 @@
-"""Documents in local files: text, JSON lines, Parquet."""
+"""Documents in local files (text, JSON lines, Parquet) and in Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from condense.tasks.hub import is_dataset, read_dataset
 
 _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
 _NAMED = 3  # of the records left out, in the report
@@ -35,21 +37,20 @@ class Skipped:
 def read_documents(
     paths: Sequence[str | Path], kind: str | None = None, *, skipped: Skipped | None = None
 ) -> Iterator[str]:
-    """The documents of text files, in order.
+    """The documents of text files and datasets, in order.
 
     ``.jsonl`` files have one JSON object per line with a ``text`` field, ``.parquet`` files a column ``text``; any
-    other file is one document of UTF-8 text. Text and JSON lines may be compressed (``.zst``).
+    other file is one document of UTF-8 text. Text and JSON lines may be compressed (``.zst``). A dataset is named as
+    ``hf:OWNER/NAME/CONFIG:SPLIT`` (see ``read_dataset``) and has a column ``text``.
 
-    paths: files to read. kind: with records, only those whose ``kind`` has this value. skipped: counts records that
-    hold no text, which are then left out; None: they raise.
-    Raises ValueError if a file is missing or is not what its name says, or needs a package that is not installed.
+    paths: files to read, and names of datasets. kind: with records, only those whose ``kind`` has this value.
+    skipped: counts records that hold no text, which are then left out; None: they raise.
+    Raises ValueError if a file is missing or is not what its name says, or needs a package that is not installed; for a
+    dataset as ``read_dataset``.
     """
     for path in map(Path, paths):
-        if not path.is_file():
-            raise ValueError(f"paths: wanted an existing text file, got {path}")
-        suffixes = [suffix for suffix in path.suffixes if suffix != ".zst"]
-        if suffixes and suffixes[-1] in (".jsonl", ".parquet"):
-            records = _json_lines(path) if suffixes[-1] == ".jsonl" else _parquet(path, kind is not None)
+        records = _records(path, kind is not None)
+        if records is not None:
             for number, record in records:
                 usable = isinstance(record, dict)
                 if usable and kind is not None and record.get("kind") != kind:
@@ -66,6 +67,18 @@ def read_documents(
                     yield stream.read().decode("utf-8")
                 except UnicodeDecodeError as error:
                     raise ValueError(f"paths: wanted UTF-8 text, got {path}: {error}") from error
+
+
+def _records(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]] | None:
+    """Numbers with records of a file or dataset; None for a file that is one document."""
+    if is_dataset(path):
+        return read_dataset(path, with_kind)
+    if not path.is_file():
+        raise ValueError(f"paths: wanted an existing text file, got {path}")
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".zst"]
+    if suffixes and suffixes[-1] == ".parquet":
+        return _parquet(path, with_kind)
+    return _json_lines(path) if suffixes and suffixes[-1] == ".jsonl" else None
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:

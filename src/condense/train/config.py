@@ -130,9 +130,10 @@ class TrainConfig:
     """A whole run: the model to start from, the data, the phases, and the folder of the finished model.
 
     recipe: the name of the function that made this. seed: decides the weights to start from and every sequence.
-    data: text files (see `condense.tasks.read_documents`). data_weights: for each of them how often sequences are drawn
-    from it, as numbers of any sum; empty: as often as it has lines. output: the folder that the finished model is
-    written to; must not exist. phases: trained in order, each from the weights of the one before.
+    data: text files and datasets, such as ``Path("hf:OWNER/NAME")`` (see `condense.tasks.read_documents`).
+    data_weights: for each of them how often sequences are drawn from it, as numbers of any sum; empty: as often as it
+    has lines. output: the folder that the finished model is written to; must not exist. phases: trained in order, each
+    from the weights of the one before.
     architecture: a fresh model: the arguments of ``AutoConfig.for_model``, ``vocab_size`` included. pretrained: the
     folder or name of a saved model to adapt, instead of ``architecture``. dtype: of the weights; with ``"bfloat16"``
     the optimizer keeps a float32 copy.

@@ -6,6 +6,7 @@ from typing import Any
 
 from condense.results import plain, write_results
 from condense.tasks.corpus import sha256
+from condense.tasks.hub import is_dataset
 from condense.train.config import TrainConfig
 
 _RUN = "run.json"
@@ -31,7 +32,7 @@ def summary(config: TrainConfig) -> dict[str, Any]:
     """A run's settings by name, as its report has them."""
     return {
         "recipe": config.recipe,
-        "data": [path.name for path in config.data],
+        "data": [_name(path) for path in config.data],
         **({"data_weights": config.data_weights} if config.data_weights else {}),
         "architecture": config.architecture,
         "pretrained": None if config.pretrained is None else Path(config.pretrained).name,
@@ -42,11 +43,15 @@ def summary(config: TrainConfig) -> dict[str, Any]:
 
 
 def _contents(config: TrainConfig) -> dict[str, Any]:
-    """Hashes of the data files and of a base model in a folder: names alone would not tell different contents apart."""
-    data = [{"name": path.name, "sha256": sha256(path)} for path in config.data]
+    """Hashes of the data and of a base model in a folder: names alone would not tell different contents apart."""
+    data = [{"name": _name(path), "sha256": sha256(path)} for path in config.data]
     if config.pretrained is None:
         return {"data": data}
     folder = Path(config.pretrained)
     # hashes of whole files: two models of the same shape differ in their weights only; loading reads them all anyway
     files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
     return {"data": data, "pretrained": {path.name: sha256(path) for path in files} or str(config.pretrained)}
+
+
+def _name(source: Path) -> str:
+    return str(source) if is_dataset(source) else source.name
