@@ -67,6 +67,16 @@ def inspect(model: nn.Module, method: MethodChoice | str, length: int, itemsize:
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
 
 
+def attention_flops(model: nn.Module, method: MethodChoice | str | None, length: int) -> int:
+    """FLOPs of attention in one forward pass over ``length`` tokens, all layers, as `LayerReport` counts them.
+
+    method: None means stock attention in all layers. Raises ValueError as `inspect`.
+    """
+    chosen = {} if method is None else chosen_methods(model, method)
+    layers = [(_Heads.of(module), module, chosen.get(i)) for i, module in attention_layers(model).items()]
+    return sum(h.flops(m, length) if m else h.dense_flops(length, sliding_window(module)) for h, module, m in layers)
+
+
 def _report(index: int, module: nn.Module, method: Method | None, length: int, itemsize: int) -> LayerReport:
     heads, window = _Heads.of(module), sliding_window(module)
     dense_entries = length if window is None else min(length, window)

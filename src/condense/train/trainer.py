@@ -15,6 +15,7 @@ from transformers import Trainer
 
 from condense.models import use
 from condense.train.config import PhaseConfig
+from condense.train.flops import device_peak, step_flops
 from condense.train.loss import TokenLoss, token_loss
 from condense.train.optimizer import MasterAdamW, parameter_groups
 from condense.train.teacher import Teacher
@@ -26,9 +27,10 @@ class MixedTrainer(Trainer):
     """Trains one phase; ``phase.attention_at`` decides the attention of a step.
 
     Beside the loss it logs, separately for dense and condensed steps since the last entry, the cross entropy, the KL to
-    the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, and the most
-    memory that was allocated. The loss is a mean over all tokens of a step, in whatever parts and processes it is
-    computed.
+    the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, their FLOPs
+    (see `step_flops`) as a share of what the GPUs could do in that time (``peak_share``, where `device_peak` knows
+    them), and the most memory that was allocated. The loss is a mean over all tokens of a step, in whatever parts and
+    processes it is computed.
 
     phase: what is trained. arguments: Trainer's own.
     """
@@ -42,7 +44,9 @@ class MixedTrainer(Trainer):
         # so that Trainer counts the weights of all parts of a batch before the first is computed
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, torch.Tensor] = {}
-        self._since = time.monotonic(), 0
+        self._since: tuple[float, int] | None = None
+        self._peak = device_peak()
+        self._flops = None if self._peak is None else step_flops(self.model, phase)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with float32 copies of low-precision weights; FSDP and DeepSpeed keep float32 shards themselves."""
@@ -61,6 +65,8 @@ class MixedTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """One forward and backward pass, with the attention that the phase has in this optimizer step."""
+        if self._since is None:  # not before: a resumed run begins at a later step
+            self._since = time.monotonic(), self.state.global_step
         inputs = self._prepare_inputs(inputs)
         if self._teacher is not None:
             with self.compute_loss_context_manager():
@@ -109,10 +115,14 @@ class MixedTrainer(Trainer):
                 logs[f"{kind}_kl"] = round(kl / weights, 4)
             if answers:
                 logs[f"{kind}_answer_accuracy"] = round(right / answers, 4)
-        then, step = self._since
-        now, steps = time.monotonic(), self.state.global_step - step
+        now = time.monotonic()
+        then, first = self._since or (now, self.state.global_step)
+        steps = range(first, self.state.global_step)
         if steps:
-            seconds = (now - then) / steps
+            seconds = (now - then) / len(steps)
+            if self._peak is not None and self._flops is not None:
+                done = sum(self._flops[self._phase.attention_at(step)] for step in steps)
+                logs["peak_share"] = round(done / (now - then) / (self._peak * self.accelerator.num_processes), 4)
             logs["tokens_per_second"] = round(self._phase.batch_size * self._phase.sequence_length / seconds)
             logs["seconds_left"] = round(seconds * (self.state.max_steps - self.state.global_step))
         if torch.cuda.is_available():
