@@ -31,7 +31,7 @@ def test_rows_and_picture(study, monkeypatch, tmp_path):
     text, results = tmp_path / "text.txt", tmp_path / "results.json"
     text.write_text(condense.demo.demo_text().text)
     options = {
-        "data": text, "test": text, "model": tmp_path / "model", "output": results, "length": 256, "window": 32,
+        "data": text, "test": text, "model": tmp_path / "model", "output": results, "length": 512, "window": 32,
         "num-recall": 2, "texts": 2, "sequences": 2, "budget-nats": 1,
     }  # fmt: skip
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]

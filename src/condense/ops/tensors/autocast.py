@@ -15,15 +15,20 @@ def outside_autocast(*tensors: Tensor) -> AbstractContextManager[tuple[Tensor, .
     Left on, it would round scores and pooling weights. float64 is not cast, as in PyTorch's own operations.
     """
     device_type = tensors[0].device.type
-    # torch.compile cannot trace is_autocast_available; what it compiles runs on devices that have autocast
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if not (known and torch.is_autocast_enabled(device_type)):
-        return nullcontext(tensors)
-    return _switched_off(device_type, tensors)
+    # torch.compile traces no is_autocast_available (its devices have autocast), and cannot go on in a nullcontext that
+    # holds a value after a break in its graph
+    if torch.compiler.is_compiling() or (
+        torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    ):
+        return _switched_off(device_type, tensors)
+    return nullcontext(tensors)
 
 
 @contextmanager
 def _switched_off(device_type: str, tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    if not torch.is_autocast_enabled(device_type):
+        yield tensors
+        return
     dtype = torch.get_autocast_dtype(device_type)
     tensors = tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
     with torch.autocast(device_type, enabled=False):
