@@ -542,8 +542,9 @@ def test_compiles_as_one_operation():
 def test_is_a_well_behaved_operation(real):
     now, state, plan = some_step(seen=24)
     state = [x.nan_to_num(0.0) for x in state]  # opcheck compares with ==
-    sink = None if real is None else now[0][0, :, 0, 0].contiguous()
-    torch.library.opcheck(torch.ops.condense.step.default, (*now, *state, real, sink, plan.number, 0.25, 0, 0.0))
+    counter, sink = (None, None) if real is None else (torch.tensor(24, device=DEVICE), now[0][0, :, 0, 0].contiguous())
+    arguments = (*now, *state, counter, real, sink, plan.number, 0.25, 0, 0.0)
+    torch.library.opcheck(torch.ops.condense.step.default, arguments)
 
 
 def test_refuses_what_it_has_no_kernel_for():
