@@ -45,7 +45,9 @@ def main() -> None:
     command.add_argument("--output", type=Path, required=True)
     command = commands.add_parser("page")
     command.add_argument("--results", type=Path, nargs="+", required=True)
-    command.add_argument("--output", type=Path, required=True, help="Markdown")
+    command.add_argument(
+        "--output", type=Path, required=True, help="Markdown; its picture goes into the folder images beside it"
+    )
     options = parser.parse_args()
     if options.command == "run":
         sys.exit(run(options))

@@ -1,7 +1,10 @@
-"""`docs/zero-shot.md` from result files: tables where ``page.md`` asks for them.
+"""`docs/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
 
-``{{calibrated ARCHITECTURE LENGTH}}`` stands for a table of what calibrated allocations keep, ``{{chosen ...}}`` for
-one of what they gave each layer, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text.
+``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{picture ...}}`` for a
+picture of it, ``{{equal ...}}`` for a table of the best of each kind at equal bytes, ``{{calibrated ...}}`` for one of
+calibrated allocations alone, ``{{chosen ...}}`` for one of what they gave each layer, ``{{heads ...}}`` for one of
+`Recall` in single KV heads, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text.
+``calibrated`` and ``chosen`` may name the result file by its number after the length; all others are of the first.
 """
 
 from __future__ import annotations
@@ -10,34 +13,77 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-import tables
-from readings import Runs, by_label
+import shares_tables
+from readings import KNOWN, Row, Runs, by_label
+
+from condense.plots import plot_lines
 
 _PLACE = re.compile(r"\{\{(\w+) ?([^}]*)\}\}")
+# lines of the picture, and the beginnings of the labels that belong to each
+_LINES = {
+    "calibrated, host store": "calibrated, host",
+    "calibrated, no host store": "calibrated, device",
+    "Recall in all layers": "recall drop, more open",
+    "window": "window",
+    "SnapKV": "snapkv",
+    "dense cache in fewer bits": "dense cache",
+}
 
 
 def write_page(results: Sequence[Path], output: Path) -> None:
-    """Write the page. Raises ValueError for runs that it asks for and the results lack."""
+    """Write the page, and its picture into ``images`` beside it. Raises ValueError for runs that it asks for and the
+    results lack.
+    """
     documents = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in results]
-    runs = [run for document in documents for run in document["runs"]]
 
-    def pick(part: str, architecture: str, length: str = "") -> Runs:
+    def pick(part: str, architecture: str, length: str = "", file: str = "1") -> Runs:
+        runs = documents[int(file) - 1]["runs"]
         found = [run for run in runs if run["part"] == part and run["architecture"] == architecture]
         found = [run for run in found if not length or run["length"] == int(length)]
         if not found:
             raise ValueError(f"results: no runs of {part} {architecture} {length}")
         return sorted(found, key=lambda run: run["seed"])
 
+    def rows(architecture: str, length: str) -> dict[str, list[Row]]:
+        return by_label([*pick("methods", architecture, length), *pick("calibrated", architecture, length)])
+
+    def picture(architecture: str, length: str) -> str:
+        name = f"zero-shot-{architecture}-{length}.png"
+        _draw(rows(architecture, length), output.parent / "images" / name)
+        return f"![Loss above dense attention by bytes on the device](images/{name})"
+
     makers: Mapping[str, Callable[..., str]] = {
-        "calibrated": lambda *of: tables.methods(by_label(pick("calibrated", *of))),
-        "chosen": lambda *of: tables.chosen(pick("calibrated", *of)),
-        "training": lambda *of: tables.training(pick("training", *of)),
+        "methods": lambda *of: shares_tables.methods(rows(*of)),
+        "equal": lambda *of: shares_tables.equal(rows(*of)),
+        "calibrated": lambda *of: shares_tables.methods(by_label(pick("calibrated", *of))),
+        "chosen": lambda *of: shares_tables.chosen(pick("calibrated", *of)),
+        "heads": lambda *of: shares_tables.heads(pick("heads", *of)),
+        "training": lambda *of: shares_tables.training(pick("training", *of)),
+        "picture": picture,
         "origin": lambda: _origin(results, documents),
     }
     page = Path(__file__).with_name("page.md").read_text(encoding="utf-8")
     output.write_text(_PLACE.sub(lambda place: makers[place[1]](*place[2].split()), page), encoding="utf-8")
+
+
+def _draw(rows: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Numbers found, and the loss of the last tokens above dense attention, by bytes on the device."""
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for title, value in (
+        ("numbers found", lambda row: row.found),
+        ("loss of the last 512 tokens above dense", lambda row: row.last),
+    ):
+        panels[title] = {}
+        for name, begin in _LINES.items():
+            labels = [label for label in rows if label.startswith(begin) and not label.endswith((KNOWN, "nats"))]
+            of = [rows[label] for label in labels]
+            points = sorted((100 * mean(r.share for r in found), mean(map(value, found))) for found in of)
+            if points:
+                panels[title][name] = ([x for x, _ in points], [y for _, y in points])
+    plot_lines(panels, path, x_label="bytes on the device, % of a dense cache", y_label="")
 
 
 def _origin(results: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> str:

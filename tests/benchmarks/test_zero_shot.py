@@ -18,7 +18,7 @@ import continued
 import readings
 import rows
 import shares_page
-import tables
+import shares_tables
 import trial
 
 ROOT = Path(__file__).parents[2]
@@ -119,20 +119,57 @@ def test_the_page_shows_losses_above_dense_and_their_spread():
     runs = [_run(0, dense=(3, 2, 1), window=(3, 3, 3)), _run(1, dense=(3, 2, 1), window=(3, 4, 4))]
     found = readings.by_label(runs)
     assert [row.half for row in found["window"]] == [1.5, 2.5]
-    table = tables.methods(found)
+    table = shares_tables.methods(found)
     assert "| window | 50.0% | 0.0% | 0.500 |" in table
     assert "| +2.000 (+1.500 to +2.500) | +2.500 (+2.000 to +3.000) |" in table
+
+
+def test_methods_that_change_a_cache_have_a_loss_of_the_last_tokens_only():
+    run = _run(0, dense=(3, 2, 1))
+    names = ("dense", 2.0, 0.5, None), ("snapkv 5%", 2.25, 0.25, 0.75), ("dense cache of 4 bits", 2.0, 0.5, None)
+    keys = ("name", "loss", "found", "found_asked_in_prompt")
+    run["continued"] = [dict(zip(keys, of, strict=True)) for of in names]
+    run["shares"] |= {"snapkv 5%": [0.05, 0.0], "dense cache of 4 bits": [0.3, 0.0]}
+    table = shares_tables.methods(readings.by_label([run]))
+    assert "| snapkv 5% | 5.0% | 0.0% | 0.250 |  |  | +0.250 |" in table
+    assert "| snapkv 5%, knowing the question | 5.0% | 0.0% | 0.750 |  |  | +0.250 |" in table
+    assert "| dense cache of 4 bits | 30.0% | 0.0% | 0.500 |  |  | +0.000 |" in table
+
+
+def test_at_equal_bytes_each_kind_shows_its_best_row():
+    row = readings.Row(0.08, 0.0, 0.5, 0.1, 0.1, 0.2)
+    small = row._replace(share=0.0505, found=0.495, last=0.1)
+    rows = {"dense": [row._replace(share=1.0, found=1.0)], "cca g=16": [row], "window 5%": [small], "cca g=32": [small]}
+    table = shares_tables.equal(rows)
+    # a row may be a little larger; within one number in a hundred the loss decides
+    assert "| window (StreamingLLM) | 0.495, +0.100 | 0.495, +0.100 | 0.495, +0.100 | 0.495, +0.100 |" in table
+    assert "| pooled: CCA | 0.495, +0.100 | 0.495, +0.100 |" in table
+    assert "SnapKV" not in table
+    rows["cca g=32"] = [small._replace(found=0.2)]
+    assert "| pooled: CCA | 0.200, +0.100 | 0.500, +0.200 |" in shares_tables.equal(rows)
+
+
+def test_heads_stand_beside_whole_layers_of_as_many():
+    points = [{"heads": n, "by_head": {"kl": 0.1, "found": 0.5}} for n in (0, 3)]
+    points[0]["by_layer"] = {"kl": 0.2, "found": 0.25}
+    table = shares_tables.heads([{"points": points}])
+    assert "| 0 | 0.1000 | 0.500 | 0.2000 | 0.250 |" in table
+    assert "| 3 | 0.1000 | 0.500 |  |  |" in table
 
 
 def test_calibrated_rows_are_held_against_their_own_dense_ones():
     run = _run(0, dense=(3, 2, 1), **{"calibrated, host, 5.0%": (3, 3, 3)}) | {"part": "calibrated"}
     run["choices"] = {"calibrated, host, 5.0%": "Recall(unchosen='drop') in layers 0; CCA(group_size=32) in layers 1"}
-    run["goals"] = {"host": {"0.1%": "cache: too small", "layers": []}}
+    met = {"held_out": "loses 0.0264±0.0040 nats, finds 113 of 128 (dense 117)"}
+    run["goals"] = {"host": {"0.1%": "cache: too small", "5.0%": met, "layers": []}}
     assert list(readings.by_label([run])) == ["dense", "calibrated, host, 5.0%"]
-    table = tables.chosen([run])
+    # in a table with the methods dense attention stands once per seed
+    assert len(readings.by_label([_run(0, dense=(3, 2, 1)), run])["dense"]) == 1
+    table = shares_tables.chosen([run])
     layers = "Recall without entries: 0; CCA 32: 1"
-    assert f"| calibrated, host, 5.0% | 0 | 50.0% | 0.0% | 1.000 | +1.000 | +1.500 | {layers} |" in table
-    assert "| calibrated, host, 0.1% | 0 |  |  |  |  |  | cache: too small |" in table
+    losses = "+1.000 | +1.500 | 0.0264±0.0040, 113 of 117"
+    assert f"| calibrated, host, 5.0% | 0 | 50.0% | 0.0% | 1.000 | {losses} | {layers} |" in table
+    assert "| calibrated, host, 0.1% | 0 |  |  |  |  |  |  | cache: too small |" in table
 
 
 def test_the_page_is_as_the_results_fill_it(tmp_path):
