@@ -14,7 +14,7 @@ Prose before.
 
 <!-- bench: one step | 64, 128 | images/step.png
 cuDNN, dense = kernel-h4-gpu decode cudnn
-**CCA** = kernel-h4-gpu decode cca / cudnn
+**CCA**, graph = kernel-h4-gpu decode cca / cudnn
 -->
 what stood here
 <!-- /bench -->
@@ -67,12 +67,12 @@ def test_each_cell_is_of_the_newest_file_that_holds_it(results):
     assert "Prose before." in page
     assert "Prose between." in page
     assert "| one step | 64 | 128 |\n| --- | --- | --- |\n" in page
-    assert "| cuDNN, dense | 2.00 ms | 4.00 ms, 50% |\n| **CCA** | 50.0 us, 40.00x | - |\n" in page
+    assert "| cuDNN, dense | 2.00 ms | 4.00 ms, 50% |\n| **CCA**, graph | 50.0 us, 40.00x | - |\n" in page
     assert "| dense | 1.50 s |\n| CCA | 1.00 s, 1.50x |\n| CCA, cache | 0.500 GiB |\n" in page
     # the newer file first, by whose row the table begins
     assert "\nMeasured: 20260201T000000Z (commit 0123456789ab), 20260101T000000Z (commit 0123456789ab).\n" in page
     assert pictures == {
-        "images/step.png": {"one step": {"cuDNN, dense": ([64.0, 128.0], [2.0, 4.0]), "CCA": ([64.0], [0.05])}}
+        "images/step.png": {"one step": {"cuDNN, dense": ([64.0, 128.0], [2.0, 4.0]), "CCA, graph": ([64.0], [0.05])}}
     }
     # filled again, it is the same page
     assert fill_page(page, results)[0] == page

@@ -58,7 +58,7 @@ def fill_page(page: str, folder: Path) -> tuple[str, dict[str, dict[str, Lines]]
             table[label] = {length: cells[length] for length in lengths if length in cells}
         if picture:
             pictures.setdefault(picture, {})[title] = {
-                label.strip("*"): ([*map(float, cells)], [cell.number for cell in cells.values()])
+                label.replace("**", ""): ([*map(float, cells)], [cell.number for cell in cells.values()])
                 for label, cells in table.items()
             }
         return opening + _markdown(title, lengths, table) + closing
