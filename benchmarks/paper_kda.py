@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from condense.bench.report import milliseconds
@@ -50,15 +51,13 @@ def adapted(figures: Figures) -> str:
     tokens = phase["steps"] * phase["batch_size"] * phase["sequence_length"] / 1e6
     rows = {"before, dense": start["dense"], "before, with CCA": start["condensed"]}
     rows |= {run["title"]: run["after"] for run in runs.values()}
-    lines = [
+    about = (
         f"{_STARTS[start['model']]}, adapted on {tokens:.1f} million tokens in {phase['steps']:,} steps of texts of "
         f"{phase['sequence_length']:,}: all weights, the KL to itself before as loss, one learning rate, one seed. KDA "
         "takes over the projections; its decays, gates and convolutions are new. *Found*: of "
-        f"{start['dense']['found']['total']} hidden numbers; text loss in nats per token, with its standard error.",
-        "",
-        "| | found | text loss |",
-        "|---|---|---|",
-    ]
+        f"{start['dense']['found']['total']} hidden numbers; text loss in nats per token, with its standard error."
+    )
+    lines = [textwrap.fill(about, 120), "", "| | found | text loss |", "|---|---|---|"]
     for title, row in rows.items():
         found = "{share:.3f} [{low:.3f}, {high:.3f}]".format(**row["found"])
         lines.append(f"| {title} | {found} | {row['text_loss']:.3f} ± {row['standard_error']:.3f} |")
