@@ -200,7 +200,11 @@ def _shapes(paths: Sequence[Path]) -> str:
         return ""
     contents = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in paths]
     head = "## Models of a billion parameters and more"
-    about = "Random weights, activations recomputed; groups of 16, window 1,024, the slowest step but the first."
+    about = (
+        "Random weights and tokens, a sequence on each GPU, activations recomputed, cross entropy but in rows that\n"
+        "say distilled; groups of 16, window 1,024. Tokens per second are those of the slowest step but the first, in\n"
+        'which kernels are compiled; "steps": how many are left. Several GPUs hold the weights by FSDP2.'
+    )
     return "\n\n".join([head, about, *map(_shape, contents), *_scaling(contents)]) + "\n\n"
 
 
@@ -229,11 +233,14 @@ def _shape(content: Mapping[str, Any]) -> str:
     counted = [row for row in content["rows"] if len(row["tokens_per_second"]) > 2]
     dense = next((_slowest(row) for row in counted if row["name"] == "dense"), None)
     rows = [
-        [r["name"], f"{_slowest(r):,}", f"{_slowest(r) / dense:.2f}" if dense else "?", f"{r['peak_gib']:.1f} GiB"]
+        [
+            r["name"], f"{_slowest(r):,}", f"{_slowest(r) / dense:.2f}" if dense else "?",
+            str(len(r["tokens_per_second"]) - 1), f"{r['peak_gib']:.1f} GiB",
+        ]
         for r in content["rows"]
-    ]
+    ]  # fmt: skip
     gpus = f"{content['processes']} GPU{'s' if content['processes'] > 1 else ''}"
-    head = [f"{about}, {content['length']:,} tokens, {gpus}", "tokens/s", "of dense", "peak memory of a GPU"]
+    head = [f"{about}, {content['length']:,} tokens, {gpus}", "tokens/s", "of dense", "steps", "peak memory of a GPU"]
     return _table(head, rows)
 
 
