@@ -30,7 +30,7 @@ def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) ->
             found[document["results"]["arm"]][document["results"]["seed"]] = document["results"]
     found = {name: runs for name, runs in found.items() if runs}
     phase = next(iter(found["dense"].values()))["phase"]
-    left = [arm.title for name, arm in ARMS.items() if name not in found]
+    left = [arm.title.removeprefix("both, ") for name, arm in ARMS.items() if name not in found]
     parts = {
         "STEPS": f"{phase['steps']:,}",
         "TOKENS": f"{phase['steps'] * phase['batch_size'] * phase['sequence_length'] / 1e6:.1f}",

@@ -17,7 +17,7 @@ METHODS = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def one_reading(monkeypatch):
     """Each prompt is read once and timed, after a first time, not three times."""
     monkeypatch.setattr("condense.bench.model._LONG_S", 0.0)
@@ -46,6 +46,7 @@ def test_every_row_has_its_figures(model, chunk):
     assert len(content["rows"]) == len(seen) == 2 * len(plan.cases()) == 6
     for row in content["rows"]:
         assert row["first"]["median_ms"] > 0
+        assert row["first"]["runs"] == 3
         assert row["step"]["runs"] == 3 * row["first"]["runs"]
         if row["condensed"]:
             assert row["gate"]["passed"] is True
@@ -55,6 +56,7 @@ def test_every_row_has_its_figures(model, chunk):
     assert not condense.models.condensed_layers(model)
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_feed_forward_can_be_compiled_for_all_runners(model, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append((module, options)))
@@ -76,6 +78,7 @@ ALL = {
 }
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_every_method_runs_in_every_runner(model):
     runners = ("dense", "dense_graph", "condensed", "condensed_graph")
     rows = bench_model(model, ModelPlan((40,), ALL, runners, steps=3))["rows"]
@@ -88,12 +91,14 @@ def test_every_method_runs_in_every_runner(model):
             assert "selection='prompt'" in row["error"]
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_pieces_are_nothing_for_a_method_that_looks_ahead(model):
     plan = ModelPlan((40,), {"prompt": ALL["dga_prompt"]}, ("condensed",), steps=2, prefill_chunk=20)
     content = bench_model(model, plan)
     assert "needs the whole prompt in one forward" in content["rows"][0]["error"]
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_feed_forward_is_measured_apart(model, monkeypatch):
     tokens = []
     for mlp in feed_forward.feed_forward_modules(model):
@@ -111,6 +116,7 @@ def test_feed_forward_is_measured_apart(model, monkeypatch):
     assert content["experts"] is None
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_feed_forward_that_fails_says_why(model, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("out of luck")
@@ -152,6 +158,7 @@ def test_experts_are_named():
     assert figures["step_ms"] > 0
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
     content = bench_model(model, ModelPlan((60,), METHODS, ("dense", "condensed"), steps=3))
     # the last of the new tokens is not read
@@ -165,6 +172,7 @@ def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
         assert row["cache_bytes"] < dense
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypatch):
     stock = condense.caches.CondensedLayer.read
 
@@ -203,6 +211,7 @@ class EagerDecoder:
         return self.model(tokens[:, None], past_key_values=self.cache, use_cache=True).logits[:, -1]
 
 
+@pytest.mark.usefixtures("one_reading")
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_graph_decoder_is_held_to_the_eager_loop(model, monkeypatch, skip):
     monkeypatch.setattr(EagerDecoder, "skip", skip)
@@ -219,6 +228,7 @@ def test_a_method_that_looks_ahead_has_no_gate(model):
     assert ModelGate(model, ahead, 0).check(None) is None
 
 
+@pytest.mark.usefixtures("one_reading")
 def test_an_error_stands_in_its_row(model, monkeypatch):
     def broken(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
