@@ -24,13 +24,24 @@ def as_written(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_read(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of any configuration with the names under which the process knows its architectures."""
-    if not _reads_stock or not content.get(_KEY):
+    """The content of any configuration with the names under which the process knows its architectures.
+
+    Those of other libraries that begin alike are left as they are: a condensed model's content names `condense`.
+    """
+    if not _reads_stock or not content.get(_KEY) or not _is_condensed(content):
         return content
     return content | {_KEY: [name.removeprefix(_PREFIX) for name in content[_KEY]]}
 
 
+def _is_condensed(content: dict[str, Any]) -> bool:
+    parts = content.get("attn_implementation")
+    return "condense" in content or (isinstance(parts, dict) and "condense" in parts.values())
+
+
 def read_as_written() -> None:
-    """From now on this process knows condensed architectures: for plugins of engines."""
+    """From now on this process knows condensed architectures: for plugins of engines.
+
+    A trainer in the same process, too, is then given those of models that it loads later.
+    """
     global _reads_stock
     _reads_stock = False

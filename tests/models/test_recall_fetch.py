@@ -55,3 +55,13 @@ def test_the_next_layers_tokens(fetches, name, static, padded):
     device = condense.apply(model, METHOD.replace(store="device"))
     cache = StaticCache(model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
     assert torch.equal(tiny.in_chunks(device, ids, CHUNKS, cache, mask=mask), want)
+
+
+def test_once_for_a_layer_behind_layers_without_a_store(fetches):
+    begun, used = fetches
+    model = tiny.model("llama", num_hidden_layers=3)
+    condense.apply(model, {"0-1": condense.CCA(group_size=4, window=8), "2": METHOD})
+    tiny.in_chunks(model, IDS[:1], CHUNKS, DynamicCache(config=model.config))
+    # the first piece has nothing to copy; the third is a single token, for which nothing is copied ahead
+    assert used == [True, True]
+    assert sum(x is not None for x in begun) == 2

@@ -13,8 +13,6 @@ SCALE = 0.25
 D = 64 if DEVICE == "cuda" else 16
 
 
-# of scratch memory that nobody has written, which kernels mask afterwards
-@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 @pytest.mark.parametrize("num_recall", [3, 0], ids=["some", "none"])
 def test_a_prompt_is_what_it_is_with_any_entries(num_recall):
     method = Recall(group_size=4, window=5, num_recall=num_recall, unchosen="drop")

@@ -122,7 +122,7 @@ class RecallLayer(CondensedLayer):
         if not self._ring.is_writable:
             self._map_tensors(torch.clone)
         # autograd may keep what attention reads, and later tokens are written to the buffers in place
-        return self._ring.state() if torch.is_grad_enabled() else self._ring.view(fetched)
+        return self._ring.state(fetched) if torch.is_grad_enabled() else self._ring.view(fetched)
 
     def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:
         if before is None:

@@ -65,9 +65,9 @@ class RingState:
         """Real tokens per row, as in `condense.state.LayerState`."""
         return self._before + self._taken
 
-    def state(self) -> LayerState:
-        """A copy of the state, which further steps do not change."""
-        state = self.view()
+    def state(self, fetched: Tensor | None = None) -> LayerState:
+        """A copy of the state, which further steps do not change. fetched: as of `view`."""
+        state = self.view(fetched)
         return state._replace(entries=tuple(x.clone() for x in state.entries))
 
     def view(self, fetched: Tensor | None = None) -> LayerState:

@@ -254,7 +254,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
                 self._set_bias(0)
         self.awaits_prompt = self.method.prompt_reader is not None
         # a graph of somebody else's could be replayed before the next prompt
-        self._known_slots = None if self._is_replayed else 0
+        self._known_slots, self._known_seen = None if self._is_replayed else 0, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""

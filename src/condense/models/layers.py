@@ -60,12 +60,19 @@ def read_tokens(
         # held by nothing else, so that the next layer's tokens can take the place of these
         request=ReadRequest(q, scale, target.plan, trailing, latent_width, fetched.pop(target.layer_idx, None)),
     )[0]
-    # which are copied while this layer attends
-    for index, layer in enumerate(cache.layers[target.layer_idx + 1 :], target.layer_idx + 1):
-        if isinstance(layer, RecallLayer | StaticRecallLayer):
-            fetched[index] = layer.fetch()
-            break
+    # which are copied while this layer attends, but for a single token, which the next layer most often takes as a step
+    if q.shape[2] > 1:
+        _fetch_next(cache, target.layer_idx, fetched)
     return context
+
+
+def _fetch_next(cache: Cache, layer_idx: int, fetched: dict[int, Tensor | None]) -> None:
+    """Begin to copy the stored tokens of the next layer that has a store, unless that was begun before."""
+    for index, layer in enumerate(cache.layers[layer_idx + 1 :], layer_idx + 1):
+        if isinstance(layer, RecallLayer | StaticRecallLayer):
+            if index not in fetched:
+                fetched[index] = layer.fetch()
+            return
 
 
 def num_seen(cache: Cache, layer_idx: int) -> int:

@@ -49,7 +49,7 @@ def replayable_cache(
     if not _has_static_masks(config):
         return cache
     ends = generation_config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    ends = [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
     static = CacheOfOneCall(config, -(-length // _BLOCK) * _BLOCK, ends)
     compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
     return static if can_replay(model) and compilable else cache

@@ -222,6 +222,7 @@ def recall_score_kernel(
         best = tl.full([BG, BR], float("-inf"), tl.float32)
         mass = tl.zeros([BG, BR], tl.float32)
         for block in tl.static_range(m):
+            # programmatic launches and this assembly are what a GPU has and the interpreter has not
             if BOUNDS:
                 s = _index_products(codes_ptr, row, down, block, F, C, PC, BITS, PRECISION, EARLY)
                 s += _index_products(codes_ptr, row, up, m + block, F, C, PC, BITS, PRECISION, EARLY)
@@ -446,7 +447,8 @@ def recall_attend_kernel(
     t, live, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     first = all_closed * g
     entries = closed if POOL else 0
-    tokens = tl.where(live, t + 1 - first, 0)
+    # no more than the ring holds, where more steps are replayed than the cache has room for
+    tokens = tl.where(live, tl.minimum(t + 1 - first, W), 0)
     entry_tiles = tl.cdiv(entries, BN)
     tiles = entry_tiles + tl.cdiv(tokens, BN)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
