@@ -57,10 +57,10 @@ def read_tokens(
         k,
         v,
         target.layer_idx,
-        # held by nothing else, so that the next layer's tokens can take the place of these
+        # taken out of the dictionary, so that their memory is free for the next layer's once this one has attended
         request=ReadRequest(q, scale, target.plan, trailing, latent_width, fetched.pop(target.layer_idx, None)),
     )[0]
-    # which are copied while this layer attends, but for a single token, which the next layer most often takes as a step
+    # copied while this layer attends; not for a single token, which the next layer most often reads in a step
     if q.shape[2] > 1:
         _fetch_next(cache, target.layer_idx, fetched)
     return context

@@ -184,6 +184,8 @@ class _Pool(torch.autograd.Function):
         d_summary = None if summary is None else summary.new_empty(B, K, G, D)
         tile = _tile(k.dtype, D, Dv)
         with on_device_of(k):
+            # None where there is no summary, not dk in its place: torch.compile loses what is written to a tensor that
+            # stands in two places of the arguments
             _POOL_BACKWARD(
                 (cdiv(G, tile.groups), B * K, 1),
                 (

@@ -157,6 +157,7 @@ def _pooled(pooled, total, c, HOW: tl.constexpr):
     if HOW == "weighted":
         pooled = pooled / total[:, None]
     elif HOW == "mean":
+        # not c.to(...), with which torch.compile cannot tell which tensors the kernel writes and takes all as written
         pooled = pooled / c
     return pooled
 
