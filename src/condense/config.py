@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeGuard
 
 _REGISTRY: dict[str, type[MethodConfig]] = {}
 
@@ -71,6 +71,7 @@ def method_from_text(text: str) -> MethodConfig:
 
 
 def _value(text: str) -> bool | int | float | str:
+    """A setting's value from text: ``true`` or ``false``, an int, a float, else the text itself."""
     named = {"true": True, "false": False}
     if text.lower() in named:
         return named[text.lower()]
@@ -109,16 +110,19 @@ def check_int(name: str, value: object, minimum: int) -> None:
 
 def check_number(name: str, value: object, minimum: float, maximum: float) -> None:
     """Raise ValueError unless ``value`` is a finite number (not a bool) from ``minimum`` to ``maximum``."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool)
-    if not usable or not minimum <= value <= maximum or not math.isfinite(value):  # type: ignore[operator,arg-type]
+    if not _is_number(value) or not minimum <= value <= maximum or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number from {minimum} to {maximum}, got {value!r}")
 
 
 def check_positive(name: str, value: object) -> None:
     """Raise ValueError unless ``value`` is a finite number (not a bool) above 0."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool)
-    if not usable or not value > 0 or not math.isfinite(value):  # type: ignore[operator,arg-type]
+    if not _is_number(value) or not value > 0 or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """True for an int or a float; a bool, which is an int in Python, is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

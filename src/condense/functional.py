@@ -37,7 +37,7 @@ def extend(
 ) -> tuple[Context, LayerState]:
     """Read L new tokens. Returns the sources that their queries attend to, and the new state.
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``: their means are the summary queries. state: kept from
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``; summary queries are means of q. state: kept from
     earlier tokens, None before the first ones. plan: which of the tokens are real (default: all); one plan serves all
     layers of a forward. The context carries gradients of k, v and q; the state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
@@ -59,7 +59,7 @@ def read_whole(
 ) -> Context:
     """The sources that the queries of whole sequences attend to; no state is made.
 
-    plan: which of the tokens are real, or where packed documents begin. Other arguments and errors as of `extend`.
+    plan: which of the tokens are real, or where packed documents begin. Other arguments and errors as in `extend`.
     """
     return _read(method, None, k, v, q, plan, scale=scale, backend=backend)[0]
 
@@ -75,7 +75,7 @@ def _read(
     scale: float,
     backend: str,
 ) -> tuple[Context, Callable[[], LayerState]]:
-    """The sources of L new tokens, and a function that makes the state after them; arguments as of `extend`."""
+    """As `extend`, but instead of the new state a function that makes it, for callers that may not need it."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
@@ -102,11 +102,10 @@ def _read(
 
     def new_state() -> LayerState:
         num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
-        keep_only = _keeper(before.window_k)
         return LayerState(
-            tuple(map(keep_only, entries)),
-            keep_only(newest(window_k, num_window)),
-            keep_only(newest(window_v, num_window)),
+            tuple(_detached(x, before.window_k) for x in entries),
+            _detached(newest(window_k, num_window), before.window_k),
+            _detached(newest(window_v, num_window), before.window_k),
             _newest_queries(method.layout.num_summary, before.summary_q, q, padding, backend),
             reading.seen,
             before.prompt_tokens,
@@ -156,12 +155,12 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, 
         new = new.masked_fill(pad.to(new.device)[:, None, :, None], 0)
     else:
         tail = newest(tail, count - n)
-    return _keeper(tail)(newest(append_window(tail, new, padding), count))
+    return _detached(newest(append_window(tail, new, padding), count), tail)
 
 
-def _keeper(before: Tensor) -> Callable[[Tensor], Tensor]:
-    """Detach for the cache. Clone if nothing was stored before, because the tensor may be the caller's k or v."""
-    return detach_copy if before.shape[2] == 0 else detach_compact
+def _detached(x: Tensor, before: Tensor) -> Tensor:
+    """x detached for the cache. Copied if ``before`` is empty, because x may then be the caller's own k or v."""
+    return detach_copy(x) if before.shape[2] == 0 else detach_compact(x)
 
 
 def attention(

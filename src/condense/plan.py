@@ -21,10 +21,9 @@ from condense.state import LayerState, prompt_entries
 class Reading(NamedTuple):
     """Which chunks are pooled when new tokens are read, and what each query sees, for one method and one state.
 
-    seen: real tokens per row afterwards. Chunks ``[first_chunk, last_chunk)`` of each row are pooled now, num_chunks in
-    the row with most; columns and numbers: where they begin in the window, and which they are, as
-    `condense.ops.Chunks` has them. summaries: the queries that weigh them, None if no chunk needs any. spans: what each
-    new query sees.
+    seen: real tokens per row afterwards. first_chunk, last_chunk: chunks ``[first_chunk, last_chunk)`` of each row are
+    pooled now; num_chunks: the most in any row. columns, numbers: of these chunks, as in `condense.ops.Chunks`.
+    summaries: the queries that weigh the chunks, None if no chunk needs any. spans: what each new query sees.
     """
 
     seen: PerRow
@@ -53,8 +52,8 @@ class ForwardPlan:
         lengths = [n for n in documents or () if n]
         self.documents = torch.tensor(lengths) if len(lengths) > 1 else None
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
-        # Keyed by the numbers of a state (see `_identity`): rows that differ have a tensor, which all layers got from
-        # the `Reading` of the forward before.
+        # Keyed by the method and the numbers of a layer's state. Numbers that differ between rows are a tensor, which
+        # is the same object in all layers: they got it from the `Reading` of the forward before.
         self._readings: dict[tuple[object, ...], tuple[Reading, object]] = {}
         self._samples: dict[tuple[object, ...], Sample] = {}
 
@@ -93,7 +92,7 @@ class ForwardPlan:
             key = (*key, state.window_k.shape[2])
         known = self._readings.get(key)
         if known is None:
-            # kept alive beside the reading, so that no other object gets the ids in the key
+            # the objects whose ids are in the key are kept with the reading, so that no new object gets such an id
             kept = None if state is None else (state.seen, state.prompt_tokens)
             known = self._readings[key] = (self._read(method, state, device), (method, kept))
         return known[0]
@@ -113,8 +112,8 @@ class ForwardPlan:
         summaries = None
         if S > 0 and num > 0:
             # with summary="prompt" one summary, of the prompt's last queries, weighs all chunks; else each has its own
-            whole = layout.lookahead is not None and state is None
-            start, count = (seen, 1) if whole else ((first + 1) * rule.chunk + delay, num)
+            looks_ahead = layout.lookahead is not None and state is None
+            start, count = (seen, 1) if looks_ahead else ((first + 1) * rule.chunk + delay, num)
             summaries = SummarySpans(start - S, before, seen, count, S, rule.chunk)
         num_prompt = prompt_entries(method, 0 if state is None else state.prompt_tokens)
         spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, num_prompt)
@@ -124,9 +123,10 @@ class ForwardPlan:
 
 
 def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int | Tensor:
-    """A number of each chunk, as `condense.ops.Chunks` has them: of a row's first one, and ``step`` more of each.
+    """``first + step * i`` for chunk i of each row: a field of `condense.ops.Chunks`.
 
-    A row with fewer chunks than another has numbers of no chunks, which may lie before its window: 0 stands for those.
+    If ``first`` is the same in all rows, that int; else int64 ``[B, num]`` on the device. A row with fewer than ``num``
+    chunks gets numbers for chunks that it does not have; those that would lie before its window become 0.
     """
     first = int_if_equal(first)
     if not isinstance(first, Tensor):
@@ -135,8 +135,9 @@ def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int
 
 
 def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Reading:
-    """The `Reading` of packed documents of ``lengths`` tokens (int64 CPU ``[n]``): of each the chunks that any of its
-    queries sees as entries. The others would be seen by none.
+    """The `Reading` of packed documents of ``lengths`` tokens, int64 CPU ``[n]``.
+
+    Pooled are the chunks that close before their document ends; no query would see the others as entries.
     """
     rule, S = layout.rule, layout.num_summary
     num_tokens, starts = int(lengths.sum()), lengths.cumsum(0) - lengths
@@ -146,8 +147,8 @@ def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Re
     numbers = torch.arange(num) - (per_document.cumsum(0) - per_document)[document]
     columns = starts[document] + numbers * rule.chunk
     # with summary="prompt" a document's last queries weigh all of its chunks
-    whole = layout.lookahead is not None
-    ends = (starts + lengths)[document] if whole else columns + rule.chunk + layout.summary_delay
+    looks_ahead = layout.lookahead is not None
+    ends = (starts + lengths)[document] if looks_ahead else columns + rule.chunk + layout.summary_delay
     begins = torch.maximum(ends - S, starts[document])
     columns, numbers, begins, ends = torch.stack([columns, numbers, begins, ends]).to(device, non_blocking=True)
     summaries = SummaryColumns(begins, ends, S) if S > 0 and num > 0 else None
@@ -156,5 +157,5 @@ def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Re
 
 
 def _identity(x: PerRow) -> int:
-    """An int itself, or the negated id of a tensor, which no number of tokens equals."""
+    """A dictionary key for x: an int itself, or a tensor's id, negated so that it equals no number of tokens."""
     return -id(x) if isinstance(x, Tensor) else x

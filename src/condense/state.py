@@ -84,7 +84,7 @@ def num_entries(method: Method, seen: PerRow, prompt_tokens: PerRow = 0) -> PerR
 
 
 def most_entries(method: Method, tokens: int) -> int:
-    """The most condensed entries that a row of up to ``tokens`` tokens can have, for any length of its prompt."""
+    """The largest number of condensed entries in a row of up to ``tokens`` tokens, however long its prompt is."""
     return max_row(num_entries(method, tokens)) if method.prompt_reader is None else _most_after_prompts(method, tokens)
 
 

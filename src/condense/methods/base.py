@@ -73,7 +73,7 @@ class PromptReader(Protocol):
         ...
 
     def num_focal(self, tokens: PerRow) -> PerRow:
-        """How many of `num_entries` are single tokens. Arguments as there."""
+        """How many of the `num_entries` stand for a single token, for prompts of ``tokens`` tokens, int or ``[B]``."""
         ...
 
 
@@ -116,10 +116,10 @@ class Method(MethodConfig):
 
     @property
     def reads_packed(self) -> bool:
-        """True if one call reads several documents packed into a row, False if each is a call of its own.
+        """True if one call reads all documents packed into a row, False if each document needs a call of its own.
 
-        The plan restarts chunks and windows at every document. A method that reads prompts at once or attends in its
-        own way counts from one beginning.
+        The plan restarts chunks and windows at every document. Methods that read a prompt at once, or override
+        `attend`, assume that the row is one document.
         """
         return self.prompt_reader is None and type(self).attend is Method.attend
 
@@ -134,7 +134,7 @@ class Method(MethodConfig):
         return_lse: bool = False,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of q ``[B, H, L, D]`` over the context; arguments and results as of `condense.ops.attend`."""
+        """Attention of q ``[B, H, L, D]`` over the context; arguments and results as in `condense.ops.attend`."""
         return attend(
             q,
             context.sources,
@@ -147,13 +147,13 @@ class Method(MethodConfig):
         )
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
-        """Raise ValueError for what `attend` cannot take of these. Models ask before they store tokens."""
+        """Raise ValueError if `attend` does not support these arguments; models ask before they store any token."""
 
     def for_latents(self, latent_width: int) -> Method:
         """The method for MLA: one KV head with keys ``[c ; k_rope]``, values (of width 0) being part of the keys.
 
-        By default the method itself, for methods that treat all channels of a key alike. Raises ValueError for a method
-        that reads prompts at once: it needs a summary query per head, and latents have one for all heads.
+        By default the method itself, which is right if it treats all channels of a key alike. Raises ValueError for a
+        method that reads prompts at once: it needs a summary query per head, and latents have one for all heads.
         """
         if self.prompt_reader is not None:
             assert self.layout.lookahead is not None
@@ -180,7 +180,7 @@ class Method(MethodConfig):
 
 
 def check_trainable(method: Method) -> None:
-    """Raise ValueError if ``method`` looks ahead without ``allow_future``: then gradients may not flow through it."""
+    """Raise ValueError if ``method`` looks ahead and ``allow_future`` is not set: it must not be trained then."""
     lookahead = method.layout.lookahead
     if lookahead is not None and not lookahead.permitted:
         raise ValueError(
@@ -192,7 +192,7 @@ def check_trainable(method: Method) -> None:
 def entry_bias(
     method: Method, num_entries: int, device: torch.device, prompt_tokens: PerRow = 0
 ) -> Tensor | float | None:
-    """Bias of the first ``num_entries`` entries: a number, float64 ``[B|1, 1, num_entries]``, or None for none.
+    """Bias of the first ``num_entries`` entries: one number for all, float64 ``[B|1, 1, num_entries]``, or None.
 
     prompt_tokens: tokens of prompts that were read at once, whose entries come first: single tokens without bias, then
     groups with the bias of a chunk's last entry.
@@ -204,7 +204,7 @@ def entry_bias(
     if len(set(bias)) == 1 and not has_prompt:
         return bias[0]
     entry, period = torch.arange(num_entries, device=device)[None], len(bias)
-    # from pageable memory: staged before the call returns, and no wait for the GPU
+    # pageable memory is staged before `to` returns, so the host does not wait for the GPU
     values = torch.tensor(bias, dtype=torch.float64).to(device, non_blocking=True)
     if not has_prompt:
         return values[entry % period][:, None]
@@ -219,9 +219,9 @@ def entry_bias(
 def split_bias(
     method: Method, entries: tuple[Tensor, ...], prompt_tokens: PerRow = 0
 ) -> tuple[Tensor | float | None, tuple[Tensor, ...]]:
-    """The bias of all entries, as `condense.ops.Source` has it, and the method's own tensors without it.
+    """The bias of all entries, as in `condense.ops.Source`, and the method's own tensors without matched biases.
 
-    entries: as `condense.state.LayerState` keeps them; prompt_tokens: as in `entry_bias`.
+    entries: as in `condense.state.LayerState`. prompt_tokens: as in `entry_bias`.
     """
     k, _, *extra = entries
     if method.layout.matched and extra:
@@ -233,8 +233,8 @@ def matched_bias(summary: Tensor, k: Tensor, lse: Tensor, *, scale: float, backe
     """Biases that make entries weigh for their summary query what their tokens weigh together, ``[B, K, G, 1]``.
 
     ``ln sum_i exp(scale * summary . k_i) - scale * summary . k``: lse ``[B, K, G]`` is the first term and k
-    ``[B, K, G, D]`` the entries' keys, as they are stored; summary ``[B, K, G, D]``. Of weighted keys it is the entropy
-    of the weights: ln(g) for equal scores, 0 where one token has all the weight. float32 or wider.
+    ``[B, K, G, D]`` the entries' keys, as they are stored; summary ``[B, K, G, D]``. For weighted keys this is the
+    entropy of the weights: ln(g) for equal scores, 0 where one token has all the weight. float32 or wider.
     """
     return (lse - group_scores(summary, k[..., None, :], scale=scale, backend=backend)[..., 0])[..., None]
 

@@ -36,16 +36,24 @@ class DGA(Method):
     "streaming", counted from the prompt's end.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0; the paper has 1 in decode and 0 in
-    training. gamma: share of focal tokens, 0 to 1. min_focal: focal tokens in a prompt, at least, >= 0.
+    training. gamma: share of focal tokens, 0 to 1. min_focal: smallest number of focal tokens in a prompt, >= 0.
+
     summary: the query that weighs a chunk: "last", its own last one, or "streaming", the mean of the m' newest when the
-    chunk leaves the window; each group of a prompt is weighed by the query of its last token. focal: "top" by scores,
-    or "random" for comparison. complementary: a prompt's queries see all earlier tokens of a group that is not
-    complete yet; if False, of these only their own. weight_scale: scale of the scores that rank the tokens of a chunk
-    and weigh a group, > 0; None stands for attention's scale (if that is negative, the ranking is reversed); the paper
-    prints 1. num_recent (>= 1), num_random: sampled queries, the newest and others drawn with ``seed``.
-    rep_bias: "log_size" adds ln(group_size) to a group's score, as it stands for that many tokens; "matched" as much as
-    makes it weigh for the query that weighed it what its tokens weigh together, with ``selection="streaming"`` and
-    ``weight_scale=None``.
+    chunk leaves the window; each group of a prompt is weighed by the query of its last token.
+
+    focal: "top" takes the tokens with the highest scores, "random" any, for comparison. num_recent (>= 1), num_random:
+    how many queries of a prompt are sampled to rank its tokens: the newest, and others drawn with ``seed``.
+
+    complementary: True: a prompt's query sees the tokens so far of a group that is not complete yet; False: of that
+    group it sees its own token only.
+
+    weight_scale: scale of the scores that rank the tokens of a chunk and weigh a group, > 0; None stands for
+    attention's scale (if that is negative, the ranking is reversed); the paper prints 1.
+
+    rep_bias: what is added to a group's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
+    "matched": a number for each group, by which it weighs for its summary query what its tokens weigh together; only
+    with ``selection="streaming"`` and ``weight_scale=None``.
+
     Raises ValueError for a field out of range.
     """
 
@@ -98,13 +106,13 @@ class DGA(Method):
         num_focal = self.share(self.group_size)
         chunk = self.group_size + num_focal
         # kernels cannot choose at random: only `represent` makes such entries
-        own = self.focal == "random" or type(self).represent is not DGA.represent
+        needs_represent = self.focal == "random" or type(self).represent is not DGA.represent
         biased = self.rep_bias == "log_size" and self.group_size > 1
         return Layout(
             rule=UniformRule(chunk=chunk, window=self.window, entries=num_focal + 1),
             summary_delay=0 if self.summary == "last" else self.window,
             num_summary=1 if self.summary == "last" else chunk,
-            pooling=None if own else ChunkPooling("weighted", "weighted", num_focal, self.weight_scale),
+            pooling=None if needs_represent else ChunkPooling("weighted", "weighted", num_focal, self.weight_scale),
             bias=(*[0.0] * num_focal, math.log(self.group_size)) if biased else (),
             matched=self.rep_bias == "matched",
             lookahead=Lookahead(self.allow_future, "selection='streaming'") if self.selection == "prompt" else None,
@@ -145,7 +153,7 @@ class DGA(Method):
 
     @cached_property
     def _gamma(self) -> tuple[int, int]:
-        """``gamma`` as a fraction of the decimal that was written, numerator and denominator."""
+        """Numerator and denominator of ``gamma`` as it is written in decimal: 0.1 is 1 / 10 exactly."""
         return Fraction(str(self.gamma)).as_integer_ratio()
 
     def _random_scores(self, chunks: Chunks, device: torch.device) -> Tensor:

@@ -28,10 +28,10 @@ from condense.ops import BLOCK, SparseKeys
 class FlexPrefill(SparsePrefill):
     """FlexPrefill (Lai et al., 2025): as few blocks of 128 keys as hold ``gamma`` of the estimated weights, per head.
 
-    Where the blocks' weights estimated from mean queries and mean keys lie within ``tau`` (Jensen-Shannon distance) of
-    those of the last 128 queries, these estimates choose for every block of queries; elsewhere the last queries choose
-    columns and diagonals of blocks. At least ``min_budget`` tokens' worth of blocks each, the first block and the
-    queries' own always.
+    A block's weight is estimated from mean queries and mean keys. In heads where the estimates for the last 128 queries
+    lie within ``tau`` (Jensen-Shannon distance) of these queries' true weights, estimates choose the blocks of every
+    query block; in other heads the last queries' weights choose columns and diagonals of blocks. Each choice has blocks
+    for at least ``min_budget`` tokens. The first block and the queries' own are always seen.
     Raises ValueError for a field out of range.
     """
 
@@ -49,33 +49,36 @@ class FlexPrefill(SparsePrefill):
         """Algorithms 1 to 4 of the paper."""
         H, L = q.shape[1], q.shape[2]
         N, last = -(-L // BLOCK), min(BLOCK, L)
-        least = min(N, -(-self.min_budget // BLOCK))
-        weights = last_weights(q, k, last, scale)
-        of_blocks = _per_block(weights)
-        true = of_blocks.mean(1)
+        min_blocks = min(N, -(-self.min_budget // BLOCK))
+        # the last queries' weights per block, [H, last, N], their mean, and the estimate of it
+        weights = _per_block(last_weights(q, k, last, scale))
+        mean_weights = weights.mean(1)
         mean_k = block_means(k[0]).repeat_interleave(H // k.shape[1], dim=0)
-        mean_last = q[0, :, L - last :].to(mean_k.dtype).mean(1, keepdim=True)
-        estimate = (scale * (mean_last @ mean_k.mT))[:, 0].softmax(-1)
-        aware = (_js_distance(estimate, true) < self.tau).nonzero()[:, 0]
+        mean_q = q[0, :, L - last :].to(mean_k.dtype).mean(1, keepdim=True)
+        estimate = (scale * (mean_q @ mean_k.mT))[:, 0].softmax(-1)
+        query_aware = (_js_distance(estimate, mean_weights) < self.tau).nonzero()[:, 0]
 
-        diagonals = torch.zeros_like(true)
-        own = torch.arange(N, device=q.device)
-        distance = (torch.arange(L - last, L, device=q.device)[:, None] // BLOCK - own).clamp(min=0)
-        diagonals.scatter_add_(1, distance.flatten().expand(H, -1), of_blocks.flatten(1) / last)
-        blocks = _cover(true, self.gamma, least)[:, None] | by_distance(_cover(diagonals, self.gamma, least))
-        if len(aware) > 0:
-            blocks[aware] = self._by_query(q[0, aware], k[0, aware // (H // k.shape[1])], least, scale)
+        # columns and diagonals of blocks, for all heads
+        diagonals = torch.zeros_like(mean_weights)
+        block = torch.arange(N, device=q.device)
+        distance = (torch.arange(L - last, L, device=q.device)[:, None] // BLOCK - block).clamp(min=0)
+        diagonals.scatter_add_(1, distance.flatten().expand(H, -1), weights.flatten(1) / last)
+        columns = _cover(mean_weights, self.gamma, min_blocks)[:, None]
+        blocks = columns | by_distance(_cover(diagonals, self.gamma, min_blocks))
+        if len(query_aware) > 0:
+            kv_heads = query_aware // (H // k.shape[1])
+            blocks[query_aware] = self._by_query(q[0, query_aware], k[0, kv_heads], min_blocks, scale)
 
         blocks[:, :, 0] = True
-        blocks[:, own, own] = True
+        blocks[:, block, block] = True
         return SparseKeys(blocks.tril(), no_columns(q))
 
-    def _by_query(self, q: Tensor, k: Tensor, least: int, scale: float) -> Tensor:
+    def _by_query(self, q: Tensor, k: Tensor, min_blocks: int, scale: float) -> Tensor:
         """Blocks bool ``[H, N, N]`` that hold gamma of the estimated weights of q and k ``[H, L, D]``."""
-        scores = block_scores(q, k, scale).softmax(-1)
-        N = scores.shape[1]
-        chosen = _cover(scores.flatten(1) / N, self.gamma, 0).unflatten(1, (N, N))
-        return chosen.scatter_(2, scores.topk(least).indices, True)
+        weights = block_scores(q, k, scale).softmax(-1)
+        N = weights.shape[1]
+        chosen = _cover(weights.flatten(1) / N, self.gamma, 0).unflatten(1, (N, N))
+        return chosen.scatter_(2, weights.topk(min_blocks).indices, True)
 
 
 def _per_block(x: Tensor) -> Tensor:
@@ -83,11 +86,11 @@ def _per_block(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
 
 
-def _cover(share: Tensor, gamma: float, least: int) -> Tensor:
-    """The fewest largest of share ``[H, n]`` (sum 1) that reach gamma together, at least ``least``: bool ``[H, n]``."""
-    ordered, order = share.sort(dim=1, descending=True, stable=True)
-    before = ordered.cumsum(1) - ordered
-    wanted = (before < gamma) | (torch.arange(share.shape[1], device=share.device) < least)
+def _cover(shares: Tensor, gamma: float, minimum: int) -> Tensor:
+    """The largest of shares ``[H, n]``, which sum to 1: as few as reach gamma, ``minimum`` or more. Bool ``[H, n]``."""
+    ordered, order = shares.sort(dim=1, descending=True, stable=True)
+    sum_of_larger = ordered.cumsum(1) - ordered
+    wanted = (sum_of_larger < gamma) | (torch.arange(shares.shape[1], device=shares.device) < minimum)
     return torch.zeros_like(wanted).scatter_(1, order, wanted)
 
 

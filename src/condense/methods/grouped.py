@@ -27,15 +27,18 @@ class GroupPooling(Method):
     """Far tokens pooled in groups of ``group_size``; the last ``window`` tokens and groups not closed yet stay exact.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0.
+
     summary: the query that weighs a group. "last": the group's own last one. "streaming": the mean of the newest
     ``num_summary_queries`` when the group leaves the window. "prompt": the mean of the prompt's last
     ``num_summary_queries``, for every group in it; that lets earlier tokens depend on later ones, so it is for
-    inference only unless ``allow_future``.
-    num_summary_queries: for "streaming" and "prompt"; None stands for ``group_size``.
+    inference only unless ``allow_future``. num_summary_queries: None stands for ``group_size``.
+
     key_pooling, value_pooling: "weighted" by the softmax of the group's scores, "mean", "max" per channel or
     "select" the token with the highest score.
+
     rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
-    "matched": as much as makes it weigh for the query that weighed the group what the group's tokens weigh together.
+    "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
+
     Raises ValueError for a field out of range.
     """
 
@@ -63,23 +66,23 @@ class GroupPooling(Method):
     def layout(self) -> Layout:
         """Groups of g behind the window, one entry each.
 
-        With ``summary="last"`` a group is pooled as soon as it is complete, else when it leaves the window, because it
-        needs later queries. The bias of ``rep_bias="log_size"`` is ln(g) (LCA, the version that Theorem 1 bounds);
+        With ``summary="last"`` a group is pooled as soon as it is complete, otherwise when it leaves the window,
+        because it needs later queries. ``rep_bias="log_size"`` is the version of LCA that the paper's Theorem 1 bounds;
         "matched" needs a summary query whatever the pooling.
         """
         matched = self.rep_bias == "matched"
         scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
         num_summary = 1 if self.summary == "last" else self.num_summary_queries or self.group_size
-        own = type(self).represent is not GroupPooling.represent
-        ahead = self.summary == "prompt" and scored
+        is_overridden = type(self).represent is not GroupPooling.represent
+        looks_ahead = self.summary == "prompt" and scored
         return Layout(
             rule=UniformRule(chunk=self.group_size, window=self.window),
             summary_delay=0 if self.summary == "last" else self.window,
             num_summary=num_summary if scored else 0,
-            pooling=None if own else ChunkPooling(self.key_pooling, self.value_pooling),
+            pooling=None if is_overridden else ChunkPooling(self.key_pooling, self.value_pooling),
             bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
             matched=matched,
-            lookahead=Lookahead(self.allow_future, "summary='streaming'") if ahead else None,
+            lookahead=Lookahead(self.allow_future, "summary='streaming'") if looks_ahead else None,
         )
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
@@ -90,7 +93,7 @@ class GroupPooling(Method):
     def biases(
         self, summary: Tensor | None, k: Tensor, lse: list[Tensor], *, scale: float, backend: str
     ) -> tuple[Tensor, ...]:
-        """The entries' own biases `matched_bias`, if they have any; k: their keys."""
+        """The `matched_bias` of entries with keys k, alone in a tuple; an empty one if their biases are not matched."""
         if summary is None or not lse:
             return ()
         return (matched_bias(summary, k, lse[0], scale=scale, backend=backend),)
@@ -98,7 +101,7 @@ class GroupPooling(Method):
     def pool(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """Pooled keys ``[B, K, G, D]`` and values ``[B, K, G, Dv]``, in the widths that the chunks have.
 
-        Then, for matched biases, the log-sum-exp of every group's scores ``[B, K, G]``.
+        After them, if biases are matched, the log-sum-exp of every group's scores ``[B, K, G]``.
         """
         return pool_groups(
             chunks,
@@ -111,7 +114,7 @@ class GroupPooling(Method):
         )
 
     def for_latents(self, latent_width: int) -> Method:
-        """Rope keys pooled by ``key_pooling``, latents by ``value_pooling``."""
+        """The method that pools rope keys by ``key_pooling`` and latents by ``value_pooling``."""
         return LatentGroups(groups=self, latent_width=latent_width)
 
 
@@ -134,9 +137,10 @@ class LatentGroups(Method):
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """LCA Eq. 6 to 8: one set of scores, from latent and rope key together, for both parts and all heads.
 
-        window_k ``[B, 1, N, D]``, window_v ``[B, 1, N, 0]``, summary ``[B, 1, G, D]``: the mean over heads of the
-        absorbed queries. Latents are pooled as the values of their own keys: ``[B, 1, G, D]`` and ``[B, 1, G, 0]``.
+        Chunks of window_k ``[B, 1, N, D]`` and window_v ``[B, 1, N, 0]``; summary ``[B, 1, G, D]``: the mean over heads
+        of the absorbed queries. Returns ``[B, 1, G, D]``, ``[B, 1, G, 0]`` and matched biases, if any.
         """
+        # one call pools both parts: whole entries as keys, of which the rope part is kept, and latents as their values
         d_c = self.latent_width
         latents = chunks._replace(window_v=chunks.window_k[..., :d_c])
         positional, semantic, *lse = self.groups.pool(latents, summary, scale=scale, backend=backend)

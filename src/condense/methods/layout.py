@@ -12,7 +12,7 @@ from condense.ops import Pooling, UniformRule
 
 
 class ChunkPooling(NamedTuple):
-    """The same as a method's `condense.Method.represent`, as data for kernels.
+    """A method's `condense.Method.represent` described as data, which kernels can carry out.
 
     key, value: how a chunk's tokens are pooled into its last entry. num_focal: how many tokens are not pooled but
     become entries of their own: those with the highest scores, ties to the earlier; they come first, in order of
@@ -26,10 +26,10 @@ class ChunkPooling(NamedTuple):
 
 
 class Lookahead(NamedTuple):
-    """Marks a method that looks ahead: entries of a prompt depend on later queries than those that see them.
+    """Marks a method that looks ahead: a query can see entries that depend on queries after it.
 
-    Such a method is for inference. permitted: gradients may flow all the same (``allow_future``). causal_setting: the
-    setting that does not look ahead, for error messages.
+    Such a method is for inference. permitted: the user allows training all the same (``allow_future``).
+    causal_setting: a setting or method that does not look ahead, for error messages.
     """
 
     permitted: bool
@@ -41,10 +41,10 @@ class Layout:
     """Which tokens a query sees exactly, and how each earlier chunk of c tokens becomes its p entries.
 
     rule: the window, the chunks behind it, their entries. summary_delay: tokens after a chunk's last one until it is
-    pooled, at most the window. num_summary: the chunk is weighed by the mean of so many queries, the last of which is
+    pooled, at most the window. num_summary: number of queries whose mean weighs a chunk, the last of them
     ``summary_delay`` tokens after the chunk's last; 0: none needed. pooling: how kernels make the entries; None if only
     the method's `represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
-    matched: each entry has a bias of its own, which is made with it. lookahead: None for a causal method.
+    matched: each entry has a bias of its own, which `represent` returns. lookahead: None for a causal method.
     """
 
     rule: UniformRule
@@ -61,5 +61,5 @@ EACH_TOKEN = ChunkPooling("mean", "mean")
 
 
 def first_tokens(window: int | None, kept: int) -> Layout:
-    """A layout without pooling: the first ``kept`` tokens, as entries, and the last ``window``; None: all tokens."""
+    """A layout without pooling: the first ``kept`` tokens, as entries, and the last ``window``, None for all tokens."""
     return Layout(UniformRule(chunk=1, window=window, max_chunks=kept), pooling=EACH_TOKEN)

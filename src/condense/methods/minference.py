@@ -24,7 +24,7 @@ from condense.ops import BLOCK, SparseKeys
 class AShape(SparsePrefill):
     """MInference's A-shape pattern (Jiang et al., 2024): the first ``sink`` tokens and the last ``window`` ones.
 
-    Both in whole blocks of 128. Unlike `condense.StreamingLLM` it keeps all tokens for decode.
+    Both are rounded up to whole blocks of 128. Unlike `condense.StreamingLLM` it keeps all tokens for decode.
     Raises ValueError for numbers below 1.
     """
 
@@ -47,7 +47,7 @@ class AShape(SparsePrefill):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(SparsePrefill):
-    """MInference's block-sparse pattern (Jiang et al., 2024): each block of queries sees the ``blocks`` best of keys.
+    """MInference's block-sparse pattern (Jiang et al., 2024): a block of queries sees the ``blocks`` best key blocks.
 
     Blocks of 128 (the paper's: 64) are ranked by the product of their mean queries and mean keys; the queries' own
     block is always seen.
@@ -133,7 +133,7 @@ class MInference(SparsePrefill):
             pattern_of(text)
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
-        """Each head's keys by its pattern. Raises ValueError for another number of patterns than of heads."""
+        """Each head's keys by its pattern. Raises ValueError unless there is one pattern, or one per query head."""
         H = q.shape[1]
         if len(self.patterns) not in (1, H):
             raise ValueError(f"patterns must be one, or one for each of {H} query heads, got {len(self.patterns)}")
@@ -146,13 +146,13 @@ class MInference(SparsePrefill):
             keys = pattern_of(text).choose(q[:, heads], k[:, heads // (H // k.shape[1])], scale=scale)
             blocks[heads] = keys.blocks
             columns |= dict(zip(heads.tolist(), keys.columns, strict=True))
-        most = max(len(of_head) for of_head in columns.values())
-        padded = [F.pad(columns[h], (0, most - len(columns[h])), value=q.shape[2]) for h in range(H)]
+        longest = max(map(len, columns.values()))
+        padded = [F.pad(columns[h], (0, longest - len(columns[h])), value=q.shape[2]) for h in range(H)]
         return SparseKeys(blocks, torch.stack(padded))
 
 
 def pattern_of(text: object) -> AShape | VerticalSlash | BlockSparse:
-    """A head's pattern from text. Raises ValueError for anything else."""
+    """A head's pattern from text such as ``"a_shape:sink=128"``. Raises ValueError for anything else."""
     method = Method.parse(text) if isinstance(text, str) else text
     if not isinstance(text, str) or not isinstance(method, AShape | VerticalSlash | BlockSparse):
         raise ValueError(f"patterns must be a_shape, vertical_slash or block_sparse, with settings, got {text!r}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from condense.methods.base import Context, Prompt, PromptPlan
 from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, group_scores, importance, pool
-from condense.ops.tensors.per_row import PerRow, int_if_equal, map_rows
+from condense.ops.tensors.per_row import PerRow, broadcast_rows, int_if_equal, map_rows
 from condense.ops.tensors.sampling import Sample, scramble
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ class FocalTokens(NamedTuple):
 class Grouping(NamedTuple):
     """How the tokens that are not focal are grouped: ``size`` each, weighed by scores scaled by ``weight_scale``.
 
-    complementary: queries see all earlier tokens of a group that is not complete yet; if False, of these only their
-    own. bias: added to the scaled score of a group.
+    complementary: as in `condense.DGA`. bias: added to the scaled score of a group.
     """
 
     size: int
@@ -106,10 +105,10 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 def highest(scores: Tensor, num_focal: Tensor, tokens: Tensor) -> Tensor:
     """The ``num_focal[b]`` tokens of each row with the highest scores >= 0 ``[B, K, L]``, ties to the earlier."""
-    first = torch.arange(scores.shape[2], device=scores.device) < _on(num_focal, scores.device)
+    is_chosen = torch.arange(scores.shape[2], device=scores.device) < broadcast_rows(num_focal, 3, scores.device)
     scores = scores.masked_fill(~_real(tokens, scores.shape[2], scores.device), -1)
     order = scores.argsort(stable=True, descending=True)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, order, first.expand_as(scores))
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, order, is_chosen.expand_as(scores))
 
 
 def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
@@ -131,12 +130,13 @@ def kept_tokens(k: Tensor, v: Tensor, kept: Tensor, most: int) -> tuple[Tensor, 
 
 
 def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping: Grouping, *, backend: str) -> Prompt:
-    """A prompt of focal tokens and groups. Entries: both, by their last position. Window: the grouped tokens, in order.
+    """A prompt of focal tokens and groups. Entries: both, in order of their last token. Window: the grouped tokens.
 
-    Query t sees the entries that end at or before t, and of the window the tokens up to t of the first group that is
-    not complete at t: so each token up to t once. If not ``grouping.complementary``, of those tokens only its own.
+    Query t sees the entries whose last token is at or before t, and those tokens of the window that are at or before t
+    and in a group that is not complete at t. So it sees each token up to t once. If not ``grouping.complementary``, it
+    sees at most its own token of the window.
     """
-    g, K, L = grouping.size, k.shape[1], k.shape[2]
+    g, L = grouping.size, k.shape[2]
     focal, num_focal, tokens = chosen
     grouped = _real(tokens, L, k.device) & ~focal
     focal_seen, grouped_seen = focal.cumsum(2), grouped.cumsum(2)
@@ -148,19 +148,14 @@ def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping:
 
     members = _columns(grouped, int((tokens - num_focal).max()))
     window_k, window_v = take(k, members), take(v, members)
-    last = members[:, :, g - 1 :: g]
-    queries = take(q.unflatten(1, (K, -1)), last[:, :, None].expand(-1, -1, q.shape[1] // K, -1))
-    # Summary queries are rounded to the dtype of q. In rows with fewer groups the missing ones are 0: the column that
-    # was gathered for them may be padding, which may hold NaN.
-    absent = torch.arange(last.shape[2], device=k.device) >= _on((tokens - num_focal) // g, k.device)
-    summary = queries.mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    summary = summary.masked_fill(absent[..., None], 0)
+    num_groups = (tokens - num_focal) // g
+    summary = _mean_queries(q, members[:, :, g - 1 :: g], num_groups)
     members_k, members_v = (x.unflatten(2, (-1, g)) for x in (window_k, window_v))
     scores = group_scores(summary, members_k, scale=grouping.weight_scale, backend=backend)
     groups_k = pool(members_k, scores, how="weighted", backend=backend)
     groups_v = pool(members_v, scores, how="weighted", backend=backend)
 
-    num_entries = num_focal + (tokens - num_focal) // g
+    num_entries = num_focal + num_groups
     ends = _columns(focal | closing, int(num_entries.max()))
     is_group = closing.gather(2, ends)
     number = (complete.gather(2, ends) - 1).clamp(min=0)
@@ -173,20 +168,29 @@ def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping:
     def kept() -> tuple[Tensor, Tensor]:
         # Later queries see all of these entries, so their order is free: focal tokens first, so that `entry_bias` can
         # tell them from groups by their number alone.
-        past_end = torch.arange(is_group.shape[2], device=k.device) >= _on(num_entries, k.device)
+        past_end = torch.arange(is_group.shape[2], device=k.device) >= broadcast_rows(num_entries, 3, k.device)
         order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
         return take(entries_k.detach(), order), take(entries_v.detach(), order)
 
     return Prompt(Context((Source(entries_k, entries_v, bias), Source(window_k, window_v)), spans), kept)
 
 
-def _on(per_row: Tensor, device: torch.device) -> Tensor:
-    return per_row.to(device, non_blocking=True)[:, None, None]
+def _mean_queries(q: Tensor, columns: Tensor, num_groups: Tensor) -> Tensor:
+    """Summary queries ``[B, K, G, D]`` in the dtype of q: the query in ``columns`` ``[B, K, G]``, averaged over heads.
+
+    num_groups: groups of each row, int64 CPU ``[B]``. In rows with fewer than G the others get 0: their column may be
+    padding, which may hold NaN.
+    """
+    K, G = columns.shape[1:]
+    queries = take(q.unflatten(1, (K, -1)), columns[:, :, None].expand(-1, -1, q.shape[1] // K, -1))
+    mean = queries.mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    absent = torch.arange(G, device=q.device) >= broadcast_rows(num_groups, 3, q.device)
+    return mean.masked_fill(absent[..., None], 0)
 
 
 def _real(tokens: Tensor, L: int, device: torch.device) -> Tensor:
     """Columns that hold real tokens, bool ``[B, 1, L]``."""
-    return torch.arange(L, device=device) >= L - _on(tokens, device)
+    return torch.arange(L, device=device) >= L - broadcast_rows(tokens, 3, device)
 
 
 def _columns(mask: Tensor, size: int) -> Tensor:

@@ -53,8 +53,8 @@ from condense.ops.recall import (
 )
 from condense.ops.tensors.per_row import max_row
 
-# largest denominator of a share of the groups: times a number of groups, its numerator fits into int64
-_MOST_PARTS = 2**31 - 1
+# largest denominator of a share of the groups, so that a number of groups times its numerator fits into int64
+_MAX_DENOMINATOR = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,25 +66,33 @@ class Recall(Method):
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
     opens: a number >= 0, or a share of the closed groups, above 0 and below 1, rounded up, which grows with the text.
-    Query heads that share a KV head open the same ones.
+    Query heads that share a KV head open the same groups.
+
     index: how a query's score of a group is estimated: "bounds" (per channel the smallest and the largest key of each
     block of ``index_size`` tokens: never below the best token's score) or "sub_means" (each block's mean key).
-    index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: 16 (the dtype
-    of the keys), 8 or 4 per number.
-    key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, or with the scores of a summary
-    query, the mean of the ``group_size`` newest queries when the group closes: "weighted" by their softmax or "select"
-    the token with the highest. Of latents, whole entries are pooled by ``key_pooling``.
-    rep_bias: what is added to an entry's score. "log_size": ln(group_size), as it stands for that many tokens;
-    "matched": as much as makes it weigh for the group's summary query what its tokens weigh together; or "none".
-    unchosen: "pool", or "drop" to leave groups that are not open out (Quest): no entries are made, and the fields that
-    say how have no effect.
-    prompt: "recall", or "exact" to read calls of several tokens (prompts, their chunks, later turns, what an assistant
-    proposes) with dense attention and recall from the first single token on: no loss in a prompt and no gain in its
-    time, and no longer the same function in prompt and decode; not for training.
+    index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: bits per number
+    of the index: 16 (the dtype of the keys), 8 or 4.
+
+    key_pooling, value_pooling: how a group's entry is made. "mean"; "max" per channel; or by scores of the group's
+    tokens: "weighted" by their softmax, "select" the token with the highest. These scores are by the group's summary
+    query, the mean of the ``group_size`` newest queries when the group closes. For latents, whole entries are pooled by
+    ``key_pooling``.
+
+    rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
+    "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
+
+    unchosen: what queries see of groups that are not open. "pool": their entries; "drop": nothing (as in Quest), so no
+    entries are made, and key_pooling, value_pooling and rep_bias have no effect.
+
+    prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
+    proposes) are read with dense attention, and only single tokens with Recall. Then a prompt loses nothing and takes
+    as long as with dense attention; prompt and decode are not the same function any more, so it is not for training.
+
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
     keeps these tokens as they are, 8 or 4 quantise a group when it closes (`condense.ops.recall.StoreFormat`); not for
     training.
+
     Raises ValueError for a field out of range.
     """
 
@@ -162,8 +170,8 @@ class Recall(Method):
         """
         if isinstance(self.num_recall, int):
             return Quota(self.num_recall)
-        least = Fraction(1, _MOST_PARTS)
-        part, of = max(least, Fraction(str(self.num_recall)).limit_denominator(_MOST_PARTS)).as_integer_ratio()
+        share = Fraction(str(self.num_recall)).limit_denominator(_MAX_DENOMINATOR)
+        part, of = max(share, Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
         return Quota(part=part, of=of)
 
     @property
@@ -173,12 +181,12 @@ class Recall(Method):
 
     @property
     def store_slots(self) -> int:
-        """Slots that a cache has per KV head and row: none where the store itself is on the device."""
+        """Slots that a cache has per KV head and row; 0 if the store itself is on the device."""
         return self.slots if self.store == "host" else 0
 
     @property
     def step_settings(self) -> RecallSettings:
-        """The method's settings as `condense.ops.recall.recall_step` takes them."""
+        """The method's settings in the form that `condense.ops.recall.recall_step` takes."""
         layout = self.layout
         entries = EntrySettings(
             self.key_pooling, self.value_pooling, layout.bias[0] if layout.bias else 0.0, layout.num_summary,
@@ -189,8 +197,10 @@ class Recall(Method):
         )
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Keys and values, one per group, and their biases if matched; its index ``codes`` and ``grid``; its tokens, as
-        `StoreFormat` packs them. Keys and values of width 0 where groups that are not open are left out.
+        """Entries of G groups, then what is kept for recalling them.
+
+        In order: keys and values, one per group (of width 0 with ``unchosen="drop"``); their biases, if matched; the
+        index, ``codes`` and ``grid``; the groups' tokens, packed by `StoreFormat`.
         """
         tokens_k, tokens_v = chunks.tokens()
         kept = *build_index(tokens_k, self.index_settings), self.store_format.pack(tokens_k, tokens_v)
@@ -228,17 +238,18 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``; backend as of `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`
-        does and, once there are groups to choose from, for a backend that cannot run.
+        q ``[B, H, L, D]``; backend as in `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`
+        does, for gradients with ``store_bits`` below 16 or ``prompt="exact"`` and, once there are groups to choose
+        from, for a backend that cannot run.
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, store = context.extra
         tokens = self._unpack(store, context.window)
-        # where no query sees entries, the first tokens of the groups stand in their place
         entries = context.entries
         if self.unchosen == "drop":
+            # backends expect entries, though here no query sees them: give them each group's first token
             entries = Source(*(x[:, :, :: self.group_size] for x in tokens[:2]))
         if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
             raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
@@ -261,7 +272,7 @@ class Recall(Method):
         )
 
     def _unpack(self, store: Tensor, window: Source) -> Source:
-        """The tokens in a store, beside those of the window."""
+        """The tokens in a store ``[B, K, N, C]``, in the dtype and widths of those in the window."""
         (D, Dv), dtype, form = (window.k.shape[3], window.v.shape[3]), window.k.dtype, self.store_format
         if store.shape[3] == form.width(D, 0, dtype.itemsize):
             # of latents, the values are the first columns of their keys
@@ -270,12 +281,12 @@ class Recall(Method):
         return Source(*form.unpack(store, D, Dv, dtype))
 
     def _all_tokens(self, spans: Spans) -> Spans:
-        """Spans of the store's tokens and the window: a query sees all tokens of closed groups; or of a window alone.
+        """Spans of store and window for dense attention: a query sees all stored tokens of closed groups.
 
-        A window that holds the first token of every row holds the store's tokens too, not quantised, and dense
-        attention over one source is faster.
+        If the window holds every row from its first token on, it holds the tokens of closed groups too, and exactly.
+        Then it alone is seen, because attention over one source is faster.
         """
         assert isinstance(spans, RuleSpans)
-        whole = max_row(spans.window_start) <= 0
-        rule = UniformRule(self.group_size, None if whole else self.window, entries=self.group_size)
+        window_holds_all = max_row(spans.window_start) <= 0
+        rule = UniformRule(self.group_size, None if window_holds_all else self.window, entries=self.group_size)
         return dataclasses.replace(spans, rule=rule)

@@ -25,10 +25,10 @@ def settings_of(assignment: Mapping[int, Method]) -> dict[str, Any]:
 
 
 def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Method]:
-    """Layer to method from ``config.condense``, or from what stands in a file named ``where``.
+    """The method of each layer, from ``config.condense`` or the content of a file; ``where`` names it in errors.
 
-    Raises ValueError for anything but what `settings_of` makes, for a layer that is named twice, and names the version
-    that wrote it where it is not this one.
+    Raises ValueError for settings of another form than `settings_of` makes and for a layer that is named twice. If
+    another version of the library wrote the settings, the message names that version.
     """
     methods: dict[int, Method] = {}
     try:

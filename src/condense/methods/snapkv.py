@@ -25,9 +25,9 @@ from condense.ops.tensors.per_row import PerRow, map_rows
 class SnapKV(Method):
     """Dense attention over the prompt, of which ``budget`` tokens per KV head stay; later tokens all stay.
 
-    The last ``window`` tokens stay, and of those before them the ones to which the last ``window`` queries give the
-    largest weights, summed over the query heads of the KV head; each token counts with the largest of the
-    ``kernel_size`` (odd) around it. The whole prompt must be read in one forward.
+    The last ``window`` tokens stay. Those before them are ranked by the weights that the last ``window`` queries give
+    them, summed over the query heads of the KV head; a token ranks by the largest of the ``kernel_size`` (odd) sums
+    around it. The whole prompt must be read in one forward.
     Raises ValueError for a field out of range, or a budget that is not above the window.
     """
 
@@ -53,7 +53,7 @@ class SnapKV(Method):
 
     @property
     def prompt_reader(self) -> VotedPrompt:
-        """The whole prompt, then its eviction."""
+        """Reads the whole prompt, then evicts tokens."""
         return VotedPrompt(self)
 
 
@@ -78,7 +78,7 @@ class VotedPrompt(NamedTuple):
         return Prompt(context, lambda: kept_tokens(k, v, kept, int(counts.max())))
 
     def votes(self, scores: Tensor) -> Tensor:
-        """What tokens are ranked by, ``[B, K, L]``, from the sampled queries' weights: infinite in the window."""
+        """Numbers that rank the tokens, ``[B, K, L]``, from the sampled queries' weights; infinite in the window."""
         before = scores[..., : -self.method.window]
         size = self.method.kernel_size
         pooled = F.max_pool1d(before, size, stride=1, padding=size // 2)

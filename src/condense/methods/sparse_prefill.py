@@ -1,7 +1,7 @@
 """Sparse prefill, a family of baselines: prompts are read over chosen keys, all tokens stay in the cache, and later
 tokens see all of them, so decode is dense. FlexPrefill and the patterns of MInference have a file each.
 
-Shapes: B rows, H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D and Dv widths. Each row has its own index.
+Shapes: B rows, H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D and Dv widths. Rows choose separately.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SparsePrefill(Method):
 
     @property
     def prompt_reader(self) -> SparsePrompt:
-        """The whole prompt in one forward, since its last queries choose for all."""
+        """Reads the whole prompt in one forward, because its last queries choose keys for all queries."""
         return SparsePrompt(self)
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
@@ -40,7 +40,7 @@ class SparsePrefill(Method):
         raise TypeError(f"{type(self).__name__} must define `choose`")
 
     def for_latents(self, latent_width: int) -> SparsePrefill:
-        """The method itself: latents are kept, and a prompt's keys are chosen among those expanded from them."""
+        """The method itself: the cache keeps latents, and the keys expanded from them are those to choose from."""
         return self
 
     def attend(
@@ -54,9 +54,9 @@ class SparsePrefill(Method):
         return_lse: bool = False,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
-        """A prompt over its chosen keys, later tokens over all.
+        """Attention of a prompt over its chosen keys, and of later tokens over all keys.
 
-        Raises ValueError as `check_attention` and, in a prompt, for the backends "triton" and "hopper".
+        Raises ValueError as `check_attention` does and, in a prompt, for the backends "triton" and "hopper".
         """
         L = q.shape[2]
         if context.entries.k.shape[2] > 0 or context.window.k.shape[2] > L:  # there are earlier tokens
@@ -102,9 +102,10 @@ class SparsePrompt(NamedTuple):
     method: SparsePrefill
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """All tokens are kept; ``extra`` holds blocks and columns, row by row.
+        """Keep all tokens and choose keys; the context's ``extra`` holds the chosen blocks and columns, row by row.
 
-        On latents, whose values have width 0, it is empty: `SparsePrefill.attend` gets each head's queries and keys.
+        For latents, whose values have width 0, ``extra`` is empty: `SparsePrefill.attend` chooses, as only there each
+        head's queries and keys are known.
         """
         tokens = plan.tokens(k.shape[0])
         context, kept = exact_prompt(k, v, tokens)
@@ -148,7 +149,7 @@ def last_weights(q: Tensor, k: Tensor, count: int, scale: float) -> Tensor:
 
 
 def by_distance(steps: Tensor) -> Tensor:
-    """Blocks bool ``[H, N, N]`` of query block i and key block j with steps ``[H, N]`` True at i - j >= 0."""
+    """Bool ``[H, N, N]``: query block i sees key block j if j <= i and ``steps`` ``[H, N]`` is True at i - j."""
     block = torch.arange(steps.shape[1], device=steps.device)
     distance = block[:, None] - block
     return steps[:, distance.clamp(min=0)] & (distance >= 0)
