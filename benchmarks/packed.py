@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import condense
 from condense.bench.timing import Clock, now
-from condense.functional import extend
+from condense.functional import read_whole
 from condense.plan import ForwardPlan
 from condense.results import write_results
 
@@ -50,7 +50,7 @@ def layer(method, plan):
     """What a condensed layer computes."""
 
     def run(q, k, v):
-        context, _ = extend(method, None, k, v, q, scale=D**-0.5, plan=plan, keep=False)
+        context = read_whole(method, k, v, q, scale=D**-0.5, plan=plan)
         return method.attend(q, context, scale=D**-0.5)[0]
 
     return run
