@@ -1,4 +1,4 @@
-"""What growing and static condensed layers have in common of transformers' cache contract.
+"""The part of transformers' cache contract that growing and static condensed layers share.
 
 Shapes: B rows, K KV heads, L new tokens, N exact tokens, D and Dv widths.
 """
@@ -16,7 +16,7 @@ from condense.methods import Context, Method
 
 
 class CondensedCacheLayer(CacheLayerMixin):
-    """Base of the layers that hold what one attention layer read under ``method``."""
+    """Base of condensed cache layers: each holds the state of one attention layer under ``method``."""
 
     method: Method
 
@@ -31,7 +31,7 @@ class CondensedCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
     ) -> tuple[Context, None]:
-        """`read` as transformers calls it. Raises ValueError, state unchanged, for any caller but a condensed model."""
+        """`read`, called through ``Cache.update``. Raises ValueError, state unchanged, unless ``request`` is given."""
         return self.read(key_states, value_states, check_request(request)), None
 
     @property

@@ -1,4 +1,4 @@
-"""The buffers of decode steps: making them, and moving a `LayerState` into and out of them.
+"""The buffers of decode steps: making them, and copying a `LayerState` into and out of them.
 
 A ring stores the token at position t of its row in slot ``t % W``.
 Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
@@ -17,7 +17,7 @@ from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.right_aligned import per_entry
 from condense.state import LayerState, num_entries
 
-# the buffers that a decode step changes in place; Recall's step has other ones than the other methods'
+# the buffers that a decode step changes in place: `RecallState` for `condense.Recall`, `StepState` for other methods
 Buffers = StepState | RecallState
 
 
@@ -37,7 +37,8 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, *, matched: bool
 def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *, stored: int, Q: int) -> RecallState:
     """As `empty_buffers`, with room for M groups, the tokens of ``stored`` groups, and the slots of a store.
 
-    Raises ValueError, no memory taken, for widths that the index or the store cannot hold; RuntimeError as `new_store`.
+    Raises ValueError, no memory taken, for widths that the index or the store cannot hold, and RuntimeError as
+    `condense.caches.token_store.new_store` does.
     """
     (B, K, _, D), Dv, g = k.shape, v.shape[3], method.group_size
     index, S = method.index_settings, method.store_slots
@@ -68,8 +69,9 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *
 
 
 def clear_buffers(buffers: Buffers) -> None:
-    """Make buffers in place what new ones are, but for pinned memory, which takes seconds: no kernel reads groups there
-    that are not closed.
+    """Reset buffers in place to the values of new ones.
+
+    Pinned memory keeps its values, because clearing it takes seconds and no kernel reads groups that are not closed.
     """
     for x in buffers:
         if x.device == buffers.seen.device:
@@ -90,11 +92,11 @@ def read_state(
 ) -> LayerState:
     """The state in the buffers, with the newest ``num_window`` tokens and ``num_queries`` queries, or all if fewer.
 
-    seen and prompt_tokens as in `condense.state.LayerState`; fetched: stored tokens, as of
+    seen and prompt_tokens as in `condense.state.LayerState`; fetched: stored tokens, as in
     `condense.caches.token_store.read_tokens`.
     """
-    made, device = max_row(num_entries(method, seen, prompt_tokens)), buffers.ring_k.device
-    store, counts = _store_of(buffers), [made * n for n in _columns_per_entry(method, buffers)]
+    entries, device = max_row(num_entries(method, seen, prompt_tokens)), buffers.ring_k.device
+    store, counts = _store_of(buffers), [entries * n for n in _columns_per_entry(method, buffers)]
     return LayerState(
         tuple(
             x[:, :, :n] if x is not store else read_tokens(x, n, device, fetched)
@@ -109,7 +111,7 @@ def read_state(
 
 
 def write_state(method: Method, buffers: Buffers, before: LayerState | None, state: LayerState) -> None:
-    """Write ``state`` into buffers that hold the state ``before`` (None: nothing): only entries that are new."""
+    """Copy ``state`` into buffers that hold the state ``before`` (None: they are empty); of entries, only new ones."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
     last = max_row(num_entries(method, state.seen, state.prompt_tokens))
     if last > first:  # before the first group is pooled, a state has no tensors of the method's own
@@ -131,7 +133,7 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
 def static_bias(
     method: Method, rows: int, capacity: int, device: torch.device, prompt_tokens: PerRow = 0
 ) -> Tensor | None:
-    """Bias ``[B|1, 1, M]`` of entries after prompts of ``prompt_tokens``; None if the step's settings determine it."""
+    """Bias ``[B|1, 1, M]`` of entries after prompts of ``prompt_tokens``; None if the step derives it from settings."""
     if method.layout.pooling is not None:
         return None
     bias = per_entry(entry_bias(method, capacity, device, prompt_tokens), capacity, device)
@@ -141,12 +143,13 @@ def static_bias(
 
 
 def _columns_per_entry(method: Method, buffers: Buffers) -> tuple[int, ...]:
-    """Columns per entry in each of the ``entries`` tensors: g in a store of exact tokens, else 1."""
+    """Columns per entry in each of ``buffers.entries``: g in a store of exact tokens, 1 in the others."""
     store = _store_of(buffers)
     return tuple(method.layout.rule.chunk if x is store else 1 for x in buffers.entries)
 
 
 def _store_of(buffers: Buffers) -> Tensor | None:
+    """The store of exact tokens, None in buffers without one."""
     return buffers.store if isinstance(buffers, RecallState) else None
 
 

@@ -44,7 +44,7 @@ class CondensedLayer(CondensedCacheLayer):
         self._num_slots = 0
         # newest slots that hold a real token in every row: `crop` can take these back, as no padding is among them
         self._num_real_slots = 0
-        # slots of a prompt whose entries depend on its last queries: `crop` cannot take these back
+        # slots of a prompt whose entries depend on its last queries: `crop` cannot take any of these back
         self._num_fixed_slots = 0
 
     @property
@@ -85,15 +85,15 @@ class CondensedLayer(CondensedCacheLayer):
         return context
 
     def _before(self, fetched: Tensor | None) -> LayerState | None:
-        """The state that new tokens are added to; fetched: as of `ReadRequest`."""
+        """The state that new tokens are added to; fetched: as in `ReadRequest`."""
         return self.state
 
     def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:
-        """Keep the state ``after``, made of ``before`` by a method, for latents of that width if any."""
+        """Keep the state ``after``, which ``method`` made from ``before``. latent: width of latents, 0 for none."""
         self.state = after
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
-        """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: tokens were read before, and Triton runs."""
+        """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: some were read before, and Triton can run."""
         if self._ring is not None:
             return self._ring.fits(k)
         if self._state is None or self._state.window_k.dtype != k.dtype:
@@ -156,9 +156,9 @@ class CondensedLayer(CondensedCacheLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest ``-tokens_to_remove`` tokens (assisted decoding).
 
-        Exact, for `condense.state.SLACK` tokens or more. Raises ValueError, state unchanged, for more tokens than are
-        kept, for tokens of a prompt whose entries depend on its end (``summary="prompt"``), for padding among them
-        (also in rows that were dropped since), and for a positive number.
+        Exact. At least the newest `condense.state.SLACK` tokens can be taken back. Raises ValueError, state unchanged,
+        for more tokens than are kept, for tokens of a prompt whose entries depend on its end (``summary="prompt"``),
+        for padding among them (also in rows that were dropped since), and for a positive number.
         """
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count < 0:
@@ -184,7 +184,7 @@ class CondensedLayer(CondensedCacheLayer):
         self._num_real_slots -= count
 
     def _check_crop(self, count: int, seen: PerRow, N: int, Q: int) -> None:
-        """Raise ValueError if too little is left after taking back ``count`` of N tokens and Q queries that are kept.
+        """Raise ValueError if taking back ``count`` of N kept tokens and Q kept queries leaves too few of them.
 
         seen: tokens per row afterwards.
         """
@@ -198,6 +198,7 @@ class CondensedLayer(CondensedCacheLayer):
             )
 
     def _crop_state(self, count: int) -> None:
+        """Take the newest ``count`` tokens out of `_state`."""
         state = self._state
         assert state is not None
         N, Q, seen = state.window_k.shape[2], state.summary_q.shape[2], state.seen - count
@@ -233,12 +234,14 @@ class CondensedLayer(CondensedCacheLayer):
         self._map_tensors(lambda x: x.to(self.device, non_blocking=True))
 
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        # numbers that agree in all rows (an int) stay as they are, without waiting for indices from the GPU
+        """Apply ``change``, which picks rows, to the tensors and numbers of the state."""
+        # a number that agrees in all rows, an int, stays as it is, without waiting for indices from the GPU
         self._map_tensors(change, lambda x: int_if_equal(change(x)) if isinstance(x, Tensor) else x)
 
     def _map_tensors(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
     ) -> None:
+        """Apply ``change`` to all tensors of the state or buffers, and ``change_number`` to the numbers per row."""
         if self._state is not None:
             self._state = self._state.map(change, change_number)
         if self._ring is not None:

@@ -1,5 +1,5 @@
-"""Recall's growing cache layer: its past always stands in buffers with spare room, so that a group that closes is
-written and nothing else is copied.
+"""Recall's growing cache layer: its state always lies in buffers with spare room, so that when a group closes only that
+group is written and no other is copied.
 
 Single tokens are read by `condense.ops.recall.recall_step`, several by `condense.functional.extend`; both write to the
 same buffers. Shapes as in `condense.ops.recall.state`.
@@ -52,7 +52,7 @@ class RecallRing(PinnedCopies, RingState):
         return empty_recall_buffers(self.method, k, v, M, W, stored=self._store_slots(M), Q=queries)
 
     def write(self, before: LayerState, after: LayerState) -> None:
-        """Take over the state ``after``, which `condense.functional.extend` made of the state ``before`` of these."""
+        """Copy in the state ``after``, which `condense.functional.extend` made from ``before``, the buffers' state."""
         self._make_room(after.seen)
         write_state(self.method, self.buffers, before, after)
         self._before, self._taken = after.seen, 0
@@ -109,7 +109,7 @@ class RecallLayer(CondensedLayer):
         super().lazy_initialization(key_states, value_states)
 
     def fetch(self) -> Tensor | None:
-        """Begin to copy the stored tokens to the device, for the next `read`; None where there is nothing to copy."""
+        """Begin to copy the stored tokens to the device, for the next `read`; None if there is nothing to copy."""
         if self._ring is None:
             return None
         assert isinstance(self._ring, RecallRing)

@@ -12,8 +12,8 @@ from transformers import Cache
 def cache_nbytes(past_key_values: Cache, device: str | None = None) -> int:
     """Bytes allocated by a cache with any kind of layers: each tensor storage is counted whole and once.
 
-    device: count what lies on devices of this type alone, such as "cuda"; None: everything, as
-    ``Recall(store="host")`` keeps most in host memory ("cpu"). A view counts as the whole storage that it keeps alive.
+    device: count only tensors on devices of this type, such as "cuda" or "cpu" (where ``Recall(store="host")`` keeps
+    most); None: all. A view counts as the whole storage that it keeps alive.
     Raises ValueError if ``past_key_values`` is not a transformers cache.
     """
     if not isinstance(past_key_values, Cache):
@@ -27,6 +27,7 @@ def cache_nbytes(past_key_values: Cache, device: str | None = None) -> int:
 
 
 def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
+    """All tensors that an object holds, in its attributes and containers at any depth; each object is visited once."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -13,10 +13,10 @@ from condense.plan import ForwardPlan
 class ReadRequest(NamedTuple):
     """Arguments that a condensed model gives to a layer with new keys and values.
 
-    q ``[B, H, L, D]``: their means are the summary queries. scale: softmax scale. plan: which of the tokens are real.
-    trailing: slots at the end that are real in every row, before rows were aligned. latent_width: as in
-    `condense.Method.for_latents`, None for ordinary keys and values. fetched: what the layer's `fetch` returned in the
-    same forward, if it was called.
+    q ``[B, H, L, D]``: summary queries are means of these. scale: softmax scale. plan: which of the tokens are real.
+    trailing: number of last slots that are real in every row, before rows were aligned. latent_width: as in
+    `condense.Method.for_latents`, None for ordinary keys and values. fetched: stored tokens that the layer's `fetch`
+    has begun to copy in this forward, None if it was not called.
     """
 
     q: Tensor
@@ -46,7 +46,7 @@ def check_request(request: object) -> ReadRequest:
 
 
 def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
-    """Raise ValueError for tokens of another dtype than those that a layer holds."""
+    """Raise ValueError if ``new``, the dtype of new tokens, is not that of the tokens that a layer holds."""
     if new != held:
         raise ValueError(
             f"condensed cache: wanted {held}, for which it was made, got {new}; make a new cache, and use autocast in "

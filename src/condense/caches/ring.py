@@ -49,7 +49,7 @@ class RingState:
         # with num_summary = 1 the step's own query is the summary, and none need be kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.prompt_tokens = state.prompt_tokens
-        # `seen` is the sum. `_taken` counts steps of all rows: an ordinary step changes one int and no tensor
+        # `seen` is the sum. `_taken` counts steps that all rows took, so that an ordinary step changes no tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
         self.buffers = self._take_memory(state.window_k, state.window_v, M, W)
@@ -66,14 +66,14 @@ class RingState:
         return self._before + self._taken
 
     def state(self, fetched: Tensor | None = None) -> LayerState:
-        """A copy of the state, which further steps do not change. fetched: as of `view`."""
+        """A copy of the state, which further steps do not change. fetched: as in `view`."""
         state = self.view(fetched)
         return state._replace(entries=tuple(x.clone() for x in state.entries))
 
     def view(self, fetched: Tensor | None = None) -> LayerState:
         """The state, whose entries share memory with the buffers: for use before the next step.
 
-        fetched: as of `condense.caches.request.ReadRequest`.
+        fetched: as in `condense.caches.request.ReadRequest`.
         """
         held = self.num_window, self.num_queries
         return read_state(self.method, self.buffers, self.seen, self.prompt_tokens, *held, fetched)
@@ -124,7 +124,7 @@ class RingState:
 
     @property
     def is_writable(self) -> bool:
-        """False for tensors made in inference mode outside of it, where they cannot be changed."""
+        """False for buffers made in inference mode once that is left, because then they cannot be changed in place."""
         return torch.is_inference_mode_enabled() or not self.buffers.ring_k.is_inference()
 
     def _make_room(self, seen: PerRow) -> None:
@@ -146,6 +146,7 @@ class RingState:
         return buffers._replace(**new)
 
     def _entry_slots(self, entries: int) -> int:
+        """Columns to take for ``entries`` entries: with spare room, but not more than the rule ever needs."""
         limit = self.settings.rule.max_chunks
         if limit is None:
             return room_for(entries)
@@ -155,10 +156,11 @@ class RingState:
         )
 
     def _token_slots(self, tokens: int) -> int:
+        """Slots of a ring to take for ``tokens`` tokens: with spare room, but not more than the window ever needs."""
         return min(room_for(tokens), self._most_window)
 
     def _count_steps(self) -> int:
-        """Steps that there is room for in every row."""
+        """The number of further steps for which every row has room."""
         rule, summary_delay, num_tokens = self.settings.rule, self.settings.summary_delay, self.buffers.ring_k.shape[2]
         steps = num_tokens - max_row(self.seen) if num_tokens < self._most_window else sys.maxsize
         chunks = (self.buffers.entries_k.shape[2] - prompt_entries(self.method, self.prompt_tokens)) // rule.entries

@@ -3,10 +3,10 @@
 Its buffers have room for the entries of ``max_cache_len`` tokens and for the window, a ring. A single new token is one
 `condense.ops.decode_step`. Several tokens are read by `condense.functional.extend`, and the new state is written back.
 
-A method that reads prompts at once (`condense.Method.prompt_reader`) leaves other numbers of entries than chunks do. If
-the prompt comes first, the buffers are sized for it and for the chunks that can follow. If a step comes first, as
-before a CUDA graph is captured, they are sized for whatever prompt needs most: for DGA about
-``min_focal * (1 - p / c)`` entries more than chunks take. Shapes as in `condense.state` and `condense.ops.types`.
+A method that reads prompts at once (`condense.Method.prompt_reader`) makes another number of entries of a prompt than
+of as many tokens in chunks. If the prompt comes first, the buffers are sized for it and for the chunks that can follow.
+If a step comes first, as before a CUDA graph is captured, they are sized for the prompt that needs most: for DGA about
+``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.types`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from condense.state import LayerState, most_entries, num_entries
 class StaticCondensedLayer(CondensedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
-    Memory is taken by the first tokens, whose rows, heads, widths, dtype and device it keeps from then on. It stays
-    where it is, unless after `reset` a prompt is read at once that leaves more entries than there is room for.
-    Other rows, or more tokens than fit, raise ValueError and change nothing.
-    ``num_slots`` int64 ``[]`` on that device counts the slots seen, so that a replayed CUDA graph counts too. To avoid
-    a wait per layer of a prompt, the host keeps its own count (`count_slots`) until a step is captured or compiled.
-    ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single one.
-    ``expects_plain_prompt``: the next tokens are the first ones, and none of them is padding.
+    Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, which stay fixed. It
+    stays where it is, unless after `reset` a prompt is read at once that makes more entries than there is room for.
+    Another number of rows, or more tokens than fit, raise ValueError and change nothing.
+
+    ``num_slots``: int64 ``[]`` on that device, counts the slots seen, so that a replayed CUDA graph counts too. To
+    avoid a wait per layer of a prompt, the host keeps its own count (`count_slots`) until a step is captured or
+    compiled. ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single
+    token. ``expects_plain_prompt``: the next tokens are the first ones, and none of them is padding.
     """
 
     is_compileable = True
@@ -50,10 +51,11 @@ class StaticCondensedLayer(CondensedCacheLayer):
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.awaits_prompt = method.prompt_reader is not None
         self.expects_plain_prompt = False
-        # num_slots on the host, None where a step that is replayed may have counted
+        # num_slots as the host knows it; None: unknown, because a replayed step may have changed it
         self._known_slots: int | None = 0
-        # real tokens and those of the prompt after the last `read`, per row, None where a step came later
+        # `seen` and `prompt_tokens` of the state after the last `read`; None: unknown, because a step came later
         self._known_seen: tuple[PerRow, PerRow] | None = None
+        # True once a step was captured or compiled, which may be replayed at any time
         self._is_replayed = False
         super().__init__()
 
@@ -103,10 +105,10 @@ class StaticCondensedLayer(CondensedCacheLayer):
         """Read one token per row and return its attention ``[B, H, 1, Dv]``: no gradients, one graph, no waiting.
 
         q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool ``[B]``: rows whose token counts.
-        latent_width: k are latents, q absorbed queries, values the first so many columns of k: v has width 0, and so
-        many columns come out. extras: what the model adds to attention.
-        Raises ValueError, state unchanged, for other rows or another dtype and for a full cache; while being compiled
-        or captured it cannot look, and a step too many stays inside the buffers.
+        latent_width: for latents: k holds latents, q absorbed queries, v has width 0, and values are the first
+        ``latent_width`` columns of k, which is also the width of the output. extras: as in `condense.ops.Extras`.
+        Raises ValueError, state unchanged, for another number of rows, another dtype and a full cache. While it is
+        compiled or captured it cannot check for a full cache: one step too many writes inside the buffers all the same.
         """
         out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
         self.expects_plain_prompt, self._known_seen = False, None
@@ -128,11 +130,11 @@ class StaticCondensedLayer(CondensedCacheLayer):
         )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read new tokens and return what their queries attend to; arguments as `CondensedLayer.read`.
+        """Read new tokens and return what their queries attend to; arguments as in `CondensedLayer.read`.
 
-        The first ones are the prompt where a method reads it at once. After steps it waits for the device. Raises
-        ValueError, state unchanged, for other rows, another dtype, too many tokens, and for what
-        `condense.functional.extend` refuses.
+        For a method that reads prompts at once, the first call is the prompt. After steps it waits for the device.
+        Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as
+        `condense.functional.extend` does.
         """
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
         held = self.buffers
@@ -145,7 +147,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
         try:
             context, after = extend(self.latent_method, before, k, v, request.q, scale=request.scale, plan=plan)
         except ValueError:
-            # nothing was read: a first call leaves no memory behind, nor the rows and dtype that it was taken for
+            # nothing was read: if this was the first call, give back the memory, so that rows and dtype are free again
             self.buffers, self.is_initialized = held, held is not None
             raise
         write_state(self.method, buffers, before, after)
@@ -157,15 +159,15 @@ class StaticCondensedLayer(CondensedCacheLayer):
         return context
 
     def skip_prompt(self) -> None:
-        """Go on as after an empty prompt: `step` reads the next token."""
+        """Count the prompt as read though none was, so that `step` reads the next token."""
         self.awaits_prompt = False
 
     def expect_prompt(self, *, plain: bool) -> None:
-        """Say if the next tokens are without padding: as the first ones, a compiled graph can then read them."""
+        """Note whether the next tokens are free of padding: if they are the first, a compiled graph can read them."""
         self.expects_plain_prompt = plain and self._known_slots == 0 and self.method.prompt_reader is None
 
     def count_slots(self) -> int:
-        """``num_slots`` as a number; waits for the device where only that knows."""
+        """``num_slots`` as an int; waits for the device if the host does not know it."""
         return int(self.num_slots) if self._known_slots is None else self._known_slots
 
     def know_slots(self, count: int | None) -> None:
@@ -173,12 +175,16 @@ class StaticCondensedLayer(CondensedCacheLayer):
         self._known_slots, self._known_seen = count, None
 
     def _advance(self, L: int) -> None:
+        """Count L new slots."""
         self.num_slots.add_(L)
         if self._known_slots is not None:
             self._known_slots += L
 
     def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> Buffers:
-        """The buffers, if these new tokens fit in. needed: entries that a prompt read at once wants room for."""
+        """The buffers, made or enlarged if necessary. Raises ValueError if tokens like k and v do not fit in.
+
+        needed: entries of a prompt read at once and of all chunks that can follow, None for other tokens.
+        """
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
             if self.max_cache_len < L:
@@ -199,7 +205,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
         return self.buffers
 
     def _enlarge(self, buffers: StepState, capacity: int) -> None:
-        """Buffers with room for more entries; nothing stands in the old ones."""
+        """Replace the entries' buffers, which are still empty, by larger ones."""
         larger = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in buffers.entries]
         self.buffers = buffers._replace(**dict(zip(buffers.entry_names, larger, strict=True)))
         self.bias = static_bias(self.method, self.batch_size, capacity, self.device)
@@ -213,7 +219,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
         )
 
     def _state(self, buffers: Buffers, fetched: Tensor | None) -> LayerState:
-        """What the buffers hold, in order; fetched: as of `ReadRequest`."""
+        """The state in the buffers; fetched: as in `ReadRequest`."""
         if self._known_slots is not None and self._known_seen is not None:
             seen, prompt_tokens = self._known_seen
         else:
@@ -222,7 +228,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
         return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen), fetched)
 
     def _set_bias(self, prompt_tokens: PerRow) -> None:
-        """Which entries have one after prompts of so many tokens, where the step's settings do not tell."""
+        """Update the entries' bias after prompts of ``prompt_tokens``, if the step does not derive it from settings."""
         assert isinstance(self.buffers, StepState)
         M = self.buffers.entries_k.shape[2]
         bias = static_bias(self.method, self.batch_size, M, self.device, prompt_tokens)
@@ -253,7 +259,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
             if self.method.prompt_reader is not None:
                 self._set_bias(0)
         self.awaits_prompt = self.method.prompt_reader is not None
-        # a graph of somebody else's could be replayed before the next prompt
+        # a captured step could be replayed before the next prompt, unseen by the host
         self._known_slots, self._known_seen = None if self._is_replayed else 0, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -287,5 +293,5 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _is_recorded(device: torch.device) -> bool:
-    """True while this is being compiled, or captured as a graph: what it does is done again without the host."""
+    """True while calls are compiled or captured as a graph, which later repeats them without this Python code."""
     return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -26,8 +26,8 @@ from condense.ops.recall.limits import groups_obstacle, pairs_obstacle, store_ob
 def check_store(method: Recall, k: Tensor, v: Tensor, latent: int, groups: int | None = None) -> None:
     """Raise ValueError where steps cannot read a store in host memory.
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; latent: as of `condense.ops.recall.recall_step`. groups: the most that the
-    cache will hold, None if that is not known; then a share of the groups is left for the step to refuse.
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; latent: as in `condense.ops.recall.recall_step`. groups: the most that the
+    cache will hold, None if that is not known; then a ``num_recall`` that is a share is checked by the step alone.
     """
     if method.store == "host" and k.is_cuda:
         obstacle = store_obstacle(k, v, method.step_settings, latent=latent)
@@ -99,14 +99,15 @@ def write_tokens(store: Tensor, start: int, tokens: Tensor) -> None:
 
 
 def fetch_tokens(store: Tensor, count: int, device: torch.device) -> Tensor | None:
-    """Begin to copy the first ``count`` columns of a store in host memory to ``device``, beside what runs there; wait
-    for them with `read_tokens`. None for a store that is there, and for no columns.
+    """Begin to copy the first ``count`` columns of a store in host memory to ``device``, while other work runs there.
+
+    Pass the result to `read_tokens`, which waits for the copy. None if the store is on ``device``, or count is 0.
     """
     if store.device == device or count == 0:
         return None
     tokens = torch.empty(*store.shape[:2], count, store.shape[3], dtype=store.dtype, device=device)
     inward = _inward_stream(device)
-    # memory that kernels given to the device before may still use, and columns that are still being written
+    # wait for kernels that may still use the new tensor's memory, and for columns of the store still being written
     inward.wait_stream(torch.cuda.current_stream(device))
     inward.wait_stream(_side_stream(device))
     with torch.cuda.stream(inward):
@@ -153,7 +154,7 @@ def with_pinned_store(buffers: RecallState) -> RecallState:
 
 
 class PinnedCopies:
-    """Mixin for what has `RecallState` ``buffers``: copies, also unpickled ones, have their store in pinned memory."""
+    """Mixin for classes with `RecallState` ``buffers``: copies and unpickled objects have a pinned store too."""
 
     buffers: Any
 

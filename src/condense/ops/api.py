@@ -44,7 +44,7 @@ def attend(
 
     q ``[B, H, L, D]``; each source k ``[B, K, N, D]`` and v ``[B, K, N, Dv]`` with a bias (`Source`), the window last;
     K divides H; float64, float32, bfloat16 or float16, one dtype and device. spans: one per source. ``dropout_p`` is
-    attention dropout. extras: what a model adds, see `condense.ops.Extras`.
+    attention dropout. extras: soft caps and sinks of a model, see `condense.ops.Extras`.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural, biases included,
     sink logits not) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if
@@ -94,14 +94,14 @@ def pool_groups(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
-    """One entry per group: keys ``[B, K, G, D]`` and values ``[B, K, G, Dv]`` of G groups of c tokens.
+    """Pool G groups of c tokens to one entry each: keys ``[B, K, G, D]`` and values ``[B, K, G, Dv]``.
 
-    Then, with ``return_lse``, the log-sum-exp of each group's scores ``[B, K, G]`` (natural, float32 or wider).
+    With ``return_lse`` also the log-sum-exp of each group's scores ``[B, K, G]`` (natural, float32 or wider).
 
     groups: their tokens and where they stand, Dv may be 0; no token is in two groups. summary ``[B, K, G, D]`` float32
-    or wider weighs the groups as in `group_scores`; None where neither pooling ("weighted", "mean", "max", "select",
-    see `pool`) asks for scores and no log-sum-exp is wanted. The entry of a group that reaches past the window is
-    finite but undefined.
+    or wider: the query that scores the tokens of each group, as in `group_scores`; None if neither pooling uses scores
+    ("mean" and "max" do not, see `pool`) and no log-sum-exp is wanted. The entry of a group that reaches past the
+    window is finite but undefined.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     k, v = groups.window_k, groups.window_v
@@ -132,8 +132,8 @@ def decode_step(
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.types` defines the step.
 
-    latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0 (absorbed MLA). extras as of
-    `attend`. ``backend``: as `step_backend` returns it.
+    own: entries of methods that ``settings`` do not describe. latent: if > 0, values are the first ``latent`` columns
+    of the keys and Dv is 0 (absorbed MLA). extras: as in `attend`. backend: as `step_backend` returns it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
     """
     if backend == "triton":
@@ -147,6 +147,7 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
     """Scores ``scale * summary . k`` of every group's tokens, float32 or wider ``[B, K, G, c]``.
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
+    Raises ValueError for an unknown backend.
     """
     name = "reference" if check_backend(backend) == "reference" else "torch"
     return BACKENDS[name].load().group_scores(summary, k, scale=scale)
@@ -159,6 +160,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     scores, "mean", "max" per channel, or "select" the vector with the highest score (ties to the lowest
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
     Gradients flow through the weights, not through the choice of the anchor.
+    Raises ValueError for an unknown backend.
     """
     name = "reference" if check_backend(backend) == "reference" else "torch"
     return BACKENDS[name].load().pool(x, scores, how=how)
@@ -168,7 +170,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
 def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: str = "auto") -> Tensor:
     """Attention that each token gets, on average, from the sampled queries that may see it (DGA, Eq. 16 and 17).
 
-    q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows; sample: whose queries are asked. Returns
+    q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows; sample: the sampled queries. Returns
     ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
     ``[B, K, L]`` float32 or wider; padding gets 0. No gradients.
     Raises ValueError for an unknown backend and for an explicit one that cannot run here.

@@ -15,11 +15,11 @@ from condense.ops.types import Problem, StepSettings
 
 
 class Operations(NamedTuple):
-    """The functions of `condense.ops` of the same names, as one backend computes them.
+    """One backend's version of the functions of `condense.ops` that have these names.
 
     attend is ``attend(q, sources, spans, *, scale, softcap, dropout_p, return_lse) -> (out, lse)``; lse is None unless
-    it is asked for.
-    pool_groups: None for a backend that calls group_scores and pool instead.
+    return_lse.
+    pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -38,9 +38,10 @@ def _nothing(problem: Problem) -> None:
 class Backend:
     """A backend's operations and limits.
 
-    imports: returns its operations, importing their modules. The obstacles: why it cannot attend, pool or compute
-    `importance` for a `Problem`, as the end of a sentence that begins with its name; None if it can. instead: the
-    backend that such an error recommends. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
+    imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle,
+    importance_obstacle: why it cannot run for a `Problem`, as the rest of a sentence that begins with the backend's
+    name; None if it can. instead: the backend that such an error recommends. is_fast: whether "auto" takes it for
+    attention on a GPU, where it can run.
     """
 
     name: str
@@ -115,7 +116,7 @@ BACKENDS = {
 
 
 def check_backend(backend: str) -> str:
-    """An explicit backend's name, or "auto"."""
+    """The name of a backend, or "auto", unchanged. Raises ValueError for any other."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     return backend
@@ -127,7 +128,7 @@ def resolve_backend(backend: str, problem: Problem) -> str:
     "auto" is, on CUDA and for more than one query, "hopper" where it can run and the rows and heads fill the GPU, else
     "triton" where it has kernels for dtype and widths; in all other cases it is "torch" (`condense.ops.attend` also
     takes "torch" where nothing is condensed).
-    Raises ValueError if an explicit backend cannot run.
+    Raises ValueError for an unknown backend, and for an explicit one that cannot run.
     """
     if check_backend(backend) != "auto":
         return _explicit(backend, BACKENDS[backend].attend_obstacle(problem))
@@ -139,9 +140,9 @@ def resolve_backend(backend: str, problem: Problem) -> str:
 
 
 def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
-    """The backend that makes summaries and entries, chosen like that of attention, with its own limits.
+    """The backend that makes summary queries and entries: as `resolve_backend`, but by the limits of pooling.
 
-    Raises ValueError if an explicit backend cannot run.
+    Raises ValueError for an unknown backend, and for an explicit one that cannot run.
     """
     problem = Problem(device, dtype, widths)
     if check_backend(backend) != "auto":
@@ -152,9 +153,9 @@ def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widt
 
 
 def resolve_importance(backend: str, device: torch.device, dtype: torch.dtype, width: int, num_queries: int) -> str:
-    """The backend of `condense.ops.importance`, chosen like that of attention; "hopper" takes Triton's kernel.
+    """The backend of `condense.ops.importance`, chosen as in `resolve_backend`; "hopper" runs Triton's kernel.
 
-    Raises ValueError if an explicit backend cannot run.
+    Raises ValueError for an unknown backend, and for an explicit one that cannot run.
     """
     problem = Problem(device, dtype, (width,), num_queries)
     if check_backend(backend) != "auto":
@@ -168,7 +169,7 @@ def step_backend(
 ) -> str:
     """The backend of decode steps: "triton" on CUDA where it can run, else "torch".
 
-    Arguments as `condense.ops.triton.limits.step_obstacle`.
+    widths: of keys and values; latent: as in `condense.ops.decode_step`.
     """
     if device.type != "cuda":
         return "torch"
@@ -176,6 +177,7 @@ def step_backend(
 
 
 def _explicit(backend: str, obstacle: str | None) -> str:
+    """The backend that the caller named. Raises ValueError if something keeps it from running."""
     if obstacle is not None:
         raise ValueError(f"backend {backend!r} {obstacle}; use backend={BACKENDS[backend].instead!r}")
     return backend

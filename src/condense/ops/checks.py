@@ -13,7 +13,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Each is a tensor ``[batch, heads, tokens, width]`` of a floating dtype that the backends know."""
+    """Raise ValueError unless each is a tensor ``[batch, heads, tokens, width]`` in one of `DTYPES`."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -24,7 +24,10 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, Dv]``, one dtype, one device, Hkv divides H."""
+    """Raise ValueError unless q ``[B, H, L, D]``, k ``[B, Hkv, L, D]`` and v ``[B, Hkv, L, Dv]`` go together.
+
+    One dtype and device for all three, no dimension of 0, and Hkv divides H.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
@@ -49,7 +52,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_scale(scale: object, q: Tensor) -> float:
-    """The softmax scale, by default ``D ** -0.5``."""
+    """The softmax scale, ``D ** -0.5`` for None. Raises ValueError unless it is a finite number."""
     if scale is None:
         return float(q.shape[-1] ** -0.5)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
@@ -58,7 +61,7 @@ def check_scale(scale: object, q: Tensor) -> float:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
-    """Lengths of the packed documents that ``cu_seqlens`` marks in q."""
+    """Lengths of the packed documents that ``cu_seqlens`` marks in q. Raises ValueError for marks that do not fit."""
     usable = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in _INTEGERS
     marks = cu_seqlens.tolist() if usable else []
     lengths = [stop - start for start, stop in itertools.pairwise(marks)]
@@ -73,7 +76,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
 
 
 def check_padding(padding: Tensor, q: Tensor) -> Tensor:
-    """Left pads per row, int64 CPU ``[B]``."""
+    """Left pads per row, int64 CPU ``[B]``. Raises ValueError for another shape or dtype, and for pads out of range."""
     B, L = q.shape[0], q.shape[2]
     if not isinstance(padding, Tensor) or padding.shape != (B,) or padding.dtype not in _INTEGERS:
         raise ValueError(f"padding must be a tensor of integers of shape ({B},), got {padding!r}")

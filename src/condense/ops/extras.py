@@ -1,4 +1,4 @@
-"""What some models add to attention: soft-capped scores, a logit without a value in every softmax (attention sinks).
+"""Additions of some models to attention: soft-capped scores, and a logit without a value in every softmax (sinks).
 
 Shapes: B rows, H query heads, L queries, Dv value width.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Extras(NamedTuple):
-    """What a model's attention has beside scaled scores and their softmax.
+    """Additions of a model to attention; by default none.
 
     softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added (Gemma 2), 0.0 for none.
     sink_logits: float ``[H]``: each head's softmax has this logit too, which has no value, so that the weights of the
@@ -28,7 +28,7 @@ class Extras(NamedTuple):
         return self.sink_logits is not None
 
     def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
-        """Output ``[B, H, L, Dv]`` with the sink logits, of the output without them and its log-sum-exp ``[B, H, L]``.
+        """The output ``[B, H, L, Dv]`` with sink logits, from that without them and its log-sum-exp ``[B, H, L]``.
 
         The softmax over the scores s and a sink logit z gives every key ``exp(lse - logaddexp(lse, z))`` times the
         weight that it has without z.

@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Entries ``[lo, hi)`` of one source that each query of a block sees, int64 ``[B|1, K|1, L]``."""
+    """Entries ``[lo, hi)`` of one source that each query of a block sees: lo and hi int64 ``[B|1, K|1, L]``."""
 
     lo: Tensor
     hi: Tensor
@@ -79,7 +79,7 @@ class Rule(Protocol):
     def spans(self, seen: IntT) -> list[tuple[IntT, IntT]]:
         """``(lo, hi)`` per source for a query that is the last of ``seen`` tokens (an int, or int64 of any shape).
 
-        Those of the window, which is the last source, are positions of tokens.
+        The last pair, of the window, holds positions of tokens; the others number entries.
         """
         ...
 
@@ -122,7 +122,7 @@ class UniformRule:
 
 
 class Start(NamedTuple):
-    """Where rows start: query_start, window_start, padding and prompt_entries of `RuleSpans`."""
+    """One row's query_start, window_start, padding and prompt_entries of `RuleSpans`, as ints."""
 
     query: int
     window: int
@@ -134,10 +134,11 @@ class Start(NamedTuple):
 class RuleSpans:
     """Spans by a rule, for rows that start at different positions. All numbers are an int or int64 CPU ``[B]``.
 
-    query_start: query i is at position ``query_start + i``; counted back from the last query if the first are padding.
-    window_start: position of the token in column 0 of the window.
-    padding: queries before a row's first real one; None: those at negative positions.
-    prompt_entries: entries of a prompt, ahead of the rule's own in the first source; all queries see them.
+    query_start: query i is at position ``query_start + i``. If a row's first queries are padding, that is the position
+    that they would have if they were real.
+    window_start: position of the token in column 0 of the window, likewise.
+    padding: number of queries before a row's first real one; None: those at negative positions.
+    prompt_entries: entries of a prompt, which stand before the rule's own in the first source; all queries see them.
     Tensors whose rows agree become ints.
     """
 
@@ -158,19 +159,20 @@ class RuleSpans:
         return self._at(torch.arange(start, stop, device=device)[None, None])
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """Hulls per block, from its first and last query alone: lo and hi never decrease."""
+        """Hulls per block, from its first and last real query alone, because lo and hi never decrease."""
         if (row := self.same_in_all_rows()) is not None:
             # ints, because a decode step comes here in every layer and one-element tensors are slow
             return [self._hulls_of(row, start, stop - 1) for start, stop in blocks]
         starts, stops = (x[None, None] for x in torch.tensor(blocks, dtype=torch.int64).T)
         # the first query of a block that is real: padding sees nothing
         first, last = self._at(starts.clamp(min=broadcast_rows(self._padding, 3))), self._at(stops - 1)
-        none = torch.iinfo(torch.int64).max
-        sees = last[-1].hi > 0
+        is_real = last[-1].hi > 0
+        largest = torch.iinfo(torch.int64).max
         hulls = []
         for low, high in zip(first, last, strict=True):
             hi = high.hi.amax((0, 1))
-            lo = torch.where(sees, low.lo, none).amin((0, 1))
+            # a row whose queries in the block are all padding must not lower the start
+            lo = torch.where(is_real, low.lo, largest).amin((0, 1))
             hulls.append(torch.stack([torch.minimum(lo, hi), hi], dim=1).tolist())
         return [[Hull(*ends) for ends in block] for block in zip(*hulls, strict=True)]
 
@@ -185,11 +187,11 @@ class RuleSpans:
         return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
 
     def is_hull(self, start: int, stop: int) -> bool:
-        """True for a single query at the same position in all rows: a decode step without padding."""
+        """True for a single query at the same position in all rows, as in a decode step without padding."""
         return stop - start == 1 and self.same_in_all_rows() is not None
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
-        """True without padding, if the window holds each row from position 0 and no query sees another source."""
+        """True if rows have no padding, the window holds them from position 0 on, and no query sees another source."""
         if self.same_in_all_rows() != (num_tokens - num_queries, 0, 0, 0):
             return False
         *others, (lo, _) = self.rule.spans(num_tokens)
@@ -201,7 +203,7 @@ class RuleSpans:
         return self.padding
 
     def _hulls_of(self, row: Start, first: int, last: int) -> list[Hull]:
-        """Hulls of queries first to last, where all rows have the same `Start`."""
+        """Hulls of the queries ``first`` to ``last``, where all rows have the same `Start`."""
         begin = self.rule.spans(row.query + max(first, row.padding) + 1)
         end = self.rule.spans(row.query + last + 1)
         if last < row.padding:
@@ -258,8 +260,8 @@ class ArraySpans:
 def document_spans(rule: Rule, lengths: Tensor, device: torch.device) -> ArraySpans:
     """Spans in a row of packed documents, where ``rule`` starts anew at each: no query sees another document.
 
-    lengths: int64 CPU ``[n]``, tokens per document. The entries of a document follow those of the one before, only
-    those that its last query sees.
+    lengths: int64 CPU ``[n]``, tokens per document. In the first source, each document's entries follow those of the
+    document before; it has the entries that its last query sees.
     """
     spans = rule.spans(lengths)
     assert len(spans) == 2, "entries and window"

@@ -1,7 +1,7 @@
 """The contract of one decode step: the state that it changes in place, and its fixed settings.
 
 A backend's ``step(token, state, settings, *, scale, latent, extras) -> out`` reads one token per row
-(PyTorch's also takes `OwnEntries`, for methods whose settings do not say how entries are made):
+(that of the torch backend also takes `OwnEntries`, for methods whose settings do not say how entries are made):
 
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
@@ -43,8 +43,8 @@ class Chunks(NamedTuple):
     """G chunks of ``size`` tokens each in the window, window_k ``[B, K, N, D]`` and window_v ``[B, K, N, Dv]``.
 
     columns: where in the window each chunk begins, >= 0. numbers: how many chunks come before it in its row or packed
-    document. Both are an int, that of the first chunk, which the others follow one after another in all rows; or
-    int64 ``[B|1, G]`` on the device of the window.
+    document. Both are int64 ``[B|1, G]`` on the device of the window; or an int, the value of the first chunk, if the
+    chunks follow one another without gaps and alike in all rows.
     """
 
     window_k: Tensor
@@ -67,7 +67,7 @@ Represent = Callable[..., tuple[Tensor, ...]]
 class NewToken(NamedTuple):
     """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
 
-    Dv is 0 of latents, whose values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
+    For latents Dv is 0: their values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
     None: all. counter: int64 ``[]`` on the device, to which the step adds 1, whichever rows are real; None: nothing is
     counted.
     """
@@ -80,9 +80,10 @@ class NewToken(NamedTuple):
 
 
 class OwnEntries(NamedTuple):
-    """A method's own entries, where `StepSettings` do not describe them.
+    """How a method makes its entries, for methods that `StepSettings` cannot describe.
 
-    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, in place of the settings' bias; None: that.
+    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, used in place of the bias in the settings;
+    None: the settings' bias is used.
     """
 
     represent: Represent
@@ -92,8 +93,8 @@ class OwnEntries(NamedTuple):
 class SummarySpans(NamedTuple):
     """Queries whose means are summaries: span j holds positions ``[start + stride * j, start + stride * j + size)``.
 
-    Positions below 0 do not count. num >= 1. start: where span 0 begins; before and after: real tokens of the row
-    before and after the new queries were read.
+    start: where span 0 begins. Positions below 0 do not count. before, after: real tokens of the row before and after
+    the new queries were read. num: number of spans G >= 1.
     """
 
     start: PerRow
@@ -132,8 +133,10 @@ class SummaryColumns(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The sizes of a call that a backend may have limits for. widths: of keys and values. rows, heads, kv_heads: of q
-    and k; rows is 0 if they are not known. softcap: as in `condense.ops.Extras`.
+    """The sizes of a call that a backend may have limits for.
+
+    widths: of keys and values. rows, heads: of q; rows is 0 if they are not known. kv_heads: of k. softcap: as in
+    `condense.ops.Extras`.
     """
 
     device: torch.device
@@ -192,10 +195,13 @@ class StepState(NamedTuple):
 
 
 class Numbered:
-    """Mixin for frozen dataclasses of settings: each has a number, by which kernels' torch operations take it."""
+    """Mixin for frozen dataclasses of settings: gives each a number, because a torch operation cannot take an object.
+
+    The operation gets the number and finds the settings by `numbered_settings`.
+    """
 
     def __post_init__(self) -> None:
-        """Enter the settings into the table that `numbered_settings` looks them up in."""
+        """Enter the settings into the table that `numbered_settings` reads."""
         assert _NUMBERED.setdefault(self.number, self) == self
 
     @functools.cached_property
@@ -213,10 +219,10 @@ class StepSettings(Numbered):
     """The settings of a method that a decode step needs.
 
     key_pooling, value_pooling: how a chunk's last entry is made; None if only ``represent`` can make it.
-    bias: natural log added to the scaled score of every pooled entry, 0.0 for none.
+    bias: added to the scaled score of every pooled entry, 0.0 for none.
     num_focal: how many tokens of a chunk become entries of their own: those with the highest scores, ties to the
     earlier; they come first, in order of position. The others are pooled. weight_scale: scale of a chunk's scores,
-    None: attention's. reads_prompt: True if the method reads prompts at once, so that ``StepState.prompt`` is read.
+    None: attention's. reads_prompt: True if the method reads prompts at once, so that ``StepState.prompt`` is used.
     matched: each entry has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
     """
 
@@ -241,5 +247,5 @@ _NUMBERED: dict[int, Any] = {}
 
 
 def numbered_settings(number: int) -> Any:
-    """The settings that a number stands for."""
+    """The settings that have this number (`Numbered`)."""
     return _NUMBERED[number]

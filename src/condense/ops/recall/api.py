@@ -42,7 +42,7 @@ def attend_recall(
     q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens (`IndexChoice`,
     `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend:
     "reference", "torch", "triton", "hopper" or "auto": on CUDA and for more than one query "hopper" or else "triton"
-    where `condense.ops.recall.limits` allows it; in all other cases "torch". extras: as of `condense.ops.attend`;
+    where `condense.ops.recall.limits` allows it; in all other cases "torch". extras: as in `condense.ops.attend`;
     groups are chosen without them.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
@@ -80,9 +80,9 @@ def attend_recall(
 
 
 def _resolve(backend: str, of_hopper: Obstacle, of_triton: Obstacle, *, for_prompt: bool) -> str:
-    """The backend that attends; for_prompt: several queries on a GPU, for which "auto" takes kernels that can run.
+    """The backend that attends. for_prompt: True for several queries on a GPU, for which "auto" prefers kernels.
 
-    Raises ValueError if an explicit one cannot run.
+    Raises ValueError if an explicit backend cannot run.
     """
     if backend == "auto" and for_prompt:
         if of_hopper() is None:
@@ -107,11 +107,12 @@ def recall_step(
 ) -> Tensor:
     """Read one token per row into ``state``, in place, and attend; `condense.ops.recall.state` defines the step.
 
-    latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0 (absorbed MLA). extras: as of
+    latent: if > 0, values are the first ``latent`` columns of the keys and Dv is 0 (absorbed MLA). extras: as in
     `attend_recall`. backend: "torch", "triton" or "auto": "triton" on CUDA where `condense.ops.recall.limits` allows
     it.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
-    Raises ValueError for another backend and for an explicit "triton" that cannot run.
+    Raises ValueError for another backend, for an explicit "triton" that cannot run, and for a store in host memory
+    beside tensors on a GPU where the step does not run on Triton.
     """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend must be 'auto', 'torch' or 'triton', got {backend!r}")

@@ -34,7 +34,7 @@ class Choice(Protocol):
     """The groups that each query opens, as attention reads them."""
 
     def most(self, closed: int) -> int:
-        """The most groups that any query opens, ``closed`` being the most that are closed for any."""
+        """The most groups that any query can open, if at most ``closed`` groups are closed for each."""
         ...
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
@@ -135,9 +135,9 @@ def choose_groups(scores: Tensor, closed: Tensor, quota: Quota, K: int) -> Tenso
 
 
 def chosen_groups(chosen: Tensor, most: int) -> Tensor:
-    """The open groups in rising order, int64 ``[..., most]``; G where there are fewer.
+    """The numbers of the open groups, ascending, int64 ``[..., most]``; filled up with G if fewer are open.
 
-    chosen bool ``[..., G]``, at most ``most`` of them true, most <= G.
+    chosen bool ``[..., G]``, at most ``most`` of them True, most <= G.
     """
     G = chosen.shape[-1]
     group = torch.where(chosen, torch.arange(G, device=chosen.device), G)

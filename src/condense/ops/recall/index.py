@@ -20,8 +20,9 @@ IndexKind = Literal["bounds", "sub_means"]
 INDEX_KINDS: tuple[IndexKind, ...] = ("bounds", "sub_means")
 INDEX_BITS = (16, 8, 4)
 
-# Grid positions (at most 255) are computed in float32 with an error below 2 ** -14. Bounds are moved outwards by this
-# larger margin before they are rounded, so that they stay bounds; the grid reaches as far beyond the largest key.
+# Grid positions (at most 255) are computed in float32 with an error below 2 ** -14. Before they are rounded, bounds are
+# moved outwards by the larger MARGIN, so that they stay bounds. The grid is longer than the spread of the keys by the
+# factor REACH, so that its highest code is not below the largest key.
 MARGIN = 2.0**-13
 REACH = 1.0 + 2.0**-20
 

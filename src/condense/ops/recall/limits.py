@@ -32,7 +32,7 @@ HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
 
 def attend_obstacle(q: Tensor, sources: RecallSources, choice: Choice) -> str | None:
-    """Why the kernels cannot attend over a prompt, None if they can; arguments as of `attend_recall`."""
+    """Why the kernels cannot attend over a prompt, None if they can; arguments as in `attend_recall`."""
     entries, _, window, spans = sources
     if (missing := absence(q.device)) is not None:
         return missing
@@ -55,7 +55,7 @@ def attend_obstacle(q: Tensor, sources: RecallSources, choice: Choice) -> str | 
 
 
 def hopper_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str | None:
-    """Why the kernels for Hopper cannot attend over a prompt, None if they can; arguments as of `attend_recall`."""
+    """Why the kernels for Hopper cannot attend over a prompt, None if they can; arguments as in `attend_recall`."""
     if softcap:
         return f"{hopper_limits.NO_SOFTCAP}, got a cap of {softcap}"
     if (obstacle := attend_obstacle(q, sources, choice)) is not None:
@@ -78,7 +78,7 @@ def hopper_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softca
 
 
 def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings, *, latent: int = 0) -> str | None:
-    """Why the kernels cannot run this step, None if they can; arguments as of `recall_step`."""
+    """Why the kernels cannot run this step, None if they can; arguments as in `recall_step`."""
     obstacle = store_obstacle(token.k, token.v, settings, latent=latent)
     if obstacle is not None:
         return obstacle
@@ -87,21 +87,21 @@ def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings,
 
 
 def groups_obstacle(groups: int) -> str | None:
-    """Why the kernels cannot choose from so many groups, None if they can."""
+    """Why the kernels cannot choose from this number of groups, None if they can."""
     if groups > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got room for {groups:,}"
     return None
 
 
 def pairs_obstacle(opened: int, slots: int) -> str | None:
-    """Why the kernels cannot look for so many open groups in so many slots of a KV head, None if they can."""
+    """Why the kernels cannot look for ``opened`` groups in ``slots`` slots of a KV head, None if they can."""
     if opened * slots > MAX_PAIRS:
         return f"looks for up to {MAX_PAIRS:,} pairs of an open group and a slot, got {opened:,} times {slots:,}"
     return None
 
 
 def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: int = 0) -> str | None:
-    """Why the kernels cannot run steps for keys and values like k and v, None if they can, whatever else they get."""
+    """Why the kernels cannot run any step with keys and values like k and v, None if they can."""
     if (missing := absence(k.device)) is not None:
         return missing
     D, Dv, index = k.shape[3], v.shape[3], settings.index

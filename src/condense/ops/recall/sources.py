@@ -11,7 +11,7 @@ from condense.ops.spans import Source, Spans
 
 
 class RecallSources(NamedTuple):
-    """What queries recall from, all in one dtype; keys and values must be finite, seen or not.
+    """The sources that queries attend to, all in one dtype; keys and values must be finite, seen or not.
 
     entries: k ``[B, K, G, D]``, v ``[B, K, G, Dv]``, one per group, and their bias. store: k ``[B, K, G * g, D]``, v
     ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns ``[j * g, (j + 1) * g)``, groups counted

@@ -49,10 +49,10 @@ class RecallState(NamedTuple):
     seen int64 ``[B]`` on the device: real tokens per row.
     slots ``[B, K, S * g, C]``: copies of groups that were open lately, for a store in host memory; S may be 0.
     held int32 ``[B, K, S]``: the group in each slot, -1 for none. order int32 ``[B, K, S]``: all slots, the one whose
-    group was open the longest ago first. While a step opens groups, a group in a slot is read there. Of the others, in
-    rising order, each takes the first slot of ``order`` whose group is not open now, as long as there is one; then the
-    slots of open groups move to the end of ``order``, and behind them those that were taken. A row that is not real
-    leaves all as it is. All of this decides where numbers are read, never which.
+    group was open the longest ago first. A step reads an open group from its slot if it has one. The other open groups,
+    in ascending order, each take the first slot of ``order`` whose group is not open now, while there is one. Then the
+    slots that were read move to the end of ``order``, and behind them those that were taken. A row that is not real
+    leaves all as it is. Slots decide from where numbers are read, never which numbers.
     ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
     biases float32 or wider ``[B, K, G, 1]``: the entries' own; ``[B, K, 0, 0]`` unless they are matched.
     """
@@ -91,9 +91,9 @@ class RecallState(NamedTuple):
 class EntrySettings(NamedTuple):
     """How the entries of groups are made and weighed.
 
-    key_pooling, value_pooling: as of `condense.ops.pool_groups`; bias: natural log added to the scaled score of every
-    entry, 0.0 for none; num_summary: queries whose mean scores the tokens of a group, 0 for none; matched: each entry
-    has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
+    key_pooling, value_pooling: as in `condense.ops.pool_groups`; bias: added to the scaled score of every entry, 0.0
+    for none; num_summary: queries whose mean scores the tokens of a group, 0 for none; matched: each entry has a bias
+    of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
     """
 
     key_pooling: Pooling = "mean"

@@ -49,17 +49,17 @@ class StoreFormat:
         return tokens if self.bits == 16 else torch.uint8
 
     def step_unit(self, dtype: torch.dtype) -> float:
-        """In fewer than 16 bits, a step is the spread of the numbers times this, rounded to their dtype: so much more
-        than an even share that the highest code reaches the largest number.
+        """A step as a fraction of the spread of the numbers, before it is rounded to their ``dtype``; for 8 or 4 bits.
+
+        Slightly above 1 / (2 ** bits - 1), so that after rounding the highest code still reaches the largest number.
         """
         return (1 + torch.finfo(dtype).eps) / (2**self.bits - 1)
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``; no gradient in fewer
-        bits.
+        """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``.
 
-        The error of a number is at most half of its step, which is (largest - smallest) / (2 ** bits - 1) of a channel
-        or token, rounded up; and its rounding.
+        With fewer than 16 bits no gradient flows, and a number's error is at most half of its step, which is
+        (largest - smallest) / (2 ** bits - 1) of its channel or token, rounded up, and then the rounding to its dtype.
         """
         if self.bits == 16:
             return torch.cat([k, v], dim=4).flatten(2, 3)

@@ -35,7 +35,7 @@ def read_paged(
 
 
 def _pool(mean: Tensor, row: int, t: int, state: PagedState, settings: StepSettings, scale: float) -> None:
-    """Keeps the mean query of position t ``[K, D]``, and makes the entry of a group that is due."""
+    """Store the mean query ``[K, D]`` of position t, and make the entry of the group that is due at t, if one is."""
     rule, delay, D = settings.rule, settings.summary_delay, mean.shape[1]
     if state.ring is not None:
         _ring_slot(state.ring, row, t, D)[:] = mean

@@ -15,8 +15,8 @@ def outside_autocast(*tensors: Tensor) -> AbstractContextManager[tuple[Tensor, .
     Left on, it would round scores and pooling weights. float64 is not cast, as in PyTorch's own operations.
     """
     device_type = tensors[0].device.type
-    # torch.compile traces no is_autocast_available (its devices have autocast), and cannot go on in a nullcontext that
-    # holds a value after a break in its graph
+    # torch.compile cannot trace is_autocast_available (devices that it compiles for have autocast), and after a break
+    # in its graph it cannot go on inside a nullcontext that holds a value
     if torch.compiler.is_compiling() or (
         torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     ):

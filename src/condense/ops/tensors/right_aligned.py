@@ -32,14 +32,14 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
-    """A bias as a tensor ``[B|1, K|1, N]``, also if one number is given for all entries; None stays None."""
+    """A bias as a tensor ``[B|1, K|1, N]``: a number is repeated for all entries, a tensor and None are returned."""
     if bias is None or isinstance(bias, Tensor):
         return bias
     return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
 
 
 def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], device: torch.device) -> Tensor | None:
-    """The biases of all sources, concatenated: ``[B|1, K|1, S]``; None if no source has one. sizes: their entries."""
+    """The biases of all sources, concatenated: ``[B|1, K|1, S]``, None if no source has one. sizes: entries of each."""
     known = [per_entry(bias, size, device) for bias, size in zip(biases, sizes, strict=True)]
     if all(bias is None for bias in known):
         return None
@@ -54,7 +54,7 @@ def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], d
 
 
 def append_window(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
-    """``[B, K, N, D]``: old columns, then the new ones behind their first ``pads``, right-aligned per row."""
+    """``[B, K, N, D]``: the old columns, then the new ones but for their first ``pads``, right-aligned per row."""
     if old.shape[2] == 0:
         return new
     joined = torch.cat([old, new], dim=2)
@@ -96,7 +96,7 @@ def newest(x: Tensor, count: int) -> Tensor:
 def detach_compact(x: Tensor) -> Tensor:
     """Detach, and copy a view of a larger storage: the view would keep the whole storage alive."""
     if torch.compiler.is_compiling():
-        return detach_copy(x)  # storages have no sizes there
+        return detach_copy(x)  # while compiling, storages have no sizes
     x = x.detach()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 

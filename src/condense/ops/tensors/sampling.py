@@ -1,4 +1,4 @@
-"""Random choices computed from a seed and a position alone: the same in every call, row, head and device.
+"""Random choices computed from a seed and a position alone, so that every call, row, head and device agrees.
 
 Shapes: B rows, L columns, S sampled queries.
 """

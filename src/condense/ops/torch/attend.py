@@ -1,6 +1,6 @@
 """The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
 
-A block of queries reads only the hull of what it sees of every source, so memory is linear in L, with gradients too.
+Of every source a block of queries reads only its hull, so memory is linear in L, with gradients too.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N tokens of the window, S keys that a block sees.
 """
@@ -20,9 +20,9 @@ from condense.ops.extras import soft_cap
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.right_aligned import joined_bias
 
-# Limit of the keys and masks that blocks keep for the backward pass, in keys per query. Entries make it grow with L;
-# beyond the limit, and with a soft cap, whose scores would be kept too, each block is computed again in the backward
-# pass.
+# Blocks keep their keys and masks for the backward pass up to this number of keys per query, which grows with L as
+# entries do. Beyond it each block is computed again in the backward pass; so it is with a soft cap, whose scores would
+# have to be kept too.
 _MAX_KEPT = 4
 
 
@@ -57,7 +57,7 @@ def attend(
     K, N = window.k.shape[1], window.k.shape[2]
     # scale > 0, because PyTorch's causal kernel gives NaN on a CPU for scale <= 0
     if not return_lse and not softcap and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
-        causal: dict[str, Any] = {"is_causal": True} if L > 1 else {}  # `L > 1` is no bool while compiling
+        causal: dict[str, Any] = {"is_causal": True} if L > 1 else {}  # while compiling, `L > 1` itself is not a bool
         out = F.scaled_dot_product_attention(
             q, window.k, window.v, dropout_p=dropout_p, scale=scale, enable_gqa=H != K, **causal
         )
@@ -111,8 +111,8 @@ def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) ->
 def _block_size(device: torch.device, ratio: int) -> int:
     """Queries in one fused call, for ``ratio`` query heads per KV head.
 
-    Small on a CPU, as a block also reads about its own length of window tokens only to mask them. Large elsewhere, as
-    launching a small block takes longer than its work (6 to 9 times at 8K to 32K tokens on an H200).
+    Small on a CPU, because a block also reads about as many window tokens as it has queries, only to mask them. Large
+    elsewhere, because launching a small block takes longer than its work (6 to 9 times at 8K to 32K tokens on an H200).
     """
     rows, most = (1024, 512) if device.type == "cpu" else (8192, 2048)
     return max(1, min(most, rows // ratio))
@@ -166,7 +166,7 @@ def attend_block(
         scores = _scores(rows, k, bias, mask, scale, softcap)
         lse = scores.logsumexp(-1) if return_lse else lse
     if softcap:
-        # which PyTorch's fused attention has not
+        # PyTorch's fused attention has no soft cap
         out = (F.dropout(scores.softmax(-1), dropout_p) @ v.to(wide)).to(q.dtype)
     else:
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
@@ -193,10 +193,10 @@ def _scores(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, s
 def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
     """Bias of the entries ``[B|1, K|1, M]`` as additive mask ``[B|1, K|1, S]`` of all keys in ``dtype``.
 
-    Fused attention takes the mask in the dtype of q, and log 16 in bfloat16 is off by 0.7 percent of the
-    weight. A constant added to all scores does not change a softmax, so the largest bias, rounded to ``dtype``, is
-    subtracted from every key: what is left of biases near the largest is small and rounds finely, and the keys without
-    a bias are exact.
+    Fused attention takes the mask in the dtype of q, and rounding ln(16) to bfloat16 changes a weight by 0.7 percent.
+    A constant added to all scores does not change a softmax, so the largest bias, rounded to ``dtype``, is subtracted
+    from every key: biases near the largest become small numbers, which round with a small error, and keys without a
+    bias get the negated constant, which is exact.
     """
     offsets = F.pad(bias, (0, S - bias.shape[-1]))
     if dtype.itemsize < 4:

@@ -54,7 +54,7 @@ def sparse_attention(
 
 
 def seen_pairs(keys: SparseKeys, L: int) -> Tensor:
-    """Pairs of query and key that are computed, per head, those on the diagonal in whole blocks: int64 ``[H]``."""
+    """Number of pairs of query and key that a kernel computes, per head, counting whole blocks: int64 ``[H]``."""
     N = keys.blocks.shape[1]
     sizes = torch.full((N,), BLOCK, device=keys.blocks.device)
     sizes[-1] = L - (N - 1) * BLOCK
@@ -68,12 +68,16 @@ def seen_pairs(keys: SparseKeys, L: int) -> Tensor:
 
 
 def _is_column(columns: Tensor, L: int) -> Tensor:
+    """Bool ``[H, L]``: the tokens that are among the columns ``[H, C]``."""
     found = torch.zeros(columns.shape[0], L + 1, dtype=torch.bool, device=columns.device)
     return found.scatter_(1, columns, True)[:, :L]
 
 
 def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) -> tuple[Tensor, Tensor]:
-    """Blocks and columns apart, joined by their log-sum-exps; a column inside a chosen block counts there alone."""
+    """Attention over blocks and over columns, two calls joined by their log-sum-exps.
+
+    A query that sees a column's token in a chosen block does not see it again as a column.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     length, C = q.shape[2], keys.columns.shape[1]
@@ -96,7 +100,7 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
         BLOCK_SIZE=BLOCK,
         mask_mod=causal,
         seq_lengths=(L, L),
-        compute_q_blocks=False,  # which only gradients need
+        compute_q_blocks=False,  # only gradients need them
     )
     out, lse = _attend(q, k, v, mask, scale)
     if C == 0:
@@ -130,14 +134,14 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
-    # FlexAttention has tiles for widths of 64, 128 and 256; of those between, 192 (MLA), smaller ones surely fit
+    # FlexAttention has tiles for widths of 64, 128 and 256; for widths between 128 and 256 (MLA's 192) use smaller ones
     options = {"kernel_options": {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}} if 128 < q.shape[-1] < 256 else {}
     out, aux = _flex()(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True), **options)
     return out, aux.lse
 
 
 def _rounded(length: int) -> int:
-    """The next length of which there are eight between neighbouring powers of two, in whole blocks."""
+    """The length rounded up: to one of eight steps between powers of two, and to whole blocks."""
     step = max(BLOCK, 1 << max(0, length.bit_length() - 4))
     return -(-length // step) * step
 
@@ -145,7 +149,7 @@ def _rounded(length: int) -> int:
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Bool ``[H, N, M]`` as FlexAttention wants it: counts ``[1, H, N]`` and indices, the chosen ones first."""
     counts = chosen.sum(2, dtype=torch.int32)
-    # the place of each: among the chosen ones, or behind them; sorting takes longer
+    # each index' place among the chosen ones, or behind them; computed, because sorting takes longer
     place = torch.where(chosen, chosen.cumsum(2), counts[..., None] + (~chosen).cumsum(2)) - 1
     number = torch.arange(chosen.shape[2], device=chosen.device, dtype=torch.int32)
     order = torch.empty_like(place, dtype=torch.int32).scatter_(2, place, number.expand_as(place))
@@ -156,6 +160,7 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def _flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # an error beyond so many shapes, where the default would go on with scores of all queries and keys in memory
+    # Beyond this number of shapes, stop with an error: by default PyTorch would go on uncompiled, with the scores of
+    # all queries and keys in memory.
     limit = torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024)
     return limit(torch.compile(flex_attention, dynamic=False, fullgraph=True))

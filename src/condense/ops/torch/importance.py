@@ -10,7 +10,7 @@ from torch import Tensor
 
 from condense.ops.tensors.sampling import Sample
 
-# scores per block of queries, over all heads and keys
+# scores that are computed at a time, over all rows, heads and keys
 _BLOCK = 1 << 24
 
 

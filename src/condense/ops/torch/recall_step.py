@@ -53,7 +53,7 @@ def recall_step(
 
 
 def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: Tensor, scale: float) -> None:
-    """Entry, index and store of the group that the newest token closes, if it closes one."""
+    """Write the entry, the index and the tokens of the group that the newest token closes, in rows where it does."""
     g, group = settings.rule.chunk, settings.rule.closed(t)
     closes = (settings.rule.closed(seen) > group) & (group < state.entries_k.shape[2])
     k, v = (_read(ring, group * g, g) for ring in (state.ring_k, state.ring_v))
@@ -75,7 +75,7 @@ def _put_entry(
     group: Tensor,
     closes: Tensor,
 ) -> None:
-    """Pooled key and value of the tokens of ``group``, and their bias if matched."""
+    """Write the pooled key and value of ``tokens`` as the entry of ``group``, and its bias if matched."""
     (k, v), of_entries, g = tokens, settings.entries, settings.rule.chunk
     scores = torch.zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)[:, :, None]
     if of_entries.num_summary > 0:
@@ -133,9 +133,10 @@ def _attend(
 
 
 def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
-    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``, with anything for the others.
+    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``; undefined for other groups.
 
-    Groups that stand in a slot come from there; of the others, as many as there is room for are put into slots.
+    Open groups that are in a slot are read from it; the others are read from the store and take slots, while there are
+    some whose groups are not open.
     """
     slots, S = state.slots, state.held.shape[2]
     stored = _tokens(state.store, groups.clamp(max=max(state.entries_k.shape[2] - 1, 0)), g)
@@ -151,8 +152,9 @@ def _open_groups(state: RecallState, groups: Tensor, is_open: Tensor, g: int) ->
 
 
 def _take_slots(state: RecallState, groups: Tensor, is_open: Tensor) -> tuple[Tensor, Tensor]:
-    """The slot of each of ``groups`` ``[B, K, r]``, -1 for none, and whether it takes it now; ``held``, ``order``
-    change.
+    """The slot of each of ``groups`` ``[B, K, r]``, -1 for none, and whether the group takes that slot now.
+
+    Changes ``state.held`` and ``state.order`` as `RecallState` says.
     """
     held, order = state.held.long(), state.order.long()
     found = (groups[..., None] == held[:, :, None]) & is_open[..., None]
@@ -172,11 +174,11 @@ def _take_slots(state: RecallState, groups: Tensor, is_open: Tensor) -> tuple[Te
     return slot, is_new
 
 
-def _columns(pieces: Tensor, g: int) -> Tensor:
-    """The columns of pieces of g columns, ``[B, K, r * g, 1]``."""
-    return (pieces[..., None] * g + torch.arange(g, device=pieces.device)).flatten(2)[..., None]
+def _columns(numbers: Tensor, g: int) -> Tensor:
+    """The columns ``[B, K, r * g, 1]`` of groups or slots, g columns each, by their ``numbers`` ``[B, K, r]``."""
+    return (numbers[..., None] * g + torch.arange(g, device=numbers.device)).flatten(2)[..., None]
 
 
-def _tokens(x: Tensor, pieces: Tensor, g: int) -> Tensor:
-    """Pieces of g columns of x ``[B, K, N, width]``, ``[B, K, r * g, width]``."""
-    return x.gather(2, _columns(pieces, g).expand(-1, -1, -1, x.shape[3]))
+def _tokens(x: Tensor, numbers: Tensor, g: int) -> Tensor:
+    """The tokens ``[B, K, r * g, width]`` of groups or slots by number, from x ``[B, K, N, width]``."""
+    return x.gather(2, _columns(numbers, g).expand(-1, -1, -1, x.shape[3]))

@@ -68,6 +68,7 @@ def _read(ring: Tensor, start: Tensor, count: int) -> Tensor:
 def _append_entry(
     state: StepState, settings: StepSettings, t: Tensor, seen: Tensor, scale: float, represent: Represent
 ) -> None:
+    """Make the entries of each row's next chunk, and store them in the rows where it is due."""
     rule, summary_delay = settings.rule, settings.summary_delay
     chunk = rule.pooled(t, summary_delay)
     first = state.prompt[:, 1] + chunk * rule.entries
