@@ -25,7 +25,7 @@ from condense.plan import ForwardPlan
 
 
 class UpProjection(NamedTuple):
-    """The matrices that make each head's keys and values of latents: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
+    """The matrices that make heads' keys and values from latents: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
 
     w_uk: Tensor
     w_uv: Tensor
@@ -131,10 +131,10 @@ def summary_queries(
 
 
 class LatentView(NamedTuple):
-    """What queries of a model with latents attend to: latents, or keys and values per head that were made of them.
+    """Queries and context for a method's `attend`: over latents, or over keys and values per head made from them.
 
-    q: absorbed queries, or those of the heads; context: to be given to the method with them; up: the projections that
-    the output still needs, None for keys and values per head.
+    q: absorbed queries for latents, else the heads' own. up: the projections that the output over latents still needs,
+    None for keys and values per head.
     """
 
     q: Tensor
@@ -151,7 +151,7 @@ class LatentView(NamedTuple):
         new: tuple[Tensor, Tensor] | None = None,
         absorb: bool | None = None,
     ) -> LatentView:
-        """Of what `extend` returned for latents, for q ``[B, H, L, d_n + d_r]``.
+        """The view of a context of latents, as `condense.functional.extend` returns it, for q ``[B, H, L, d_n + d_r]``.
 
         new: keys and values per head of the window's last L tokens, if the caller has expanded them already.
         absorb: True attends on latents, False on keys and values per head; None takes the one with fewer

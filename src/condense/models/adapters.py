@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def write_record(folder: str | os.PathLike[str], model: nn.Module) -> None:
-    """Write the model's methods beside each adapter in a folder, if it is condensed."""
+    """Write the model's methods beside each adapter in a folder; for a model that is not condensed, remove the file."""
     methods = condensed_layers(model)
     for path in (*Path(folder).glob("adapter_config.json"), *Path(folder).glob("*/adapter_config.json")):
         if methods:
@@ -53,10 +53,10 @@ def write_record(folder: str | os.PathLike[str], model: nn.Module) -> None:
 
 
 def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
-    """Condense a model as an adapter's folder says; without a record nothing happens.
+    """Condense a model as the file in an adapter's folder says; without such a file nothing happens.
 
-    where: what else finds the folder, as given to PEFT. Raises ValueError, model unchanged, if the model is condensed
-    in another way, or cannot be condensed.
+    adapter: the folder, or a repository of the hub. where: keywords of PEFT that say where to look for it, such as
+    ``revision``. Raises ValueError, model unchanged, if the model is condensed in another way, or cannot be condensed.
     """
     if not isinstance(adapter, str | os.PathLike):
         return
@@ -83,6 +83,7 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
 
 
 def _said(methods: dict[int, Any]) -> str:
+    """The methods as text, each once."""
     return ", ".join(map(str, dict.fromkeys(methods.values())))
 
 
@@ -113,7 +114,7 @@ def _wrap_load(stock: Any) -> Any:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `peft.peft_model` as ever, once, and has it wrapped when it is executed."""
+    """Finds `peft.peft_model` once, by the ordinary finders, and wraps its classes after it is executed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

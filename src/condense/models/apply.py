@@ -30,16 +30,16 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     CCA()}``; "rest" are the layers that can be condensed and are not named. Also as text: ``"cca:window=512"``,
     ``"recall@2,3+cca@rest"``, or ``"@allocation.json"`` for a file that `condense calibrate` wrote.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
-    count from the last layer. Layers that nothing names stay as they are, condensed or stock; so do layers with a
-    sliding window. For a mapping, and for sliding windows, that is logged.
+    count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
+    sliding window. If ``layers`` is None, all of these are logged.
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
     ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
     `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches
     condensing off, ``"condense"`` on again; save_pretrained saves what is on. Apply before accelerate, FSDP and
     torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
-    another condensed model, for a layer that is named twice or cannot be condensed by its method, and for anything but
-    methods.
+    another condensed model, for a layer that is named twice or cannot be condensed by its method, and for a ``method``
+    that is none.
     """
     base, attentions = _attentions(model)
     chosen = _chosen(base, attentions, method, layers)
@@ -214,9 +214,9 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
 
 
 def _closest(base: PreTrainedModel) -> str:
-    """What to say of a model of unknown classes: the attention classes that it has, and known ones that are like them.
+    """The end of an error about unknown classes: the model's attention classes, and known ones that are like them.
 
-    Those are classes of which they are subclasses, and classes of similar names.
+    Alike are base classes and classes with a similar name.
     """
     classes = {type(m).__name__: type(m) for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
     if not classes:

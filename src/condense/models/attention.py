@@ -52,7 +52,7 @@ def condense_attention(
     """The attention function registered as `condense`.
 
     query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
-    None; softcap, s_aux: soft cap and sink logits as of `condense.ops.Extras`, or None. Returns ``[B, L, H, Dv]`` and
+    None; softcap, s_aux: soft cap and sink logits as in `condense.ops.Extras`, or None. Returns ``[B, L, H, Dv]`` and
     no weights.
     Raises ValueError if the model was not prepared by `condense.apply`, for a bias by position, for soft caps and sinks
     over latents, for a sliding window in a condensed layer and for is_causal=False.
@@ -76,7 +76,7 @@ def condense_attention(
     with outside_autocast(query, key, value) as (q, k, v):
         call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, Extras(softcap or 0.0, s_aux))
         out = condense_state.attend(call)
-    return out.transpose(1, 2).contiguous(), None  # as the stock functions: some forwards view it
+    return out.transpose(1, 2).contiguous(), None  # contiguous as from stock functions, because some forwards view it
 
 
 class CacheProxy:
@@ -131,7 +131,7 @@ class CacheProxy:
         ensure_layers(self.cache, {self.layer_idx: method_of(module)})
         layer: CondensedLayer | StaticCondensedLayer = self.cache.layers[self.layer_idx]
         if layer.is_sliding and not layer.is_initialized:
-            return None  # transformers' layer, whose place it has just taken, made the mask, of its window only
+            return None  # the mask has the columns of a window only: transformers' own layer made it, before this one
         latent_width: int | None = None
         if self.latents is not None:
             latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
@@ -194,7 +194,7 @@ class CacheProxy:
         out = condensed(target, *aligned)
         method = method_of(call.module)
         if isinstance(method, Recall) and method.store == "host" and call.q.is_cuda:
-            join_writes(call.q.device)  # which ran beside this layer's attention
+            join_writes(call.q.device)  # the writes to the store ran beside this layer's attention
         return out if padding is None else padding.restore(out)
 
 
@@ -207,7 +207,7 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def method_of(module: nn.Module) -> Method:
-    """What a layer computes if it does not stay stock: its method, or in static caches its sliding window."""
+    """The method that a layer computes: its own, or for a stock layer in a static cache that of its sliding window."""
     method: Any = module.condense_method or module.condense_window
     return method
 
@@ -215,17 +215,18 @@ def method_of(module: nn.Module) -> Method:
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_window: a layer's sliding window, or chunks, as a
-    method that does the same in static caches, where stock layers count tokens on the host and a replayed graph does
-    not. condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by
-    the layers, see `condense.models.forward`.
+    condense_method: None for a layer that stays stock. condense_window: a method that computes the same as a stock
+    layer with a sliding window or chunks, None for other layers. It is used in static caches, because stock layers
+    count tokens on the host, which a replayed graph does not do. condense_previous: the attention implementation that
+    `condense.restore` returns to. condense_board: shared by the layers, see `condense.models.forward`.
     """
 
     condense_method: Method | None
     condense_window: Method | None
     condense_previous: str
     condense_board: ForwardBoard
-    # of a stock class with MLA; here so that asking the others, in every step, does not search their parameters
+    # MLA's stock classes set it. Declared here because `is_latent` asks every layer in every step, and looking for a
+    # missing attribute searches the module's parameters
     kv_lora_rank: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +236,7 @@ class CondensedAttention(nn.Module):
                 "paged caches and continuous batching cannot be condensed: call condense.restore(model), or use "
                 "model.generate"
             )
-        # a configuration maps the name of every attribute that is read, some 10 us each; the property would be two
+        # reading an attribute of a configuration takes some 10 us; the property _attn_implementation would read two
         config: Any = self.config
         if config._attn_implementation_internal != IMPLEMENTATION:
             # another implementation was set after condense.apply: use that one
@@ -254,7 +255,7 @@ class CondensedAttention(nn.Module):
 def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:
     """The condensed subclass of a stock attention class, made once and stored in this module, where pickle finds it."""
     name = f"Condensed{stock.__name__}"
-    if stock in REGISTERED:  # it may have the name of a known class
+    if stock in REGISTERED:  # a registered class may have the name of a known one
         name = f"{name}_{stock.__module__.replace('.', '_')}"
     if name not in globals() or globals()[name].__mro__[2] is not stock:
         globals()[name] = type(name, (CondensedAttention, stock), {"__module__": __name__, "__doc__": stock.__doc__})

@@ -59,7 +59,7 @@ class Forward:
         self._paddings: dict[tuple[int, int], Padding | None] = {}
         self._plans: dict[tuple[int | None, ...], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
-        # stored tokens that are on their way to the device for a layer further on (`condense.models.layers`)
+        # by layer, stored tokens that are being copied to the device for it (`condense.models.layers`)
         self.fetched: dict[int, Tensor | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
@@ -92,7 +92,7 @@ class Forward:
         return self._paddings[start, length]
 
     def plan(self, padding: Padding | None = None, documents: list[int] | None = None) -> ForwardPlan:
-        """The plan of the new tokens; with padding, after they were aligned by it; or of packed documents."""
+        """The plan of the new tokens: without padding, aligned by ``padding``, or packed as ``documents``."""
         key = tuple(None if x is None else id(x) for x in (padding, documents))
         if key not in self._plans:
             counts = None if padding is None else padding.counts
@@ -123,7 +123,7 @@ class Forward:
         return [n for n in lengths if n]
 
     def _runs(self, positions: Tensor | None) -> list[int] | None:
-        """Lengths of the runs of positions that rise by 1, cut wherever some row is; None for one run."""
+        """Lengths of the runs in which positions rise by 1, None for one run. Raises ValueError for several rows."""
         if positions is None or self.L < 2:
             return None
         starts = (positions.diff() != 1).any(0).nonzero()[:, 0].add(1).tolist()
@@ -166,7 +166,7 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
 
 
 class _Shared:
-    """A weak reference to an object that a layer got, or None, with the version counter that a tensor had then."""
+    """A weak reference to an object that layers share, or to None; of a tensor also its version counter then."""
 
     def __init__(self, x: Any) -> None:
         self._reference = None if x is None else weakref.ref(x)

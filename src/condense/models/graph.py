@@ -81,8 +81,8 @@ class GraphDecoder:
 
         input_ids int64 ``[B, L]``; attention_mask ``[B, L]``, 0 at padding, which must be on the left; chunk: tokens
         per forward, None: all at once.
-        Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, right padding,
-        and a chunk smaller than the prompt if a method looks ahead in it.
+        Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, padding on the right,
+        and a chunk smaller than the prompt if a method looks ahead.
         """
         B, L = self._check_prompt(input_ids, attention_mask)
         chunk = L if chunk is None else chunk
@@ -104,7 +104,7 @@ class GraphDecoder:
         else:
             self._mask[:, :L] = mask
             positions = (mask.cumsum(1) - 1).clamp(min=0)
-        # logits of the last token alone, for models that can be asked for these
+        # ask for the logits of the last token alone, if the model has that argument
         keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         for start in range(0, L, chunk):
             stop = min(start + chunk, L)
@@ -151,9 +151,9 @@ class GraphDecoder:
         eos_token_id: int | Sequence[int] | None = None,
         chunk: int | None = None,
     ) -> Tensor:
-        """Greedy decoding: ``[B, L + n]``, n <= max_new_tokens. A row that has ended repeats the token that ended it.
+        """Greedy decoding: int64 ``[B, L + n]``, n <= max_new_tokens. After its end token a row repeats that token.
 
-        Other arguments as `prefill`. Raises ValueError as `prefill`, and if prompt and new tokens do not fit.
+        Other arguments as in `prefill`. Raises ValueError as `prefill`, and if prompt and new tokens do not fit.
         """
         check_int("max_new_tokens", max_new_tokens, 1)
         if input_ids.ndim == 2 and input_ids.shape[1] + max_new_tokens > self.max_length:
@@ -188,7 +188,7 @@ class GraphDecoder:
         return out.logits[:, -1]
 
     def _prepare(self) -> None:
-        """Allocate the buffers by a first step and, on CUDA, capture one; `_reset` then empties the cache."""
+        """Allocate the buffers by running a step and, on CUDA, capture one; the caller empties the cache afterwards."""
         self._rewind()
         self._decode()
         if self._ids.device.type == "cuda":

@@ -25,8 +25,10 @@ from condense.plan import ForwardPlan
 
 
 class Target(NamedTuple):
-    """Where new tokens go: a layer of a cache, or nowhere without one. Their plan, and how they were aligned; stored
-    tokens that layers have fetched, by layer (`condense.models.forward.Forward`).
+    """The call with new tokens, and the layer of a cache that they go to, or None for no cache.
+
+    padding: by which the tokens were aligned. plan: of these tokens. fetched: stored tokens that layers have fetched,
+    by layer (`condense.models.forward.Forward`).
     """
 
     call: AttentionCall
@@ -57,10 +59,10 @@ def read_tokens(
         k,
         v,
         target.layer_idx,
-        # taken out of the dictionary, so that their memory is free for the next layer's once this one has attended
+        # `pop`: fetched tokens leave the dictionary, so that their memory is free once this layer has attended
         request=ReadRequest(q, scale, target.plan, trailing, latent_width, fetched.pop(target.layer_idx, None)),
     )[0]
-    # copied while this layer attends; not for a single token, which the next layer most often reads in a step
+    # The copy runs while this layer attends. Not for a single token: most often the next layer reads it in a step.
     if q.shape[2] > 1:
         _fetch_next(cache, target.layer_idx, fetched)
     return context
@@ -91,7 +93,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
     if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
-        return  # every step but the first ends here
+        return  # so in every step but the first
     if isinstance(cache, StaticCache):
         _check_static(cache)
     if cache.layer_class_to_replicate is not None:
@@ -106,7 +108,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
 
 
 def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
-    """Say if a static cache gets a prompt without padding, which a compiled forward can read as one graph."""
+    """Tell a static cache whether its prompt has no padding: a compiled forward can read such a one as one graph."""
     for layer in cache.layers:
         if isinstance(layer, StaticCondensedLayer):
             layer.expect_prompt(plain=plain)
@@ -124,7 +126,7 @@ def _condensed_layer(layer: CacheLayerMixin, method: Method, room: int) -> Conde
     if isinstance(method, Recall):
         return StaticRecallLayer(method, room)
     condensed = StaticCondensedLayer(method, room)
-    condensed.is_sliding = layer.is_sliding  # by which transformers finds the layers that its masks are for
+    condensed.is_sliding = layer.is_sliding  # transformers reads it to choose the mask that a layer gets
     return condensed
 
 

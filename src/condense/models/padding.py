@@ -1,7 +1,7 @@
 """Padding among the new slots, wherever it is.
 
-Attention needs every row right-aligned. Left padding, as in generation, is so already; padding elsewhere (a second turn
-of different lengths, right padding) is moved to the left, and the outputs are moved back.
+Attention needs every row right-aligned, which rows padded on the left, as in generation, are already. Padding elsewhere
+(second turns of different lengths, padding on the right) is moved to the left, and the outputs are moved back.
 
 Shapes: B rows, H heads, L new slots, D width.
 """
@@ -19,9 +19,11 @@ ALL_REAL = "condense_all_real"
 
 
 class Padding(NamedTuple):
-    """counts: real tokens per row, int64 CPU ``[B]``. trailing: slots at the end that are real in every row.
-    pad: bool ``[B, L]``. order, inverse: int64 ``[B, L]``, the slots with padding first and back, or None if the
-    padding is on the left already.
+    """Where the padding of new slots is, and how to move it to the left.
+
+    counts: real tokens per row, int64 CPU ``[B]``. trailing: number of last slots that are real in every row. pad: bool
+    ``[B, L]``. order: int64 ``[B, L]``, the slots in the order with padding first; inverse: the order that undoes it;
+    both None if the padding is on the left already.
     """
 
     counts: Tensor

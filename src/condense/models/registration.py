@@ -1,4 +1,4 @@
-"""Attention classes of a model's own, condensed after a model with them has shown that this is right.
+"""Registering an attention class that is not listed, after checks on a model show that condensing it is right.
 
 Shapes: B rows, L tokens, V vocabulary.
 """
@@ -18,21 +18,21 @@ from condense.models.families import REGISTERED, sliding_window, transformers_mo
 
 _LENGTH, _PROMPT, _PADS = 24, 13, 5
 _POOLED = CCA(group_size=2, window=4)
-# under these a condensed layer is its stock layer: nothing is pooled yet, and groups of one token
+# under these a condensed layer computes what its stock layer does: nothing is pooled yet, and groups of one token
 _STOCK = (CCA(group_size=2, window=_LENGTH), CCA(group_size=1, window=0))
 
 
 def register(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
     """Make `condense.apply` condense the layers of an attention class that it does not know, and return the class.
 
-    model: a causal LM with such layers, in float32 or float64. It shows, on random tokens, that condensing these layers
-    is right, and stays as it is; a tiny one made from a small configuration does as well as the real one. Shown are:
-    with nothing pooled, and with groups of one token, the logits are the stock model's; pooling changes them; a prompt
-    and single steps give what one forward gives, stock and condensed; rows padded on the left give what they give
-    alone. Differences may be twice those between the stock model's own forward and steps, and rounding.
+    model: a causal LM with such layers, in float32 or float64, on which this is checked with random tokens; it stays as
+    it is. A tiny one made from a small configuration does as well as the real one. Checked is that with nothing pooled,
+    and with groups of one token, the logits are the stock model's; that pooling changes them; that a prompt and single
+    steps give the logits of one forward, stock and condensed; that a row padded on the left has the logits that it has
+    alone. Logits may differ by rounding, and by twice the difference of the stock model's own forward and steps.
     Register before loading a saved condensed model with this class.
-    Raises ValueError, with the reason, and registers nothing, if one of these does not hold, for a model without such
-    layers and for another dtype.
+    Raises ValueError, with the reason, and registers nothing, if a check fails, for a model without such layers and for
+    another dtype.
     """
     base = transformers_model(model)
     found = [] if base is None else [m for m in base.modules() if type(m) is cls]
@@ -62,7 +62,7 @@ def register(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
 
 @torch.no_grad()
 def _prove(base: PreTrainedModel, layers: list[int]) -> None:
-    """Raise ValueError, with a clause, unless condensing these layers is right."""
+    """Raise ValueError, with the reason as a clause, unless all checks of `register` pass for these layers."""
     embeddings = base.get_input_embeddings()
     ids = torch.randint(embeddings.num_embeddings, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
     ids = ids.to(base.device)
@@ -70,7 +70,7 @@ def _prove(base: PreTrainedModel, layers: list[int]) -> None:
     mask[1, :_PADS] = 0
     stock = _whole(base, ids)
     largest, steps = float(stock.abs().max()), _in_steps(base, ids, torch.ones_like(ids))
-    # whatever rounds in the model does so in float32 at least, and keeps half of its digits
+    # parts of the model may round to float32, even in a float64 model; half of float32's digits must be right
     rounded = torch.finfo(torch.float32).eps ** 0.5 * largest
     _check(steps, stock, rounded, "the stock model's own prompt and single steps give something else than one forward")
     budget = 2 * _apart(steps, stock) + torch.finfo(base.dtype).eps * _LENGTH * largest
@@ -115,5 +115,6 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 def _check(got: Tensor, wanted: Tensor, budget: float, clause: str) -> None:
+    """Raise ValueError with the clause if logits differ by more than the budget, or are NaN."""
     if not _apart(got, wanted) <= budget:
         raise ValueError(f"{clause} (logits {_apart(got, wanted):.1e} apart, {budget:.1e} allowed)")

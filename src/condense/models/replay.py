@@ -1,4 +1,4 @@
-"""Plain `generate` over a CUDA graph: prompts are read as ever, steps of one token are captured once and replayed.
+"""Plain `generate` over a CUDA graph: prompts are read as usual, steps of one token are captured once and replayed.
 
 Shapes: B rows, V vocabulary.
 """
@@ -37,8 +37,8 @@ def replayable_cache(
     """A static cache of ``length`` tokens in place of the growing one made by `generate`, if its steps can be replayed.
 
     They can on one CUDA device with one forward per token (greedy or sampled), for a model that transformers can
-    compile as one graph. Otherwise, and where the caller chose a cache, its implementation, ``disable_compile`` or a
-    returned dictionary, which holds the cache, it stays as it is.
+    compile as one graph. Otherwise ``cache`` is returned; so it is if the caller chose a cache, its implementation,
+    ``disable_compile`` or ``return_dict_in_generate``, which returns the cache.
     """
     chosen = generation_config.cache_implementation is not None or generation_config.return_dict_in_generate
     if type(cache) is not DynamicCache or cache.offloading or chosen or mode not in _ONE_FORWARD_PER_TOKEN:
@@ -80,9 +80,9 @@ def can_replay(model: PreTrainedModel) -> bool:
 class ReplayedForward:
     """A model's forward whose steps of one token are one CUDA graph, for a single call of `generate`.
 
-    The first step runs as it is, which compiles kernels and takes workspaces; the second is captured. Steps over other
-    caches than static ones, whose addresses may change, and calls with other arguments than the step before run as they
-    are. A row that has ended, of which `generate` keeps no further token, counts as padding from then on: condensed
+    The first step runs eagerly, which compiles kernels and takes workspaces; the second is captured. A step runs
+    eagerly too if the cache is not static, because its addresses may change, or if it has other arguments than the step
+    before. A row that has ended, of which `generate` keeps no further token, counts as padding from then on: condensed
     layers neither store its tokens nor compute its attention.
     """
 
@@ -120,7 +120,7 @@ class ReplayedForward:
         return self._output
 
     def _begin(self, cache: Cache, ids: Tensor | None) -> None:
-        """Look for rows that end if the first call is a step after the prompt: in a prompt's pieces none does."""
+        """Prepare to watch for rows that end, unless the first call is a piece of the prompt, in which no row ends."""
         self._has_begun = True
         if ids is None or not isinstance(cache, CacheOfOneCall) or not cache.ends or int(cache.get_seq_length()) == 0:
             return

@@ -1,4 +1,4 @@
-"""How a condensed model's configuration is written, so that nothing loads it as a dense one unsaid."""
+"""How a condensed model's configuration is written, so that no program silently loads it as a dense one."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Programs that load models by themselves run as `condense run -m <module> ...`. W
 
 
 def written(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
-    """What ``config.to_dict()`` returns, ``output``, made to say what runs: condensed attention or another one.
+    """The result ``output`` of ``config.to_dict()``, changed so that it says which attention runs.
 
     A condensed configuration is written with its methods, the version of this library and ``attn_implementation``,
     which transformers without `condense` refuse to load, and with the name of a condensed architecture, which engines
-    without it refuse. One that was set to another implementation is a stock one.
+    without it refuse. A configuration that was set to another implementation is written as a stock one.
     """
     settings = output.pop(KEY, None)
     if isinstance(settings, dict) and _is_condensed(config):
@@ -50,7 +50,7 @@ def written(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_card(folder: str | os.PathLike[str], methods: dict[int, Method]) -> None:
-    """A README in a saved model's folder that says how to load it; one that is there stays."""
+    """Write a README that says how to load the model into its folder, unless there is one."""
     path = Path(folder) / "README.md"
     if path.parent.is_dir() and not path.exists():
         text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))

@@ -22,18 +22,21 @@ from condense.ops.torch.attend import BlockKeys, attend_block
 
 @dataclass(frozen=True, kw_only=True)
 class LocalChunks(Method):
-    """The exact tokens of a query's own chunk of ``size`` tokens. Without a name: of stock layers, never saved."""
+    """The exact tokens of a query's own chunk of ``size`` tokens.
+
+    It has no ``name``, because it stands for stock layers only and is never saved.
+    """
 
     size: int
 
     @property
     def layout(self) -> Layout:
-        """Earlier chunks are closed by a chunk's first token, and leave no entries."""
+        """A chunk's first token closes the chunks before it, which leave no entries."""
         return Layout(UniformRule(chunk=self.size, window=1, max_chunks=0), pooling=EACH_TOKEN)
 
 
 def local_method(module: nn.Module) -> LocalChunks | StreamingLLM | None:
-    """What a layer with a sliding window, or with chunks, computes, as a method; None for full attention."""
+    """The method that computes the same as a stock layer with a sliding window or chunks; None for full attention."""
     size = sliding_window(module)
     if size is None:
         return None
@@ -47,7 +50,7 @@ class StockAttention:
     """
 
     def __init__(self, local: Method | None, cache: Cache | None, layer_idx: int) -> None:
-        """local: as of `local_method`."""
+        """local: as `local_method` returns it."""
         self.rule = UniformRule(chunk=1, window=None, max_chunks=0) if local is None else local.layout.rule
         self.cache = cache
         self.layer_idx = layer_idx
@@ -98,7 +101,7 @@ class StockAttention:
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
         forward = board.forward_of(call, self.cache, self.layer_idx)
         S = k.shape[2]
-        # a local layer's cache holds the last keys of those that the mask has columns for
+        # the mask has a column for every slot; the cache of a layer with a sliding window holds the keys of the last S
         num_columns = 0 if call.mask is None else call.mask[..., :filled].shape[-1]
         keys = forward.padding(num_columns - S, S)
         queries = keys if S == L else forward.padding(num_columns - L, L)

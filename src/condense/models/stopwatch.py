@@ -1,4 +1,4 @@
-"""When a model's tokens are ready: the clock of comparisons and benchmarks."""
+"""The clock of comparisons and benchmarks: it notes when each token of a model is ready."""
 
 from __future__ import annotations
 
