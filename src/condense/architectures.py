@@ -1,7 +1,7 @@
-"""Names of architectures: a condensed model is saved under one of its own, which engines without `condense` refuse.
+"""Names of architectures: a condensed model is saved under a name of its own, which engines without `condense` refuse.
 
-Trainers look up a model's class in transformers by its architecture, so it is read under the stock one; but not in an
-engine with the plugin, which serves condensed models under the name that they were saved with.
+Trainers look up a model's class in transformers by its architecture, so a saved model is read with the stock name. An
+engine with the plugin reads the saved name, because it serves condensed models under that one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def as_written(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_read(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of any configuration with the names under which the process knows its architectures.
+    """The content of any configuration, with names of architectures as this process knows them.
 
-    Those of other libraries that begin alike are left as they are: a condensed model's content names `condense`.
+    Only a condensed model's names change: another library's name may begin with the same word.
     """
     if not _reads_stock or not content.get(_KEY) or not _is_condensed(content):
         return content
@@ -39,9 +39,9 @@ def _is_condensed(content: dict[str, Any]) -> bool:
 
 
 def read_as_written() -> None:
-    """From now on this process knows condensed architectures: for plugins of engines.
+    """From now on leave the names of condensed architectures as they are saved: for plugins of engines.
 
-    A trainer in the same process, too, is then given those of models that it loads later.
+    It holds for the whole process: a trainer in it gets these names, too, of models that it loads later.
     """
     global _reads_stock
     _reads_stock = False

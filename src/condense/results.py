@@ -20,9 +20,9 @@ from torch import nn
 from condense.files import whole_file
 from condense.version import __version__
 
-# integers as wide as a parameter's numbers, and how many numbers are widened to 64 bits at a time
+# an integer dtype for each number of bytes that a parameter's numbers can have
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 2**24
+_AT_ONCE = 2**24  # numbers that are widened to 64 bits at a time
 
 _EXISTS = "{}: wanted a path that does not exist yet, got {}"
 
@@ -58,7 +58,7 @@ def device_name(device: torch.device | None = None) -> str:
 def fingerprint(model: nn.Module) -> str:
     """A hash of the names, shapes, dtypes and numbers of all parameters, the same on every device.
 
-    Of the numbers it takes the sum of their bits, read as integers, which has no rounding error.
+    A parameter's numbers enter as the sum of their bits, read as integers, because that sum has no rounding error.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -107,7 +107,7 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> No
         raise ValueError(f"{argument}: wanted a file, got the folder {path}")
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
     try:
-        # only an attempt tells: on some file systems the permission bits do not
+        # try to write, because on some file systems the permission bits do not tell
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise ValueError(f"{argument}: wanted a path that can be written, got {path}") from error

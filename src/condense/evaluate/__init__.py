@@ -1,4 +1,4 @@
-"""Evaluating a model under several attention methods on the same questions and the same text."""
+"""Evaluating a model under several attention methods, on the same questions and texts."""
 
 from condense.evaluate.intervals import Proportion
 from condense.evaluate.retrieval import RetrievalResult, passkey_sequences, retrieval

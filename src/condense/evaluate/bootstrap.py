@@ -1,4 +1,4 @@
-"""Bootstrap intervals of what a sample of answers says."""
+"""Bootstrap intervals of figures that are computed from a sample."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Interval:
 
 
 def bootstrap(values: Sequence[Any], figure: Callable[[Sequence[Any]], float] | None = None, seed: int = 0) -> Interval:
-    """The figure of the values, by default their mean, and its interval; the same for the same arguments.
+    """A figure of the values, by default their mean, with its interval; the same arguments give the same interval.
 
-    values: one per sample, numbers if there is no figure. Raises ValueError for no values.
+    values: one per sample. figure: computes the figure from values; None: their mean, so that values are numbers.
+    Raises ValueError if there are no values.
     """
     n = len(values)
     if n == 0:

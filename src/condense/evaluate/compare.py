@@ -27,9 +27,10 @@ from condense.models.stopwatch import Stopwatch, now
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, questions asked after it (none: the text is continued), and right answers where they are known.
+    """A text and questions that are asked after it; without questions the model continues the text.
 
-    chat: text and question are one message of a user, put into the tokenizer's chat template.
+    expected: the right answers, one per question; empty if they are not known. chat: text and question are one message
+    of a user, put into the tokenizer's chat template.
     """
 
     text: str
@@ -42,9 +43,9 @@ class Prompt:
 class Outcome:
     """One method, or one choice of methods by layer, on one prompt, greedy, batch 1.
 
-    first_token_s: reading the text and the first question up to its first new token. token_s: median over the
-    further tokens. cache_bytes: allocated after the text. correct: answers that begin with the expected one,
-    None if none is expected.
+    first_token_s: seconds for the text and the first question up to the first new token. token_s: median of the seconds
+    between further tokens, None if there are none. cache_bytes: bytes of the cache after the text. correct: number of
+    answers that begin with the expected one, None if none is expected.
     """
 
     method: MethodChoice
@@ -67,8 +68,9 @@ def compare(
 ) -> list[Outcome]:
     """Read the text once per method, then answer each question on a copy of that cache.
 
-    model: a causal LM with stock attention, left as it was. methods: a method, or layer index to method; Dense
-    and layers that are left out are stock. on_step is called after the text and after every answer.
+    model: a causal LM with stock attention, which it has afterwards too. methods: each a method, or layer index to
+    method; layers with Dense and layers that are left out are stock. on_step is called after the text and after every
+    answer.
     Raises ValueError for an unsupported or condensed model, an empty text, sizes below 1, expected answers that do
     not match the questions, a prompt longer than the model's learned positions, and as `chat_message`.
     """
@@ -96,7 +98,7 @@ def compare(
 
 
 def chat_message(tokenizer: PreTrainedTokenizerBase, text: str, question: str = "") -> tuple[str, str]:
-    """A user's message in the tokenizer's chat template, up to the end of ``text`` and from there on.
+    """A user's message in the tokenizer's chat template, in two parts: up to the end of ``text``, and the rest.
 
     Raises ValueError for a tokenizer without a template, and for a template that changes the text.
     """
@@ -133,7 +135,7 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 @contextmanager
 def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]:
-    """The choice for the length of the block; Dense leaves the model stock."""
+    """Condense the model as chosen for the length of the block; layers with Dense stay stock."""
     if isinstance(choice, Dense):
         yield
         return

@@ -9,7 +9,7 @@ _Z = 1.959963984540054  # of a 95 % interval
 
 @dataclass(frozen=True)
 class Proportion:
-    """A share of right answers with its 95 % Wilson interval, which is valid near 0 and 1 too."""
+    """A share of right answers with its 95 % Wilson interval ``[low, high]``, which is valid near 0 and 1 too."""
 
     right: int
     total: int

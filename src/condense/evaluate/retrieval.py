@@ -64,13 +64,13 @@ def retrieval(
 ) -> list[RetrievalResult]:
     """Ask every question of every sequence under every method, answers decoded greedily.
 
-    A question is asked after the text and the questions before it, which are followed by their right answers.
+    A question is asked after the text and the questions before it, each followed by its right answer.
 
-    model: a causal LM with stock attention, left as it was. methods: by the names that the results carry. sequences:
-    texts with questions. depths: number of slices for ``by_depth``.
-    decoding: ``"forced"``: one forward pass over a whole sequence; an answer is exact if every one of its tokens is the
-    most likely one after the true tokens before it, which is the same as that greedy decoding writes exactly this
-    answer. ``"generate"``: ``model.generate`` for every question, slow.
+    model: a causal LM with stock attention, which it has afterwards too. methods: method by the name that its result
+    gets. sequences: texts with questions. depths: number of slices for ``by_depth``.
+    decoding: ``"forced"``: one forward pass over a whole sequence; an answer is exact if each of its tokens is the most
+    likely one after the true tokens before it. Greedy decoding writes exactly this answer under the same condition.
+    ``"generate"``: ``model.generate`` for every question, slow.
     Raises ValueError for no method, no sequence, or an unknown ``decoding``.
     """
     check_choice("decoding", decoding, ("forced", "generate"))

@@ -62,9 +62,9 @@ def text_loss(
 ) -> list[TextLossResult]:
     """Mean loss of every token given all before it, under every method.
 
-    model: a causal LM with stock attention, left as it was. methods: by the names that the results carry. sequences:
-    token ids, all of one length. edges: where the stretches of ``by_position`` begin, ascending; the last ends with the
-    sequence.
+    model: a causal LM with stock attention, which it has afterwards too. methods: method by the name that its result
+    gets. sequences: token ids, all of one length. edges: where the stretches of ``by_position`` begin, ascending; the
+    last stretch ends with the sequence.
     Raises ValueError for no method or no sequence, sequences of several lengths, or edges that do not ascend within.
     """
     if not methods or not sequences:

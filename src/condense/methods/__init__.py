@@ -1,4 +1,4 @@
-"""Attention methods, one file each: settings, the layout of chunks and window, how a chunk becomes entries."""
+"""Attention methods, one file each: settings, the layout of chunks and window, and how a chunk becomes entries."""
 
 from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, split_bias, step_settings
 from condense.methods.cca import CCA

@@ -37,10 +37,10 @@ class Corpus:
 def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """Encode documents without special tokens, and put the separator (``eos``) after each.
 
-    Long documents are encoded in pieces that end at a newline, which is what makes encoding parallel. With a
+    Long documents are encoded in pieces that end at a newline, so that encoding runs in parallel. With a
     tokenizer that never merges across a newline (the library's own) the pieces give the same tokens as the whole.
 
-    Raises ValueError for no document, or nothing but empty ones; or the tokenizer has no ``eos`` token.
+    Raises ValueError if there is no document with text, or the tokenizer has no ``eos`` token.
     """
     separator = tokenizer.eos_token_id
     if separator is None:
@@ -91,7 +91,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
                 for name, array in vars(corpus).items():
                     np.save(part / f"{name}.npy", array)
         except OSError:
-            if not folder.is_dir():  # as it is if another run has encoded the same meanwhile
+            if not folder.is_dir():  # it exists if another run has encoded the same documents in the meantime
                 raise
     return Corpus(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in Corpus.__dataclass_fields__})
 
@@ -104,7 +104,8 @@ def sha256(path: Path) -> str:
     if is_dataset(path):
         digest = hashlib.sha256()
         for text in read_documents([path], skipped=Skipped()):
-            digest.update(hashlib.sha256(text.encode()).digest())  # of equal length, so that no border is lost
+            # hashes of texts have one length, so that moving text from one document to the next changes the result
+            digest.update(hashlib.sha256(text.encode()).digest())
         return digest.hexdigest()
     if not path.is_file():
         raise ValueError(f"paths: wanted an existing text file, got {path}")
@@ -128,7 +129,7 @@ def _pieces(document: str) -> Iterator[tuple[str, bool]]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    # verbose=False: no warning for texts longer than the model's positions, as most are
+    # verbose=False: no warning for texts longer than the model's positions, because most are
     encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return list(encoding["input_ids"])
 

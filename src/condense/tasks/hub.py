@@ -11,17 +11,17 @@ _ROWS = 1000  # read at a time
 
 
 def is_dataset(source: str | Path) -> bool:
-    """Whether a source of documents is a dataset by name rather than a local file."""
+    """True if a source of documents is the name of a dataset, False if it is a local file."""
     return str(source).startswith(_PREFIX)
 
 
 def read_dataset(source: str | Path, with_kind: bool) -> Iterator[tuple[int, Any]]:
-    """Row numbers, from 1, with the rows' text, and their kind.
+    """The rows of a dataset with their numbers from 1: their text, and with_kind their kind.
 
     The package datasets downloads the dataset into its own cache, or finds it there, and maps it into memory.
 
-    source: ``hf:OWNER/NAME``, ``hf:OWNER/NAME/CONFIG``, either also with ``:SPLIT``; ``train`` by default, and
-    whatever else `datasets.load_dataset` takes, such as ``train[:1%]``.
+    source: ``hf:OWNER/NAME`` or ``hf:OWNER/NAME/CONFIG``, either also with ``:SPLIT``: any split that
+    `datasets.load_dataset` takes, such as ``train[:1%]``; by default ``train``.
     Raises ValueError for a name of another form, without the package datasets, for a dataset that cannot be loaded, and
     for one without a column ``text``.
     """

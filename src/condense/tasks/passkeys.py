@@ -1,7 +1,7 @@
 """The hidden-numbers task as text: lines that state a number, and questions that ask for it.
 
 A line says ``The number of the quiet bridge is 4821.``; two common words name the number, which has four digits.
-The questions stand after the text. They come in two forms, so that a user's own phrasing has a chance:
+The questions stand after the text. They come in two forms, so that a model does not learn one phrasing alone:
 
 - ``"cloze"``: ``The number of the quiet bridge is`` -> `` 4821.``
 - ``"question"``: ``Question: What is the number of the quiet bridge?`` / ``Answer:`` -> `` 4821.``
@@ -35,7 +35,7 @@ def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int, *, sha
     most = len(words) ** 2 // 8 if shared else len(words) // 2
     if not 0 < count <= most:
         raise ValueError(f"count: wanted 1 to {most} keys for {len(words)} words, got {count}")
-    # shared: about half of the pairs of so many first and second words
+    # shared: as many first and second words as make about twice as many pairs as there are keys
     side = math.ceil(math.sqrt(2 * count)) if shared else count
     chosen = rng.choice(len(words), size=2 * side, replace=False)
     numbers = 1000 + rng.choice(9000, size=count, replace=False)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from condense.tasks.corpus import Corpus
 from condense.tasks.passkeys import FORMS, Key, draw_keys
 
-_LEAST_TEXT = 1 / 8  # of a sequence; keys that would leave less text than this are dropped
+_LEAST_TEXT = 1 / 8  # smallest share of text in a sequence; keys that would leave less are dropped
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class PasskeySequence:
     """One sequence: text with hidden numbers, then the questions with their answers.
 
     input_ids: ``[L]`` int64. keys: the hidden numbers, in the order of the questions. answers: for every question the
-    span ``[start, stop)`` of the tokens of its answer (space and digits). depths: for every question where its line
-    stands, 0 (top) to 1 (the questions begin). form: the form of the questions.
+    span ``[start, stop)`` of the tokens of its answer (space and digits). depths: for every question the place of its
+    line, from 0 (the beginning of the text) to 1 (its end, where the questions begin). form: the form of the questions.
     """
 
     input_ids: np.ndarray
@@ -36,7 +36,7 @@ class SequenceBuilder:
     tokens equal those of the whole text; others may merge across the pieces, and read the same text all the same.
 
     tokenizer: a fast tokenizer; sequences start with its ``bos`` token if it has one. corpus: where the text comes
-    from. words: the words that numbers are named by. length: tokens of every sequence.
+    from. words: used to name numbers. length: tokens of every sequence.
     Raises ValueError if the length is below 128, or the corpus is shorter than one sequence, or has no line starts.
     """
 
@@ -98,9 +98,9 @@ class SequenceBuilder:
         """Text with ``count`` numbers hidden at uniform depth, and the questions in random order at the end.
 
         shared: see `draw_keys`. anywhere: the numbers stand between any two words, as sentences; otherwise on lines of
-        their own. opening: one of them is the first thing in the text. size: tokens up to the end of the answers,
-        which other text follows; None: the whole sequence.
-        Long words can make ``count`` numbers too many for a short sequence; then as many are hidden as fit.
+        their own. opening: one of them is the first thing in the text. size: tokens up to the end of the answers, after
+        which other text follows; None: the whole sequence. If ``count`` numbers with their questions do not fit into
+        a short sequence, as many are hidden as fit.
 
         Raises ValueError for an unknown form, or a ``count`` that ``draw_keys`` refuses.
         """

@@ -15,7 +15,7 @@ _HELD_OUT_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Words:
-    """Two disjoint lists of lowercase words; models never see the held-out ones inside the task."""
+    """Two disjoint lists of lowercase words: one to train on, one held out for tests."""
 
     trained: tuple[str, ...]
     held_out: tuple[str, ...]

@@ -30,7 +30,7 @@ def one_ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
 class Verdict:
     """``share``: the worst error divided by its budget; at most 1 passes.
 
-    near_ties: results that were not compared, because the groups that they depend on could as well be others.
+    near_ties: number of results that were not compared, because they depend on a choice of groups that was a near tie.
     """
 
     share: float

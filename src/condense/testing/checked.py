@@ -23,10 +23,11 @@ from condense.testing.eager import masked_attention
 
 
 class Checked(NamedTuple):
-    """Checked queries ``[B, H, S, D]`` and, source by source, the keys and values that some of them sees.
+    """Checked queries ``[B, H, S, D]`` and, source by source, the keys and values that at least one of them sees.
 
-    columns: of each source, first and last. mask ``[B|1, K|1, S, n]`` and bias ``[B|1, K|1, 1, n]``: over the keys of
-    all sources, side by side. clear bool ``[B|1, H|1, S, 1]``: False where Recall could as well open other groups.
+    columns: for each source ``[first, stop)`` of these keys. mask ``[B|1, K|1, S, n]`` and bias ``[B|1, K|1, 1, n]``:
+    over the keys of all sources, side by side. clear bool ``[B|1, H|1, S, 1]``: False where rounding decides which
+    groups Recall opens.
     """
 
     q: Tensor

@@ -25,7 +25,7 @@ class Group(NamedTuple):
 
 
 class Row:
-    """One row and KV head. q ``[R, L, D]``, k ``[L, D]``; ``prompt`` tokens came at once, before the others."""
+    """What each query of one row and KV head sees. q ``[R, L, D]``, k ``[L, D]``; prompt: tokens read at once first."""
 
     def __init__(self, method: Any, q: Tensor, k: Tensor, scale: float, prompt: int) -> None:
         self.method, self.q, self.k, self.scale = method, q, k, scale
@@ -166,10 +166,10 @@ def row(
     method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
-    plan = Row(method, q, k, scale, len(k) if prompt is None else prompt)
+    visible = Row(method, q, k, scale, len(k) if prompt is None else prompt)
     outs, lses = [], []
     for t in range(len(k)):
-        exact, groups = plan.sees(t)
+        exact, groups = visible.sees(t)
         bias = [group_bias(method, weights)[None] for _, weights in groups]
         keys, values = ([x[i] for i in exact] + [weights @ x[members] for members, weights in groups] for x in (k, v))
         logits = scale * q[:, t] @ torch.stack(keys).T + torch.cat([k.new_zeros(len(exact)), *bias])

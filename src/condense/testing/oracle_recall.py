@@ -103,7 +103,7 @@ def index_rows(method: Any, codes: Tensor, grid: Tensor, D: int) -> Tensor:
 def choose(
     method: Any, q: Tensor, codes: Tensor, grid: Tensor, closed: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The groups that queries open by an index, bool ``[B, K, S, G]``, and where that is clear, bool ``[B, K, S]``.
+    """The groups that queries open by an index, bool ``[B, K, S, G]``, and whose choice is clear, bool ``[B, K, S]``.
 
     q ``[B, H, S, D]``; codes and grid of G groups; closed int64 ``[B|1, 1, S]``: groups that each query may open.
     """
@@ -141,15 +141,16 @@ def _products(query: Tensor, rows: Tensor) -> Tensor:
 
 
 def store(method: Any, kept: Sequence[Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys ``[B, K, G * g, D]`` and values of the store, as wide as k and v and in their dtype, from what a context has
-    behind codes and grid of the index.
+    """The store's keys ``[B, K, G * g, D]`` and values ``[B, K, G * g, Dv]``, in the widths and dtype of k and v.
+
+    kept: the tensors that follow codes and grid of the index in a context's ``extra``.
     """
     (tokens,) = kept
     return method.store_format.unpack(tokens, k.shape[3], v.shape[3], k.dtype)
 
 
 def _is_stored(method: Any, got: Tensor, x: Tensor, dim: int) -> bool:
-    """True if stored numbers are x, or in fewer bits within half a step, rounded up twice, and a rounding."""
+    """True if stored numbers are x; with fewer bits, within half a step (rounded up twice) and a rounding of x."""
     if method.store_bits == 16:
         return torch.equal(got, x)
     groups, eps = x.double().unflatten(2, (-1, method.group_size)), torch.finfo(x.dtype).eps
@@ -160,11 +161,11 @@ def _is_stored(method: Any, got: Tensor, x: Tensor, dim: int) -> bool:
 
 
 def holds(method: Any, k: Tensor, v: Tensor, kept: tuple[Tensor, ...]) -> bool:
-    """True if what a method keeps of its closed groups, beside entries, is theirs; k and v: whole rows.
+    """True if index and store hold the right numbers of the closed groups of k and v, which are whole rows.
 
-    kept: codes and grid of the index, then the store, as in `condense.methods.Context.extra`. The store holds the
-    tokens themselves, or numbers near theirs in fewer bits. Bounds lie outside of their keys, means beside theirs, by
-    at most one step of the index' grid; of 16 bits, by a unit in the last place.
+    kept: codes and grid of the index, then the store, as in `condense.methods.Context.extra`. The store must hold the
+    tokens themselves or, with fewer bits, numbers near them. Bounds must not lie inside the range of their keys. Bounds
+    and means may be off by one step of the index' grid; with 16 bits, by a unit in the last place.
     """
     codes, grid, *tokens = kept
     stored = store(method, tokens, k, v)
