@@ -207,7 +207,7 @@ BAD = {
     "no-method": ("llama", {0: None}, "method must be a condense method such as"),
     "sliding": ("qwen2-mixed", {"0-1": RECALL}, "layer 1 has a sliding window and cannot be condensed; full are [0]"),
     "latents": ("deepseek_v3", {0: RECALL, 1: tiny.SELECT}, "layer 1: DGA("),
-    "text-of-several": ("llama", "recall@0+cca", "of several each names its layers, got 'cca'; write cca@rest"),
+    "text-of-several": ("llama", "recall@0+cca", "each of several must name its layers, got 'cca'; write cca@rest"),
     "text-twice": ("llama", "recall@0+cca@0", "layers 0 are named twice, for Recall() and cca@0"),
     "no-file": ("llama", "@missing.json", "method: no such file: missing.json"),
 }

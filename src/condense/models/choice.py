@@ -41,7 +41,7 @@ def parse_choice(choice: object) -> MethodChoice:
 def choice_from_text(*texts: str) -> MethodChoice:
     """A choice as on the command line: ``cca:window=512``, ``recall@2,3+cca@rest``, or ``@FILE`` of an allocation.
 
-    texts: one, or several of which each names its layers. Raises ValueError for anything else.
+    texts: one, or several that each name their layers. Raises ValueError for anything else.
     """
     if any(text.startswith("@") for text in texts):
         if len(texts) > 1:
@@ -55,7 +55,7 @@ def choice_from_text(*texts: str) -> MethodChoice:
             return Method.parse(method)
         if not at:
             raise ValueError(
-                f"method: of several each names its layers, got {part!r}; write {part}@rest, or {part}@0-3"
+                f"method: each of several must name its layers, got {part!r}; write {part}@rest, or {part}@0-3"
             )
         layers = layers.strip()
         if layers != REST:
@@ -98,8 +98,8 @@ def parse_layers(text: str) -> list[tuple[int, int]]:
 def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int) -> dict[int, Method]:
     """Layer index to method, for the layers that a choice names.
 
-    attentions: the attention modules by layer. count: layers of the model. Raises ValueError for layers that are named
-    twice, that there are not, or that cannot be condensed.
+    attentions: the attention modules by layer. count: number of the model's layers. Raises ValueError for layers that
+    are named twice, do not exist or cannot be condensed.
     """
     if not isinstance(choice, Mapping):
         return dict.fromkeys(chosen_layers(None, attentions, count), choice)
@@ -120,9 +120,9 @@ def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int
 
 
 def chosen_layers(layers: Iterable[int] | str | None, attentions: Mapping[int, nn.Module], count: int) -> list[int]:
-    """The layers as a list of indices from 0; None: all that can be condensed. Arguments otherwise as of `assign`.
+    """The layers as a list of indices from 0; None: all that can be condensed. Other arguments as in `assign`.
 
-    Raises ValueError for other indices, for none, and for layers that cannot be condensed.
+    Raises ValueError for indices that do not exist, for an empty list, and for layers that cannot be condensed.
     """
     full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
     if layers is None:
@@ -149,7 +149,7 @@ def _indices(text: str, count: int) -> list[int]:
         low, high = (i + count if i < 0 else i for i in (first, last))
         outside = [i for i, index in ((first, low), (last, high)) if not 0 <= index < count]
         if outside:
-            return outside[:1]  # which is refused; its range could fill the memory
+            return outside[:1]  # the caller refuses this index; a range up to it could fill the memory
         if low > high:
             raise _backwards(f"{first}-{last}")
         indices += range(low, high + 1)
@@ -157,6 +157,7 @@ def _indices(text: str, count: int) -> list[int]:
 
 
 def _from_zero(index: Any, attentions: Mapping[int, nn.Module], count: int) -> int:
+    """The index counted from 0. Raises ValueError for anything but an int that names an attention module."""
     is_index = isinstance(index, int) and not isinstance(index, bool)
     if not is_index or (index + count if index < 0 else index) not in attentions:
         raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {index!r}")

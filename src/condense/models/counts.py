@@ -1,8 +1,7 @@
-"""How many entries, tokens and groups a method keeps or reads at a length: the counts behind `condense.inspect`."""
+"""How many entries, tokens and groups a method keeps or reads at a length: the counts of `condense inspect`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeGuard
 
 from condense.methods import DGA, Dense, Method, Recall
@@ -15,16 +14,8 @@ def selects(method: Method) -> TypeGuard[DGA]:
     return isinstance(method, DGA) and method.selection == "prompt"
 
 
-def first_that(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The first number from ``low`` on that holds, with all after it; ``high`` if none below it does."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
-
-
 def sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
-    """Closed chunks, at most ``most`` of them, that each query of ``length`` tokens finds, summed over the queries."""
+    """Number of closed chunks, at most ``most`` (None: all), summed over the queries of a text of ``length`` tokens."""
     if rule.window is None or length <= rule.window:
         return 0
     behind = length - rule.window  # tokens behind the window of the last query; the query before has one less
@@ -34,7 +25,7 @@ def sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
 
 
 def sum_opened(method: Recall, length: int) -> int:
-    """Groups that each query of ``length`` tokens opens, summed over the queries."""
+    """Number of open groups, summed over the queries of a text of ``length`` tokens."""
     rule, quota = method.layout.rule, method.quota
     if quota.part == quota.of:
         return sum_closed(rule, length, quota.most)
@@ -43,7 +34,10 @@ def sum_opened(method: Recall, length: int) -> int:
 
 
 def kept(method: Method, length: int) -> tuple[int, int]:
-    """Entries and exact tokens (with those in Recall's store or slots), and summary queries, that the device keeps."""
+    """How many entries and exact tokens, and how many summary queries, a cache keeps on the device, per KV head.
+
+    Exact tokens include those in Recall's store or slots.
+    """
     if isinstance(method, Dense):
         return length, 0
     if method.prompt_reader is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from condense.methods import DGA, Method, Recall, SnapKV, SparsePrefill, step_se
 from condense.methods.prompt import FocalPrompt
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.choice import MethodChoice
-from condense.models.counts import first_that, in_store, kept, on_host, selects, sum_closed, sum_opened
+from condense.models.counts import in_store, kept, on_host, selects, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
 from condense.ops.tensors.per_row import PerRow, at_most
 from condense.ops.triton.limits import settings_obstacle
@@ -137,11 +138,10 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
 
 @dataclass(frozen=True)
 class _Heads:
-    """entry_numbers: in one cache entry of all KV heads. scored: those of them that a summary query scores.
-    cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its keys.
-
-    FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to make
-    keys and values of it.
+    """num_q: query heads. width, value_width: of a head's keys and values. entry_numbers: numbers in one cache entry of
+    all KV heads; scored: how many of them a summary query scores. cached_widths: of a head's keys and values as they
+    are cached; latents are one head, whose values are in its keys. FLOPs beside attention: summary_flops per token, for
+    its summary query; entry_flops per condensed entry, to expand keys and values from latents.
     """
 
     num_q: int
@@ -194,7 +194,10 @@ class _Heads:
         return visible * self._per_key + pooled
 
     def pays_from(self, method: Method) -> int | None:
-        """Searched up to 64 windows, chunks and open groups and 8 ``min_focal``: what pays does so before."""
+        """The shortest length from which the method needs fewer FLOPs than dense attention, None if it never does.
+
+        Searched up to 64 times window, chunk and open groups together, plus 8 ``min_focal``: by then it is decided.
+        """
         if method.layout.rule.window is None:
             return None
         opened = 0
@@ -211,11 +214,12 @@ class _Heads:
         # after a pooling and over the lengths within one chunk, first falls and then rises: a bisection finds where it
         # becomes positive, first among the chunks, then within one.
         chunk, delay = method.layout.rule.chunk, method.layout.summary_delay
-        last = (limit - delay) // chunk
-        first = first_that(1, last + 1, lambda number: pays(delay + number * chunk))
-        if first > last:
+        poolings = range(delay + chunk, limit + 1, chunk)
+        first = bisect_left(poolings, True, key=pays)
+        if first == len(poolings):
             return None
-        return first_that(delay + (first - 1) * chunk if first > 1 else 1, delay + first * chunk, pays)
+        lengths = range(poolings[first - 1] if first > 0 else 1, poolings[first])
+        return lengths.start + bisect_left(lengths, True, key=pays)
 
     def _selection_pays_from(self, method: DGA, limit: int) -> int | None:
         if limit > _MOST_SEARCHED:
@@ -236,7 +240,7 @@ class _Heads:
         return self.num_q * 2 * (self.width + self.value_width)
 
     def _selected(self, method: DGA, tokens: PerRow) -> PerRow:
-        """FLOPs for prompts of so many tokens, if focal tokens spread evenly over them."""
+        """FLOPs for prompts of ``tokens`` tokens, if focal tokens are spread evenly over them."""
         focal, g = FocalPrompt(method).num_focal(tokens), method.group_size
         groups = (tokens - focal) // g
         # half of the entries on average, and of the members of the group in progress
@@ -265,7 +269,7 @@ class _Heads:
         return self.num_q * 2 * (visible * (D + Dv) + asked * D) + pooled + length * self.entry_flops
 
     def stored_bytes(self, method: Method, itemsize: int) -> int:
-        """A token of all KV heads in Recall's store."""
+        """Bytes of one token of all KV heads in Recall's store."""
         if not isinstance(method, Recall) or method.store_bits == 16:
             return self.entry_numbers * itemsize
         D = self.cached_widths[0]
@@ -273,21 +277,18 @@ class _Heads:
         return self.num_cached * method.store_format.width(D, self.entry_numbers // self.num_cached - D, itemsize)
 
     def bias_bytes(self, method: Method, length: int, itemsize: int) -> int:
-        """Matched biases of all entries, in float32 or wider."""
+        """Bytes of the matched biases of all entries, in float32 or wider; 0 if the method has none."""
         return int(num_entries(method, length)) * self.num_cached * max(4, itemsize) if method.layout.matched else 0
 
     def index_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """The index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
+        """Bytes of the index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
         D = self.cached_widths[0]
         num_codes, num_grid = method.index_settings.widths(D)
         code_bytes = num_codes * (itemsize if method.index_bits == 16 else 1)
         return int(num_entries(method, length)) * self.num_cached * (code_bytes + num_grid * max(4, itemsize))
 
     def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """Bytes that a step after ``length`` tokens reads: index, entries, tokens of open groups, and the window.
-
-        Of a matched method all biases, which stand apart.
-        """
+        """Bytes that a step after ``length`` tokens reads: index, entries and their biases, open groups, the window."""
         groups = int(num_entries(method, length))
         unopened = groups - method.quota.at(groups)
         opened = (groups - unopened) * method.group_size
