@@ -50,6 +50,15 @@ def test_sparsity_counts_texts_with_a_weight_above_the_rate():
         measure_sparsity(model, [ids], [61])
 
 
+def test_sparsity_takes_stretches_from_every_text():
+    model, texts = tiny.model("llama"), list(tiny.tokens(2, 60))
+    together = measure_sparsity(model, texts, [20], rhos=[0.3], sequences=4)
+    alone = [measure_sparsity(model, [ids], [20], rhos=[0.3], sequences=2) for ids in texts]
+    assert alone[0][0].top != alone[1][0].top
+    for layer, *of_texts in zip(together, *alone, strict=True):
+        assert layer.top == {n: pytest.approx(sum(x.top[n] for x in of_texts) / 2) for n in layer.top}
+
+
 def test_noise_moves_predictions_more_the_more_there_is_and_leaves_nothing_behind():
     model, ids = tiny.model("llama"), tiny.tokens(2, 40)
     before = model(ids).logits

@@ -1,4 +1,4 @@
-"""Measuring attention and what condensing changes: sparsity, keys and values, noise, conditioning, cost."""
+"""Measuring attention, dense and condensed: sparsity, error of keys and values, noise, conditioning, cost."""
 
 from condense.analysis.conditioning import Conditioning, conditioning, counterexample
 from condense.analysis.cost import Cost, Heads, keys_read, measure_cost

@@ -1,10 +1,10 @@
-"""What grouping does to the condition number: DGA's Theorem 3 in the form that holds, and where the printed one fails.
+"""The effect of grouping on the condition number: DGA's Theorem 3 in the form that holds, and as printed, which fails.
 
-The theorem says that the Hessian of min_a |y - a V|^2 (Problem 1) is conditioned no worse once tokens are grouped. With
-the variable that the problem has, the weights a in R^L, the Hessian is 2 V V^T, grouping makes it 2 M V V^T M^T with M
-the groups' means, and Poincare's separation theorem gives kappa(M V V^T M^T) <= kappa(V V^T), M's rows being orthogonal
-and of one length. The printed proof takes 2 V^T V instead, of the size of the values: that form is false, as
-`counterexample` shows.
+The theorem says that the Hessian of min_a |y - a V|^2 (Problem 1) is conditioned no worse once tokens are grouped. The
+variable of that problem are the weights a in R^L, so the Hessian is 2 V V^T. Grouping makes it 2 M V V^T M^T, where M
+takes the means of groups. The rows of M are orthogonal and of one length, so Poincare's separation theorem gives
+kappa(M V V^T M^T) <= kappa(V V^T). The printed proof takes 2 V^T V instead, a matrix of the size of the values; for it
+the statement is false, as `counterexample` shows.
 
 Shapes: L tokens in groups of m, d width.
 """
@@ -20,8 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Condition numbers of one set of values. weights, weights_grouped: of ``V V^T`` and ``M V V^T M^T``, the form that
-    holds; values, values_grouped: of ``V^T V`` and ``(M V)^T (M V)``, the printed one."""
+    """Condition numbers of one set of values.
+
+    weights, weights_grouped: of ``V V^T`` and ``M V V^T M^T``, the form that holds. values, values_grouped: of
+    ``V^T V`` and ``(M V)^T (M V)``, the printed form.
+    """
 
     weights: float
     weights_grouped: float
@@ -48,9 +51,10 @@ def condition_number(a: Tensor) -> float:
 
 
 def conditioning(v: Tensor, m: int) -> Conditioning:
-    """Both forms for values v ``[L, d]``: the one that holds on its first ``d // m * m`` rows, the printed one on all.
+    """Both forms for values v ``[L, d]``: the one that holds on the first ``d // m * m`` rows, the printed one on all.
 
-    Raises ValueError if there are fewer than m * d rows, so that grouped values have rank d, or m does not divide them.
+    Raises ValueError if v has fewer than m * d rows, with which grouped values could not have rank d, or a number of
+    rows that m does not divide.
     """
     d = v.shape[1]
     if len(v) < m * d:

@@ -1,4 +1,4 @@
-"""What a method's attention costs: keys read per token (DGA's Figure 5, LCA's Table 1) beside measured times.
+"""The cost of a method's attention: keys read per token (DGA's Figure 5, LCA's Table 1), and measured times.
 
 Shapes: B rows (1), H query heads, K KV heads, L tokens, D width.
 """
@@ -29,9 +29,10 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """One method at one length. keys: entries and tokens that the last query reads; mean_keys: the mean of all queries.
+    """One method at one length. keys: entries and tokens that the last query reads; mean_keys: the mean over queries.
 
-    seconds: attention of the whole text, median of `repeats` calls; None above `longest` tokens.
+    seconds: attention over the whole text, median of ``repeats`` calls; None above ``longest`` tokens
+    (`measure_cost`).
     """
 
     method: Method
@@ -42,9 +43,9 @@ class Cost:
 
 
 def keys_read(method: Method, seen: int) -> int:
-    """Entries and tokens that the query reads whose row has ``seen`` tokens, itself included.
+    """Number of entries and tokens that a row's query reads when ``seen`` tokens, its own included, have been read.
 
-    Raises ValueError for a method that chooses by a whole prompt, whose keys are not known from the number of tokens.
+    Raises ValueError for a method that reads whole prompts: how many keys it reads depends on more than ``seen``.
     """
     if isinstance(method, Dense):
         return seen
@@ -70,7 +71,7 @@ def measure_cost(
 ) -> list[Cost]:
     """Keys and times of one layer's attention over random q, k and v, for each method and length.
 
-    longest: tokens up to which it is timed. on_step is called after every pair.
+    longest: the largest length that is timed. on_step is called after every method and length.
     Raises ValueError for counts below 1, and as `keys_read`.
     """
     check_int("repeats", repeats, 1)

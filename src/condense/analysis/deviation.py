@@ -20,7 +20,7 @@ from condense.caches import CondensedLayer, ReadRequest
 from condense.config import check_int
 from condense.methods import Context, Method
 from condense.methods.grouped import GroupPooling
-from condense.models import attention_layers, condensed_layers, use
+from condense.models import attention_layers, check_stock, condensed_layers, use
 from condense.models.families import is_latent, max_learned_positions
 from condense.models.mla import up_projection
 
@@ -81,18 +81,18 @@ def measure_deviation(
 
     The model reads the text with the method, so these are the keys and values of its condensed layers; with latent
     attention, entries and tokens are compared after the up-projection of every head.
-    model: a causal LM with stock attention, left as it was. method: `condense.CCA` or `condense.LCA`.
+    model: a causal LM with stock attention, which it has afterwards too. method: `condense.CCA` or `condense.LCA`.
     layers: indices to condense; None means all that can be.
     texts: name to token ids ``[n]``, from which up to ``sequences`` stretches of each length are cut, evenly spread
     and without overlap. on_step is called after every stretch.
-    Raises ValueError for a model or a layer that cannot be condensed or a model that is, another kind of method, a
-    length that condenses nothing, exceeds a text or the model's learned positions, and counts below 1.
+    Raises ValueError for a model or a layer that cannot be condensed, a model that is condensed already, another kind
+    of method, a length at which no group closes or that exceeds a text or the model's learned positions, and counts
+    below 1.
     """
     check_int("sequences", sequences, 1)
     if not isinstance(Method.parse(method), GroupPooling):
         raise ValueError(f"method must pool groups of tokens, such as condense.LCA() or condense.CCA(), got {method}")
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    check_stock(model)
     _check_lengths(model, method, texts, lengths)
     chosen = None if layers is None else list(layers)
     return [
@@ -160,6 +160,7 @@ def _measure(
 
 
 def _over_layers(layers: list[VectorDeviation]) -> VectorDeviation:
+    """One deviation of all layers: means over layers, and the largest distance of any."""
     norm = sum(layer.norm for layer in layers) / len(layers)
     deviation = sum(layer.deviation for layer in layers) / len(layers)
     return VectorDeviation(norm, deviation, deviation / norm, max(layer.largest for layer in layers))
@@ -186,6 +187,7 @@ class _Observer(CondensedLayer):
         return context
 
     def _heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values per head, expanded from latents if k holds these."""
         if not is_latent(self.module):
             return k, v
         module: Any = self.module

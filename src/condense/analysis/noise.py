@@ -1,7 +1,7 @@
 """How far a model's predictions move when its keys are noisy (after DGA, Figure 3b).
 
-The paper adds noise to attention's scores. A fused kernel has no such place, so the noise goes into what the scores are
-made of: Gaussian noise on the keys, before tokens are pooled.
+The paper adds noise to attention's scores. A fused kernel gives no access to them, so Gaussian noise is added to the
+keys instead, before tokens are pooled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from condense.methods import Method
-from condense.models import condensed_layers, use
+from condense.models import check_stock, use
 
 VARIANCES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -30,15 +30,15 @@ def noise_effect(
     *,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[dict[str, float]]:
-    """Per variance, relative to the keys' own: mean KL divergence (nats) from the predictions without noise.
+    """For each variance of the noise, the mean KL divergence (nats) from the predictions without noise.
 
-    model: a causal LM with stock attention, left as it was, whose attention goes through transformers' attention
-    functions. sequences: token ids ``[L]``; each meets the same noise under every method. on_step is called after each.
+    model: a causal LM with stock attention, which it has afterwards too, and which calls transformers' attention
+    functions. sequences: token ids ``[L]``; each gets the same noise under every method. variances: of the noise, as
+    multiples of the keys' own variance. on_step is called after each sequence.
     Returns ``{"variance", "kl"}`` per variance, KL as the mean over all positions.
-    Raises ValueError for a condensed model and for attention that takes no noise.
+    Raises ValueError for a condensed model, and for one that calls no attention function of transformers.
     """
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    check_stock(model)
     totals = dict.fromkeys(variances, 0.0)
     with use(model, method):
         for index, sequence in enumerate(sequences):
@@ -48,7 +48,9 @@ def noise_effect(
                 with _noisy_keys(model, variance, seed=index) as calls:
                     noisy = _log_probabilities(model, ids)
                 if not calls:
-                    raise ValueError(f"{type(model).__name__}'s attention takes no noise: it has functions of its own")
+                    raise ValueError(
+                        f"model must call transformers' attention functions, which {type(model).__name__} does not"
+                    )
                 totals[variance] += float((clean.exp() * (clean - noisy)).sum(-1).mean())
             on_step()
     return [{"variance": variance, "kl": total / len(sequences)} for variance, total in totals.items()]
@@ -60,7 +62,7 @@ def _log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _noisy_keys(model: PreTrainedModel, variance: float, seed: int) -> Iterator[list[int]]:
-    """Noise on the keys that reach any attention function; yields one number per call."""
+    """Add noise to the keys of every call of the model's attention function; the list yielded grows by one per call."""
     calls: list[int] = []
     generator = torch.Generator(model.device).manual_seed(seed)
     name = model.config._attn_implementation

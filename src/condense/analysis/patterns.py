@@ -1,8 +1,8 @@
 """MInference's search (Jiang et al., 2024, Algorithm 1): the pattern of sparse prefill that suits each head best.
 
-The candidates are an A-shape, vertical-slash with several numbers of columns, and block-sparse. Each is as large as it
-may be without computing more pairs of query and key than the A-shape, counted in the whole blocks that a kernel reads.
-Of these the one wins that holds the largest share of dense attention's weights.
+The candidates are an A-shape, vertical-slash with several numbers of columns, and block-sparse. The other two are as
+large as possible without computing more pairs of query and key than the A-shape, counted in the whole blocks that a
+kernel reads. The candidate whose keys have the largest share of dense attention's weights wins.
 
 Shapes: H query heads, K KV heads, L tokens, D width. B = 1 row.
 """
@@ -10,6 +10,7 @@ Shapes: H query heads, K KV heads, L tokens, D width. B = 1 row.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from condense.files import whole_file
 from condense.methods import AShape, BlockSparse, Context, Dense, MInference, SparsePrefill, VerticalSlash, settings_of
-from condense.models import condensed_layers, use
+from condense.models import check_stock, condensed_layers, use
 from condense.ops import BLOCK, seen_pairs, sparse_attention
 from condense.results import plain, provenance
 from condense.version import __version__
@@ -32,10 +33,10 @@ VERTICALS, STEP = (30, 100, 500, 3000), 50
 
 @dataclass(frozen=True)
 class HeadPattern:
-    """One query head. pattern: the best, as `condense.MInference` takes it.
+    """One query head. pattern: the best candidate, as text that `condense.MInference` takes.
 
-    kept: each candidate to the share of dense attention's weights on the keys that it sees, the mean over queries.
-    pairs: each candidate to the pairs of query and key that it computes, as a share of the A-shape's.
+    kept: for each candidate the share of dense attention's weights on the keys that it sees, the mean over queries.
+    pairs: for each candidate the pairs of query and key that it computes, divided by those of the A-shape.
     """
 
     layer: int
@@ -51,13 +52,12 @@ def search_patterns(
 ) -> list[HeadPattern]:
     """The best pattern of every query head, layer by layer, on a text of token ids ``[L]``, read in one forward.
 
-    model: a causal LM with stock attention, left as it was; of MLA, the keys that are expanded from latents are
-    searched. budget: the A-shape whose pairs no candidate exceeds; the paper's is the default of `condense.AShape`, on
-    a text of 30,000 tokens. on_head is called after every head.
-    Raises ValueError for a condensed model, and for a text of which the budget sees everything.
+    model: a causal LM with stock attention, which it has afterwards too; with MLA, patterns are for the keys expanded
+    from latents. budget: the A-shape whose number of pairs no candidate exceeds; the paper has the default of
+    `condense.AShape` on a text of 30,000 tokens. on_head is called after every head.
+    Raises ValueError for a condensed model, and for a text so short that the budget's pattern sees all of it.
     """
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    check_stock(model)
     if len(ids) <= budget.sink + budget.window + BLOCK:
         raise ValueError(
             f"text must have more tokens than {budget} sees at once, {budget.sink + budget.window + BLOCK}, got "
@@ -79,7 +79,7 @@ def search_patterns(
 
 
 def patterns_by_layer(heads: Sequence[HeadPattern]) -> dict[int, MInference]:
-    """What `search_patterns` found, as a method for each layer."""
+    """The result of `search_patterns` as a method for each layer."""
     return {
         layer: MInference(patterns=tuple(each.pattern for each in heads if each.layer == layer))
         for layer in dict.fromkeys(each.layer for each in heads)
@@ -134,27 +134,28 @@ def _best(layer: int, head: int, q: Tensor, k: Tensor, scale: float, dense: Tens
 
 
 def _candidates(q: Tensor, k: Tensor, scale: float, budget: AShape, most: int) -> Iterator[SparsePrefill]:
-    """The A-shape, and of each other family the largest that computes at most as many pairs."""
+    """The A-shape, and of each other family the largest that computes at most ``most`` pairs."""
     L = q.shape[2]
     yield budget
+    # a family: the method of size n, and the largest n
     families: list[tuple[Callable[[int], SparsePrefill], int]] = [
         *((lambda n, v=v: VerticalSlash(vertical=v, slash=STEP * n), -(-L // STEP)) for v in VERTICALS if v < L),
         (lambda n: BlockSparse(blocks=n), -(-L // BLOCK)),
     ]
     for family, largest in families:
-        low, high = 0, largest
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = _pairs(family(middle), q, k, scale) <= most
-            low, high = (middle, high) if fits else (low, middle - 1)
-        if low > 0:
-            yield family(low)
+        # the pairs do not fall as n rises, so the number of sizes that fit is the largest size that fits
+        sizes = range(1, largest + 1)
+        size = bisect_right(sizes, most, key=lambda n, family=family: _pairs(family(n), q, k, scale))
+        if size > 0:
+            yield family(size)
 
 
 def _pairs(method: SparsePrefill, q: Tensor, k: Tensor, scale: float) -> int:
+    """Pairs of query and key that one head computes, counted in whole blocks."""
     return int(seen_pairs(method.choose(q, k, scale=scale), q.shape[2])[0])
 
 
 def _as_text(method: SparsePrefill) -> str:
+    """The method as text that `condense.Method.parse` reads."""
     settings = ",".join(f"{name}={value}" for name, value in method.to_dict().items() if name != "method")
     return f"{method.name}:{settings}"

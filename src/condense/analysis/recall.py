@@ -1,4 +1,4 @@
-"""How much of dense attention Recall sees exactly, layer by layer, and how often opened groups are opened again.
+"""The share of dense attention that Recall sees exactly in each layer, and how often a group is opened again.
 
 Shapes: B = 1 row, H query heads, K KV heads, L tokens, Q sampled queries, G groups of g tokens, D width.
 """
@@ -17,7 +17,7 @@ from condense.analysis.deviation import stretches
 from condense.caches import CondensedLayer, ReadRequest
 from condense.config import check_int
 from condense.methods import Context, Recall
-from condense.models import attention_layers, condensed_layers, use
+from condense.models import attention_layers, check_stock, condensed_layers, use
 from condense.models.families import is_latent
 from condense.ops.recall import GroupIndex, IndexChoice
 from condense.ops.tensors.per_row import max_row
@@ -29,9 +29,9 @@ class LayerRecall:
     """One layer, over the sampled queries of all texts.
 
     window, opened, pooled: the shares of dense attention's weights that lie on the window, on the tokens of open groups
-    and on the others, means over heads; they add up to 1. best: what ``opened`` would be if the groups with the largest
-    weights were opened. heads: ``window + opened`` of each query head.
-    hits: number of slots to the share of opened groups that are among those opened last, from one token to the next.
+    and on the others, means over heads; they add up to 1. best: the value that ``opened`` would have if the groups with
+    the largest weights were opened. heads: ``window + opened`` of each query head.
+    hits: for each number of slots the share of opened groups that are in a slot already when a token opens them.
     """
 
     layer: int
@@ -55,21 +55,20 @@ def measure_recall(
     slots: Sequence[int] | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> list[LayerRecall]:
-    """Shares of dense attention's weights and hit rates of ``method`` in each layer of a model that reads with it.
+    """Shares of dense attention's weights and hit rates of slots, in each layer of a model that reads with ``method``.
 
-    model: a causal LM with stock attention and ordinary keys, left as it was. texts: token ids ``[n]``, from which up
-    to ``sequences`` stretches of ``length`` tokens are cut. steps: the last tokens of a stretch, whose queries are
-    measured, one after the other. slots: sizes of the cache of opened groups per KV head to try, None: one, two and
-    four times as many as the last token opens. on_step is called after every stretch.
-    Raises ValueError for another method, a model with latents or one that is condensed already, a length that closes no
-    group for the measured queries or exceeds the texts, and counts below 1.
+    model: a causal LM with stock attention, which it has afterwards too, and ordinary keys. texts: token ids ``[n]``,
+    from which up to ``sequences`` stretches of ``length`` tokens are cut. steps: the queries of this many last tokens
+    of a stretch are measured, one after the other. slots: numbers of slots per KV head to try; None: one, two and four
+    times as many as the last token opens groups. on_step is called after every stretch.
+    Raises ValueError for another method, a model with latents or one that is condensed already, a length at which no
+    group is closed for the measured queries or that exceeds the texts, and counts below 1.
     """
     for name, number in (("sequences", sequences), ("steps", steps)):
         check_int(name, number, 1)
     if not isinstance(method, Recall) or method.num_recall == 0:
         raise ValueError(f"method must be condense.Recall with num_recall above 0, got {method}")
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    check_stock(model)
     if any(map(is_latent, attention_layers(model).values())):
         raise ValueError(f"{type(model).__name__} has latents (MLA), whose weights are not measured")
     if length <= steps or method.layout.rule.closed(length - steps + 1) < 1:
@@ -123,7 +122,7 @@ class _Observer(CondensedLayer):
         return context
 
     def _count_hits(self, opened: list[list[int]]) -> None:
-        """The groups that one KV head opens, token by token, through caches of which the least recently used go."""
+        """Count how many of the groups that one KV head opens, token by token, are in slots; least recently used go."""
         self._opened += sum(map(len, opened[1:]))
         for size in self._hits:
             held: OrderedDict[int, None] = OrderedDict()
@@ -136,7 +135,7 @@ class _Observer(CondensedLayer):
                     held.popitem(last=False)
 
     def report(self, layer: int) -> LayerRecall:
-        """What was seen in all texts."""
+        """The layer's figures over all texts."""
         shares = torch.cat(self._shares, dim=2).double().mean(2)
         window, opened, pooled, best = shares.mean(1).tolist()
         heads = tuple((shares[0] + shares[1]).tolist())

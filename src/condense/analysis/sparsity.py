@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from condense.analysis.deviation import stretches
 from condense.config import check_int, check_number
-from condense.models import attention_layers, condensed_layers
+from condense.models import attention_layers, check_stock
 
 # edges of the histogram, as multiples of the mean weight 1 / L
 EDGES = (0.0, *(2.0**n for n in range(-10, 11)))
@@ -28,10 +28,10 @@ EDGES = (0.0, *(2.0**n for n in range(-10, 11)))
 
 @dataclass(frozen=True)
 class LayerSparsity:
-    """One layer. sparse: rho -> length -> P_sparse, the mean of its heads; heads: the same, head by head.
+    """One layer. sparse: rho -> length -> P_sparse, the mean over its heads; heads: the same, head by head.
 
-    histogram: share of the weights between neighbouring `EDGES` times 1 / L, at the longest length; the last number is
-    the share above all edges. top: number of largest weights -> their sum, the mean of heads and stretches.
+    histogram: shares of the weights that lie between neighbouring `EDGES` times 1 / L, at the longest length; the last
+    number is the share above all edges. top: n -> the sum of the n largest weights, the mean over heads and stretches.
     """
 
     layer: int
@@ -53,8 +53,8 @@ def measure_sparsity(
 ) -> list[LayerSparsity]:
     """Sparsity of every attention layer over stretches of the texts, token ids ``[n]`` each.
 
-    model: a causal LM with stock attention, left as it was. sequences: stretches of each length, spread over the texts.
-    on_step is called after every stretch.
+    model: a causal LM with stock attention, which it has afterwards too. sequences: stretches of each length, divided
+    evenly over the texts; a short text gives fewer. on_step is called after every stretch.
     Raises ValueError for a condensed model, lengths below 2 or above that of every text, and rhos outside 0 to 1.
     """
     check_int("sequences", sequences, 1)
@@ -62,12 +62,13 @@ def measure_sparsity(
         check_int("length", length, 2)
     for rho in rhos:
         check_number("rho", rho, 1e-9, 1.0)
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    check_stock(model)
     layers = sorted(attention_layers(model))
     weights: dict[int, list[list[np.ndarray]]] = {}
     for length in lengths:
-        parts = [part for ids in texts for part in stretches(ids, length, sequences)][:sequences]
+        # as many from each text; where that does not divide, the first texts give one more
+        counts = [len(range(i, sequences, len(texts))) for i in range(len(texts))]
+        parts = [part for ids, n in zip(texts, counts, strict=True) for part in stretches(ids, length, n)]
         if not parts:
             raise ValueError(f"length must be at most that of the longest text, {max(map(len, texts))}, got {length}")
         weights[length] = []
@@ -89,7 +90,7 @@ def last_query_weights(model: PreTrainedModel, ids: Tensor) -> list[np.ndarray]:
 
 @contextmanager
 def _weights_returned(model: PreTrainedModel) -> Iterator[None]:
-    """Attention that returns its weights, for the length of the block."""
+    """Let the model use attention that returns its weights, for the length of the block."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

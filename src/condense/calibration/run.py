@@ -16,7 +16,7 @@ from condense.calibration.measure import Meter, Reading
 from condense.calibration.report import Calibration, LayerLoss, Mean
 from condense.calibration.samples import draw_samples
 from condense.methods import Dense, Method
-from condense.models import attention_layers, chosen_methods, condensed_layers, use
+from condense.models import attention_layers, check_stock, chosen_methods, use
 from condense.models.families import is_latent, max_learned_positions
 from condense.models.inspect import inspect
 
@@ -52,8 +52,7 @@ def calibrate(
     Raises ValueError for goals that cannot be met, saying what can be, for texts that are too short, for candidates
     that the model cannot take, and for a model that is condensed or in training mode.
     """
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    check_stock(model)
     if model.training:
         raise ValueError("model must be in eval mode: call model.eval()")
     positions = max_learned_positions(model.config.get_text_config(decoder=True))

@@ -20,7 +20,7 @@ from transformers import (
 from condense.caches import cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense
-from condense.models import MethodChoice, attention_layers, chosen_methods, condensed_layers, use
+from condense.models import MethodChoice, attention_layers, check_stock, chosen_methods, use
 from condense.models.families import max_learned_positions
 from condense.models.stopwatch import Stopwatch, now
 
@@ -76,8 +76,7 @@ def compare(
     """
     check_int("max_new_tokens", max_new_tokens, 1)
     attention_layers(model)
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
+    check_stock(model)
     if prompt.expected and len(prompt.expected) != len(prompt.questions):
         raise ValueError(
             f"expected must hold one answer per question, got {len(prompt.expected)} for {len(prompt.questions)}"

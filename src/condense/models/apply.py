@@ -109,6 +109,12 @@ def condensed_layers(model: nn.Module) -> dict[int, Method]:
     return _methods(_by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)))
 
 
+def check_stock(model: nn.Module) -> None:
+    """Raise ValueError if a layer of the model is condensed."""
+    if condensed_layers(model):
+        raise ValueError("model must have stock attention: call condense.restore(model) first")
+
+
 def static_methods(model: nn.Module) -> dict[int, Method]:
     """Layer index to method in a static cache: `condensed_layers`, and the sliding windows of the other layers."""
     attentions: dict[int, Any] = _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
