@@ -37,25 +37,10 @@ class GraphDecoder:
         check_int("batch_size", batch_size, 1)
         check_int("max_length", max_length, 2)
         self.model = _causal_lm(model)
+        _check_decodable(self.model, max_length)
         self.batch_size, self.max_length = batch_size, max_length
-        config = self.model.config.get_text_config(decoder=True)
-        positions = max_learned_positions(config)
-        if positions is not None and max_length > positions:
-            raise ValueError(f"max_length must fit the model's {positions} learned positions, got {max_length}")
-        rope = rope_that_changes(config)
-        if rope is not None:
-            raise ValueError(
-                f"rotary frequencies that change with the length ({rope}) cannot be decoded by a graph: use "
-                "model.generate"
-            )
-        if self.model.device.type == "cuda" and has_eager_experts(self.model):
-            raise ValueError(
-                "experts that run one by one wait for the device, which a graph cannot: call "
-                "model.set_experts_implementation('batched_mm') first, or, where a model has no other experts (DBRX, "
-                "LongCat-Flash), use model.generate"
-            )
         self.methods = condensed_layers(self.model)
-        self.cache = StaticCache(config=config, max_cache_len=max_length)
+        self.cache = StaticCache(config=self.model.config.get_text_config(decoder=True), max_cache_len=max_length)
         if self.methods:
             ensure_layers(self.cache, static_methods(self.model))
         elif any(self.cache.is_sliding):
@@ -264,3 +249,22 @@ def _causal_lm(model: nn.Module) -> PreTrainedModel:
     if base.training:
         raise ValueError("model must be in eval mode: call model.eval()")
     return base
+
+
+def _check_decodable(model: PreTrainedModel, max_length: int) -> None:
+    """Raise ValueError if a graph cannot decode the model, or not up to ``max_length`` tokens."""
+    config = model.config.get_text_config(decoder=True)
+    positions = max_learned_positions(config)
+    if positions is not None and max_length > positions:
+        raise ValueError(f"max_length must fit the model's {positions} learned positions, got {max_length}")
+    rope = rope_that_changes(config)
+    if rope is not None:
+        raise ValueError(
+            f"rotary frequencies that change with the length ({rope}) cannot be decoded by a graph: use model.generate"
+        )
+    if model.device.type == "cuda" and has_eager_experts(model):
+        raise ValueError(
+            "experts that run one by one wait for the device, which a graph cannot: call "
+            "model.set_experts_implementation('batched_mm') first, or, where a model has no other experts (DBRX, "
+            "LongCat-Flash), use model.generate"
+        )

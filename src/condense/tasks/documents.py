@@ -13,7 +13,7 @@ from typing import Any
 from condense.tasks.hub import is_dataset, read_dataset
 
 _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
-_NAMED = 3  # of the records left out, in the report
+_NAMED = 3  # how many of the records left out are named in the report
 
 
 @dataclass
@@ -43,34 +43,39 @@ def read_documents(
     other file is one document of UTF-8 text. Text and JSON lines may be compressed (``.zst``). A dataset is named as
     ``hf:OWNER/NAME/CONFIG:SPLIT`` (see ``read_dataset``) and has a column ``text``.
 
-    paths: files to read, and names of datasets. kind: with records, only those whose ``kind`` has this value.
-    skipped: counts records that hold no text, which are then left out; None: they raise.
+    paths: files to read, and names of datasets. kind: of records, read only those whose ``kind`` has this value.
+    skipped: counts the records without text, which are left out; None: such a record raises.
     Raises ValueError if a file is missing or is not what its name says, or needs a package that is not installed; for a
     dataset as ``read_dataset``.
     """
     for path in map(Path, paths):
         records = _records(path, kind is not None)
-        if records is not None:
-            for number, record in records:
-                usable = isinstance(record, dict)
-                if usable and kind is not None and record.get("kind") != kind:
-                    continue
-                if usable and isinstance(record.get("text"), str):
-                    yield record["text"]
-                elif skipped is None:
-                    raise ValueError(f"paths: wanted records with a text field, got another line {number} in {path}")
-                else:
-                    skipped.add(f"{path} line {number}")
-        else:
-            with _opened(path) as stream:
-                try:
-                    yield stream.read().decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"paths: wanted UTF-8 text, got {path}: {error}") from error
+        if records is None:
+            yield _text(path)
+            continue
+        for number, record in records:
+            is_record = isinstance(record, dict)
+            if is_record and kind is not None and record.get("kind") != kind:
+                continue
+            if is_record and isinstance(record.get("text"), str):
+                yield record["text"]
+            elif skipped is None:
+                raise ValueError(f"paths: wanted a text field in every record, got none: line {number} in {path}")
+            else:
+                skipped.add(f"{path} line {number}")
+
+
+def _text(path: Path) -> str:
+    """A file that is one document."""
+    with _opened(path) as stream:
+        try:
+            return str(stream.read(), "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"paths: wanted UTF-8 text, got {path}: {error}") from error
 
 
 def _records(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]] | None:
-    """Numbers with records of a file or dataset; None for a file that is one document."""
+    """The records of a file or dataset with their numbers from 1; None for a file that is one document."""
     if is_dataset(path):
         return read_dataset(path, with_kind)
     if not path.is_file():
@@ -88,14 +93,14 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     for number, record in _json_lines(path):
         if not isinstance(record, dict):
-            raise ValueError(f"paths: wanted JSON objects, got another line {number} in {path}")
+            raise ValueError(f"paths: wanted a JSON object in every line, got none: line {number} in {path}")
         yield record
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers with what the lines hold: None if that is no JSON."""
+    """Line numbers with the JSON value in each line, None for a line that is no JSON."""
     with _opened(path) as stream:
-        # Lines of bytes end at "\n" alone: some texts hold other line breaks of Unicode, which end no record.
+        # read as bytes, whose lines end at "\n" alone: text may hold other line breaks of Unicode, which end no record
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
@@ -105,7 +110,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _parquet(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]]:
-    """Row numbers, from 1, with the rows' text, and their kind."""
+    """The rows of a Parquet file with their numbers from 1: their text, and with_kind their kind."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:

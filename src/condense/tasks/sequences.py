@@ -122,20 +122,12 @@ class SequenceBuilder:
             depths[0] = 0
         if anywhere:
             allowed = np.union1d(allowed[:1], np.flatnonzero(self._begins_word[text]))
-        places = allowed[_nearest(allowed, depths)]
-        order = np.argsort(places, kind="stable")
-        pieces, at, length = [self._bos], 0, len(self._bos)
-        positions = np.zeros(len(keys), np.int64)
-        for index in order:
-            pieces += [text[at : places[index]], lines[index]]
-            positions[index] = length + places[index] - at
-            length += places[index] - at + len(lines[index])
-            at = places[index]
-        pieces += [text[at:], self._newline]
-        length += len(text) - at + len(self._newline)
+        body, offsets = _inserted(text, lines, allowed[_nearest(allowed, depths)])
+        pieces = [self._bos, *body, self._newline]
+        length = sum(map(len, pieces))
 
         asked = rng.permutation(len(keys))
-        depth = positions / length
+        depth = (len(self._bos) + offsets) / length
         answers = []
         for index in asked:
             ask, reply = questions[index]
@@ -174,6 +166,20 @@ class SequenceBuilder:
 
     def _name(self, key: Key, opening: np.ndarray) -> list[np.ndarray]:
         return [opening, self._word_ids[key.first], self._word_ids[key.second]]
+
+
+def _inserted(text: np.ndarray, lines: list[np.ndarray], places: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """The text with each line put in at its place, in pieces, and the offset at which each line begins in the result.
+
+    places: int64 ``[lines]``, the offsets in ``text`` before which the lines stand.
+    """
+    pieces, offsets = [], np.zeros(len(lines), np.int64)
+    at = added = 0
+    for index in np.argsort(places, kind="stable"):
+        pieces += [text[at : places[index]], lines[index]]
+        offsets[index] = places[index] + added
+        at, added = places[index], added + len(lines[index])
+    return [*pieces, text[at:]], offsets
 
 
 def _nearest(ascending: np.ndarray, values: np.ndarray) -> np.ndarray:
