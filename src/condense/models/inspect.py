@@ -21,7 +21,7 @@ from condense.ops.triton.limits import settings_obstacle
 from condense.state import num_entries
 
 _MOST_SEARCHED = 2**23
-# where Recall opens a share of the groups, the length from which it pays is looked for as if these were most of them
+# if Recall opens a share of the groups, the search for the length from which it pays assumes at most this many
 _MOST_OPENED = 128
 
 

@@ -108,7 +108,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
 
 
 def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
-    """Tell a static cache whether its prompt has no padding: a compiled forward can read such a one as one graph."""
+    """Tell a static cache whether its prompt is free of padding: then a compiled forward can read it as one graph."""
     for layer in cache.layers:
         if isinstance(layer, StaticCondensedLayer):
             layer.expect_prompt(plain=plain)

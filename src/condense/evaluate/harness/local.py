@@ -1,4 +1,4 @@
-"""Data sets from local files in place of the hub: what the harness's tasks ask `datasets.load_dataset` for.
+"""Local files in place of the hub, for the data sets that the harness's tasks get from `datasets.load_dataset`.
 
 A folder of data may hold, beside the files of `FILES`, copies of hub repositories at ``OWNER/NAME``, as
 ``hf download --repo-type dataset OWNER/NAME --local-dir FOLDER/OWNER/NAME`` makes them.
@@ -23,8 +23,8 @@ class LocalFiles:
     """A data set of the hub as small local files.
 
     splits: split -> patterns of its files' names, without ``.jsonl`` or ``.jsonl.zst``; ``{name}`` stands for the
-    configuration's. row: turns a line into a row as the hub has it, given the configuration's and the split's name;
-    None leaves the line out.
+    configuration's name. row: ``row(line, configuration, split)`` makes of a line a row as the hub has it, or None to
+    leave the line out.
     """
 
     splits: dict[str, tuple[str, ...]]
@@ -32,7 +32,7 @@ class LocalFiles:
 
 
 def _mbpp(line: Row, name: str | None, split: str) -> Row | None:
-    # the first ten problems are for prompts, and the harness has them
+    # the first ten problems are examples for prompts; the harness has these itself
     return line if line["task_id"] > 10 else None
 
 
@@ -67,9 +67,9 @@ def rows(path: Path) -> Iterator[Row]:
 
 
 def find(folder: str | Path | None, task: str, *patterns: str, required: bool = True) -> list[Path]:
-    """Files in the folder that fit a pattern, ``.jsonl`` and ``.jsonl.zst`` being added to those without an ending.
+    """Files in the folder that fit a pattern; a pattern without an ending is tried with ``.jsonl`` and ``.jsonl.zst``.
 
-    Raises ValueError if there are none and they are required: it says what to download and where to put it.
+    Raises ValueError if there are none and they are required, saying what to download and where to put it.
     """
     endings = {pattern: [""] if "." in pattern else [".jsonl", ".jsonl.zst"] for pattern in patterns}
     names = [pattern + ending for pattern in patterns for ending in endings[pattern]]
@@ -83,22 +83,22 @@ def find(folder: str | Path | None, task: str, *patterns: str, required: bool = 
 
 
 def names_of_files(path: str, name: str | None) -> list[str]:
-    """Files by which a folder can stand for that data set of the hub; empty for those of which it needs a copy."""
+    """Names of local files that can replace this data set of the hub; empty if only a copy of its repository can."""
     known = FILES.get(path)
     patterns = [pattern for of_split in known.splits.values() for pattern in of_split] if known else []
     return [f"{pattern.format(name=name or '*')}.jsonl" for pattern in dict.fromkeys(patterns)]
 
 
 def has(folder: Path, path: str, name: str | None) -> bool:
-    """True if the folder holds that data set of the hub, in files or as a copy."""
+    """True if the folder holds this data set of the hub, in files of `FILES` or as a copy of its repository."""
     return (folder / path).is_dir() or _read(folder, path, name) is not None
 
 
 @contextmanager
 def local_datasets(folder: Path | None) -> Iterator[list[tuple[str, str | None]]]:
-    """Inside the block `datasets.load_dataset` looks into the folder first, then where it always does.
+    """Inside the block `datasets.load_dataset` looks into the folder first, then where it always looks.
 
-    Gives a list to which name and configuration of every data set are added that is asked for.
+    Yields a list, to which the name and configuration of each data set are added when it is asked for.
     """
     import datasets
 
@@ -122,7 +122,7 @@ def local_datasets(folder: Path | None) -> Iterator[list[tuple[str, str | None]]
 
 
 def _read(folder: Path, path: str, name: str | None) -> Any:
-    """The data set of that hub name from local files, or None if the folder has not rows of all its splits."""
+    """The data set of the hub called ``path``, from local files; None unless the folder has rows of all its splits."""
     import datasets
 
     known = FILES.get(path)

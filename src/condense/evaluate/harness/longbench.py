@@ -1,4 +1,4 @@
-"""LongBench from local files: the authors' own, and MiniLongBench's prompts, which hold context and question."""
+"""LongBench from local files: the authors' own, or MiniLongBench's, whose prompts hold context and question."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-# the harness has a file of prompt and metrics for each task, whose rows these are
-_PASSAGES = "hotpotqa"  # in MiniLongBench, Qasper's articles stand in its prompt
+_PASSAGES = "hotpotqa"  # MiniLongBench puts Qasper's articles into the prompt of this task
 
 
 def longbench_row(line: dict[str, Any], name: str | None, split: str) -> dict[str, Any] | None:
     """A row with ``context``, ``question``, ``answers`` and ``all_classes``, as the harness's prompts and metrics want.
 
     line: of the authors' files (``input`` is the question), or of MiniLongBench (``task``, ``origin_prompt``,
-    ``gold``), whose rows of other tasks than ``name`` give None; LongBench-E (``name_e``) is not in it.
+    ``gold``), where lines of other tasks than ``name`` give None; MiniLongBench does not have LongBench-E (``name_e``).
     Raises ValueError for a prompt that is not of the task's form.
     """
     if "origin_prompt" not in line:
@@ -33,12 +32,12 @@ def longbench_row(line: dict[str, Any], name: str | None, split: str) -> dict[st
 
 @functools.cache
 def _form(task: str) -> re.Pattern[str]:
-    """The prompt that the harness's file has for a task, as a pattern of context and question."""
+    """The prompt in the harness's file for a task, as a pattern whose named groups are context and question."""
     import lm_eval
     from lm_eval.tasks._yaml_loader import load_yaml
 
     file = Path(lm_eval.__file__).parent / "tasks" / "longbench" / f"{task}.yaml"
     parts = re.split(r"\{\{(\w+)\}\}", load_yaml(file, resolve_func=False)["doc_to_text"])
     pattern = "".join(f"(?P<{part}>.*)" if i % 2 else re.escape(part) for i, part in enumerate(parts))
-    # MiniLongBench has a blank or a line's end behind some prompts
+    # in MiniLongBench some prompts end with a blank or a newline
     return re.compile(pattern + (r"\s*" if parts[-1] else ""), re.DOTALL)

@@ -28,12 +28,14 @@ from condense.results import fingerprint, plain, provenance, write_results
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of every method alike.
+    """The settings of a run, which are the same for every method.
 
-    tasks: names of the harness's tasks, groups and tags, and of our own. lengths: tokens, for tasks that come in
-    several. limit: first documents of each task only. num_fewshot: None means each task's own. max_length: tokens that
-    the model may read, None for what its configuration says. data: folder of local files. trust_remote_code: tasks
-    that read the tokenizer may run the code that comes with it.
+    tasks: names of the harness's tasks, groups and tags, and of our own. lengths: numbers of tokens, for tasks that
+    make documents of several lengths. limit: number of documents of each task, the first ones; None: all. num_fewshot:
+    None: each task's own number. max_length: tokens that the model may read, None: as its configuration says. chat:
+    prompts are put into the tokenizer's chat template. data: folder of local files. run_generated_code: allow tasks
+    that run programs written by the model. trust_remote_code: tasks that load the tokenizer may run code that comes
+    with it.
     """
 
     tasks: tuple[str, ...]
@@ -76,9 +78,9 @@ def evaluate(
 ) -> list[Score]:
     """Run the tasks under every method and write the run's folder; on_method is called before each.
 
-    model: a causal LM with stock attention, left as it was. methods: by the names that results carry.
-    output: a folder that does not exist yet; with ``resume``, that of the same run, of which only what is missing is
-    computed.
+    model: a causal LM with stock attention, which it has afterwards too. methods: method by the name that its results
+    get. output: a folder that does not exist yet; with ``resume`` the folder of the same run, interrupted earlier: then
+    only the missing answers are computed.
     Raises ValueError as `load_tasks`, for a method that the model cannot take, for a folder that exists or belongs to
     another run, and for a batch of methods that read a prompt at once; torch.OutOfMemoryError if half the batch does
     not fit either.
@@ -90,7 +92,7 @@ def evaluate(
                 f"batch size must be 1 for {label}, which reads whole prompts at once, padding behind them too, "
                 f"got {settings.batch_size}"
             )
-        with attention_of(model, choice):  # now, not after hours with the methods before it
+        with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass
     metadata = {"tokenizer": tokenizer.name_or_path, "max_seq_lengths": list(settings.lengths)}
     metadata |= {"data": str(settings.data)} if settings.data else {}
@@ -190,7 +192,7 @@ def _simple_evaluate(
 
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=settings.max_length)
     responses.parent.mkdir(exist_ok=True)
-    # from here on the harness says what a user must know, as which prompts it cuts
+    # from here on the harness warns of things that a user must know, such as prompts that it cuts
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     return lm_eval.simple_evaluate(
         lm,
@@ -212,7 +214,7 @@ def _alone(loaded: Any) -> list[Any]:
 
 
 def _line(label: str, task: str, sample: dict[str, Any]) -> dict[str, Any]:
-    """A line of ``predictions.jsonl``: the prompt itself stands in the data, its hash here."""
+    """A line of ``predictions.jsonl``, with a hash of the prompt, which itself can be found in the data."""
     return {
         "method": label,
         "task": task,
@@ -236,7 +238,7 @@ def _scores(label: str, results: Any, loaded: dict[str, Any]) -> list[Score]:
             if not filter_key or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             found = [sample for sample in samples if sample["filter"] == filter_key and metric in sample]
-            # RULER's: -1 for a length that the sample does not have
+            # RULER has a metric for each length, which is -1 in samples of other lengths
             found = [sample for sample in found if not (metric.isdecimal() and sample[metric] == -1)]
             if not found:
                 continue
@@ -257,7 +259,7 @@ def _scores(label: str, results: Any, loaded: dict[str, Any]) -> list[Score]:
 
 
 def _figure(task: Any, metric: str) -> Callable[[Sequence[Any]], float] | None:
-    """How the harness makes one number of all samples'; None for their mean."""
+    """The function by which the harness aggregates a metric over samples; None for the mean."""
     from lm_eval.api.metrics import mean
 
     figure = task.aggregation().get(metric, mean)

@@ -15,14 +15,14 @@ OWN = tuple(sorted(path.stem for path in OWN_FOLDER.glob("*.yaml")))
 
 
 class LoadedTasks(NamedTuple):
-    """The harness's ``TaskManager``, and what its ``load`` gave: dicts of tasks and groups by name."""
+    """The harness's ``TaskManager``, and the tasks and groups by name that its ``load`` returned."""
 
     manager: Any
     loaded: dict[str, Any]
 
 
 def require_harness() -> None:
-    """Raise ValueError without the package lm_eval."""
+    """Raise ValueError if the package lm_eval is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -35,8 +35,8 @@ def load_tasks(
     """The tasks of those names.
 
     metadata: for tasks that make their documents; see ``task_files/documents.py``. data: folder of local files.
-    Raises ValueError for an unknown name (the closest are offered), a task that runs what the model writes unless
-    run_generated_code, and data that are not there (what to download, and where to put it).
+    Raises ValueError for an unknown name (naming the closest), for a task that runs programs written by the model
+    unless run_generated_code, and for missing data (saying what to download, and where to put it).
     """
     from lm_eval.tasks import TaskManager
 
@@ -73,14 +73,14 @@ def _load(manager: Any, name: str, data: Path | None, asked: Sequence[tuple[str,
     except ValueError as error:
         raise ValueError(f"task: {_line(error)}") from error
     except Exception as error:
-        # datasets raises many kinds for data that cannot be had: ConnectionError, FileNotFoundError, its own
+        # datasets raises many kinds of errors for data that it cannot load: ConnectionError, FileNotFoundError, its own
         logging.getLogger(__name__).debug("loading %s", name, exc_info=True)
         missing = asked[-1] if asked else ("OWNER/NAME", None)
         raise ValueError(_missing(manager.task_index, name, data, missing, error)) from error
 
 
 def _missing(index: Any, name: str, data: Path | None, missing: tuple[str, str | None], error: Exception) -> str:
-    """Which data set there is not, what to put where, and which parts of a group have theirs."""
+    """The message for a missing data set: what to put where, and which tasks of a group have their data."""
     repository, configuration = missing
     files = "".join(f"{file} or " for file in names_of_files(repository, configuration))
     parts = [(task, s["dataset_path"], s.get("dataset_name")) for task, s in _leaves([name], index) if _is_on_hub(s)]
