@@ -13,6 +13,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,10 @@ def _best(layer: int, head: int, q: Tensor, k: Tensor, scale: float, dense: Tens
 def _candidates(q: Tensor, k: Tensor, scale: float, budget: AShape, most: int) -> Iterator[SparsePrefill]:
     """The A-shape, and of each other family the largest that computes at most ``most`` pairs."""
     L = q.shape[2]
+
+    def pairs(family: Callable[[int], SparsePrefill], n: int) -> int:
+        return _pairs(family(n), q, k, scale)
+
     yield budget
     # a family: the method of size n, and the largest n
     families: list[tuple[Callable[[int], SparsePrefill], int]] = [
@@ -144,8 +149,7 @@ def _candidates(q: Tensor, k: Tensor, scale: float, budget: AShape, most: int) -
     ]
     for family, largest in families:
         # the pairs do not fall as n rises, so the number of sizes that fit is the largest size that fits
-        sizes = range(1, largest + 1)
-        size = bisect_right(sizes, most, key=lambda n, family=family: _pairs(family(n), q, k, scale))
+        size = bisect_right(range(1, largest + 1), most, key=partial(pairs, family))
         if size > 0:
             yield family(size)
 
