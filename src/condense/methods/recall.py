@@ -73,10 +73,9 @@ class Recall(Method):
     index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: bits per number
     of the index: 16 (the dtype of the keys), 8 or 4.
 
-    key_pooling, value_pooling: how a group's entry is made. "mean"; "max" per channel; or by scores of the group's
-    tokens: "weighted" by their softmax, "select" the token with the highest. These scores are by the group's summary
-    query, the mean of the ``group_size`` newest queries when the group closes. For latents, whole entries are pooled by
-    ``key_pooling``.
+    key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, "weighted" by the softmax of the
+    tokens' scores, or "select" the token with the highest. Scores are for the group's summary query, the mean of the
+    ``group_size`` newest queries when it closes. For latents, whole entries are pooled by ``key_pooling``.
 
     rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
     "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
@@ -197,10 +196,8 @@ class Recall(Method):
         )
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Entries of G groups, then what is kept for recalling them.
-
-        In order: keys and values, one per group (of width 0 with ``unchosen="drop"``); their biases, if matched; the
-        index, ``codes`` and ``grid``; the groups' tokens, packed by `StoreFormat`.
+        """Entries of G groups: keys and values (of width 0 with ``unchosen="drop"``) and their biases, if matched; then
+        the groups' index, ``codes`` and ``grid``, and their tokens, packed by `StoreFormat`.
         """
         tokens_k, tokens_v = chunks.tokens()
         kept = *build_index(tokens_k, self.index_settings), self.store_format.pack(tokens_k, tokens_v)
@@ -247,9 +244,9 @@ class Recall(Method):
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, store = context.extra
         tokens = self._unpack(store, context.window)
+        # where no query sees entries, the first tokens of the groups stand in their place
         entries = context.entries
         if self.unchosen == "drop":
-            # backends expect entries, though here no query sees them: give them each group's first token
             entries = Source(*(x[:, :, :: self.group_size] for x in tokens[:2]))
         if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
             raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")

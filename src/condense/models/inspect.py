@@ -138,10 +138,11 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
 
 @dataclass(frozen=True)
 class _Heads:
-    """num_q: query heads. width, value_width: of a head's keys and values. entry_numbers: numbers in one cache entry of
-    all KV heads; scored: how many of them a summary query scores. cached_widths: of a head's keys and values as they
-    are cached; latents are one head, whose values are in its keys. FLOPs beside attention: summary_flops per token, for
-    its summary query; entry_flops per condensed entry, to expand keys and values from latents.
+    """entry_numbers: in one cache entry of all KV heads. scored: those of them that a summary query scores.
+    cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its keys.
+
+    FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to make
+    keys and values of it.
     """
 
     num_q: int
