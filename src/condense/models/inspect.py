@@ -195,15 +195,13 @@ class _Heads:
         return visible * self._per_key + pooled
 
     def pays_from(self, method: Method) -> int | None:
-        """The shortest length from which the method needs fewer FLOPs than dense attention, None if it never does.
-
-        Searched up to 64 times window, chunk and open groups together, plus 8 ``min_focal``: by then it is decided.
-        """
+        """The shortest length from which the method needs fewer FLOPs than dense attention, None if it never does."""
         if method.layout.rule.window is None:
             return None
         opened = 0
         if isinstance(method, Recall):
             opened = method.num_recall if isinstance(method.num_recall, int) else _MOST_OPENED
+        # a method that pays at any length pays below this one, or below 8 ``min_focal`` more
         limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
         if selects(method):
             return self._selection_pays_from(method, limit + 8 * method.min_focal)
