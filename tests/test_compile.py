@@ -71,13 +71,12 @@ def _compiled_loss(model):
     return loss, torch.compile(loss, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "right-padded"])
-def test_training_forward_of_a_model(method, padded):
+def test_training_forward_of_a_model(method):
     """As one graph, beside a stock layer, with what a data collator gives: labels, and padding on the right."""
     model, ids = condense.apply(tiny.model("llama", num_hidden_layers=2), method, layers=[1]), tiny.tokens()
     mask = torch.ones_like(ids)
     mask[0, 40:] = 0
-    inputs = (ids, ids.masked_fill(mask == 0, -100), mask) if padded else (ids, ids)
+    inputs = (ids, ids.masked_fill(mask == 0, -100), mask)
 
     def loss_and_gradients(function):
         value = function(*inputs)
@@ -94,13 +93,13 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
     torch._dynamo.reset()
     ids = tiny.tokens()
     _, compiled = _compiled_loss(condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]))
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
+    mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1])[None]
+    padded = mask.clone()
+    padded[0, :5] = 0
     with pytest.raises(RuntimeError, match="padding on the left"):
-        compiled(ids, ids, mask)
-    positions = torch.arange(ids.shape[1])[None] % 20
+        compiled(ids, ids, padded, position_ids=positions)
     with pytest.raises(RuntimeError, match="several documents"):
-        compiled(ids[:1], ids[:1], position_ids=positions)
+        compiled(ids, ids, mask, position_ids=positions % 20)
 
 
 def test_prompts_and_steps_of_generate():
@@ -109,7 +108,7 @@ def test_prompts_and_steps_of_generate():
     model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
     prompts = [tiny.tokens(2, n, seed=n) for n in (30, 9)]
     want = [tiny.generate(model, ids) for ids in prompts]
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
     for ids, tokens in zip(prompts, want, strict=True):
         assert torch.equal(tiny.generate(model, ids, cache_implementation="static"), tokens)
 
@@ -118,7 +117,7 @@ def test_a_prompt_that_needs_counts_is_not_compiled():
     torch._dynamo.reset()
     model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
     ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (19, 12)])
-    settings = {"attention_mask": mask, "cache_implementation": "static", "max_new_tokens": 2}
+    settings = {"attention_mask": mask, "cache_implementation": "static", "max_new_tokens": 1}
     stock, want = model.forward, tiny.generate(model, ids, **settings)
     model.forward = torch.compile(stock, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile single steps instead"):

@@ -258,7 +258,7 @@ def test_the_bundled_model_with_hidden_numbers():
     """Found by a Recall that opens everything, lost by a window: numbers decide what the layers get."""
     model, tokenizer = condense.demo_model()
     config = CalibrationConfig(
-        budget_nats=0.5, candidates=(Dense(), StreamingLLM(window=32)), length=192, texts=2, hidden_numbers=2
+        budget_nats=0.5, candidates=(Dense(), StreamingLLM(window=32)), length=160, texts=2, hidden_numbers=2
     )
     texts = [condense.demo.demo_text().text]
     result = condense.calibrate(model, tokenizer, texts, config)

@@ -3,12 +3,16 @@
 import contextlib
 import functools
 import io
+import itertools
 import json
+import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from fresh import finish, start
 from transformers import GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
@@ -129,14 +134,14 @@ INSPECTED = {
 @pytest.mark.parametrize(("method", "settings"), INSPECTED.items(), ids=INSPECTED)
 def test_inspect_counts_what_a_cache_allocates(method: str, settings: condense.Method, tmp_path: Path) -> None:
     results = tmp_path / "layers.json"
-    done = run_here("inspect", "--method", method, "--length", "4096", "--dtype", "float32", "--json", str(results))
+    done = run_here("inspect", "--method", method, "--length", "2048", "--dtype", "float32", "--json", str(results))
     assert done.returncode == 0, done.stderr
     layers = json.loads(results.read_text())["results"]["layers"]
     model, _ = condense.demo_model()
     with condense.use(model, settings), torch.no_grad():
-        cache = model(torch.arange(4096).remainder(model.config.vocab_size)[None], logits_to_keep=1).past_key_values
+        cache = model(torch.arange(2048).remainder(model.config.vocab_size)[None], logits_to_keep=1).past_key_values
     assert sum(layer["bytes"] for layer in layers) == condense.cache_nbytes(cache)
-    assert all(layer["flops"] < layer["dense_flops"] and layer["pays_from"] < 4096 for layer in layers)
+    assert all(layer["flops"] < layer["dense_flops"] and layer["pays_from"] < 2048 for layer in layers)
     assert all(layer["remark"] is None for layer in layers)
 
 
@@ -431,53 +436,63 @@ def test_generate_uses_the_layers_of_a_saved_model(saved: Path, monkeypatch: pyt
         assert used == [expected] * 2
 
 
-PIPE = 4096  # bytes that wait to be read
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts background jobs, and so maybe this test run, with the interrupt ignored."""
+    stock = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, stock)
 
 
-def interrupt(
-    *arguments: str, wait: float, after: Path | None = None, text: bytes | None = None, how: int = signal.SIGINT
-) -> int:
-    """Run a command, interrupt it some time after a file has appeared or it has read ``text``; return its exit code."""
-    command = [sys.executable, "-m", "condense.cli.main", *arguments]
-    # a shell starts background jobs, and so maybe this test run, with the interrupt ignored; children inherit that
-    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **pipes, pipesize=PIPE, preexec_fn=listen) as process:
-        if text is not None:
-            process.stdin.write(text)
-        process.stdin.close()
-        deadline = time.monotonic() + 120
-        while after is not None and not after.exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(wait)
-        process.send_signal(how)
-        return process.wait(120)
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_leaves_no_result_files(story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, steps = LlamaForCausalLM.forward, itertools.count()
 
+    @functools.wraps(stock)
+    def forward(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        if next(steps) == 10:
+            signal.raise_signal(signal.SIGINT)
+        return stock(self, *args, **kwargs)
 
-def test_ctrl_c_leaves_no_result_files(tmp_path: Path) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
-    # more than a pipe holds: however slow the imports are, the command is past them once it has taken this
-    text = b"The harbour lay quiet under the moon. " * 600
-    assert len(text) > 4 * PIPE
-    assert interrupt("compare", "--text", "-", "--max-new-tokens", "1000", *outputs, text=text, wait=1) == 130
+    done = run_here("compare", "--text", str(story), *outputs)
+    assert (done.returncode, done.stderr) == (130, "condense: interrupted\n")
     assert not list(tmp_path.iterdir())
+
+
+def interrupt(*arguments: str, after: Path, how: int) -> int | None:
+    """Run a command in a process of its own, interrupt it soon after a file has appeared; return its exit code."""
+    process = start(command, *arguments)
+    deadline = time.monotonic() + 120
+    while not after.exists() and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)  # to write it
+    os.kill(process.pid, how)
+    return finish(process)[0]
+
+
+def command(*arguments: str) -> None:
+    """`python -m condense` with these arguments."""
+    sys.argv[1:] = arguments
+    runpy.run_module("condense", run_name="__main__")
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path: Path, how: int) -> None:
     output, recipe = tmp_path / "adapted", story.parent / "recipe.toml"
     recipe.write_text('sequence_length = 128\nbatch_size = 2\ndtype = "float32"\ndistill = 0.0\n')
-    command = (
+    arguments = (
         "train", str(recipe), "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
         "--data", str(story), "--output", str(output), "--steps", "100", "--workers", "0",
     )  # fmt: skip
     checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-25"
-    # what is written last, and the time to write it
-    code = interrupt(*command, after=checkpoint / "complete", wait=0.2, how=how)
+    # what is written last
+    code = interrupt(*arguments, after=checkpoint / "complete", how=how)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert [path.name for path in tmp_path.iterdir()] == ["adapted.work"]
-    assert "unfinished run" in run_here(*command).stderr
-    done = run_here(*command, "--resume")
+    assert "unfinished run" in run_here(*arguments).stderr
+    done = run_here(*arguments, "--resume")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["adapted"]
     report = json.loads((output / "training.json").read_text())["results"]

@@ -1,12 +1,11 @@
 """Adapters trained on a condensed model carry its methods, and condense their base when PEFT loads them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from models import tiny
+from fresh import run
+from models import loading, tiny
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -77,12 +76,4 @@ def test_without_a_condensed_base_nothing_is_written(base, tmp_path):
 
 
 def test_peft_imported_after_condense(base, trained):
-    program = f"""
-import sys, condense
-assert "peft.peft_model" not in sys.modules
-from peft import AutoPeftModelForCausalLM
-from condense.models import condensed_layers
-assert len(condensed_layers(AutoPeftModelForCausalLM.from_pretrained({str(trained[0])!r}))) == 3
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run(loading.import_peft_after_condense, trained[0])

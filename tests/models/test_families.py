@@ -22,7 +22,7 @@ STATED = {
     for name in re.findall(r"`([^`]+)`", names)
 }
 EXACT = "exact"
-LENGTH, PROMPT, NUM_PADS = 22, 13, 5
+LENGTH, PROMPT, NUM_PADS = 18, 13, 5
 CONDENSED = condense.CCA(group_size=2, window=4)
 # those that are the stock model: nothing pooled yet, and groups of one token
 STOCK = (condense.CCA(group_size=2, window=LENGTH), condense.CCA(group_size=1, window=0))
@@ -101,7 +101,7 @@ def test_queries_scaled_by_position():
         torch.testing.assert_close(tiny.logits(model, ids), stock, **tiny.EXACT)
     with condense.use(model, CONDENSED):
         whole = tiny.logits(model, ids)
-        torch.testing.assert_close(tiny.in_chunks(model, ids, (PROMPT, *[1] * 9)), whole, **tiny.EXACT)
+        torch.testing.assert_close(tiny.in_chunks(model, ids, (PROMPT, *[1] * (LENGTH - PROMPT))), whole, **tiny.EXACT)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

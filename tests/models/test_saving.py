@@ -3,12 +3,11 @@
 import io
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
-from models import tiny
+from fresh import run
+from models import loading, tiny
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import condense
@@ -24,32 +23,6 @@ SAVED = {
     "minicpm3": {0: tiny.METHODS["lca"], 2: tiny.CCA},
 }
 IDS = tiny.tokens()
-
-# one fresh process does all the loading, first without condense: imports take longer than everything else here
-FRESH = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-
-folder, ids = sys.argv[1], torch.load(f"{sys.argv[1]}/ids.pt")
-
-@torch.no_grad()
-def loaded(name):
-    try:
-        model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
-    except ValueError as error:
-        return str(error)
-    return model(ids).logits, type(next(m for m in model.modules() if hasattr(m, "layer_idx"))).__name__
-
-result = {"without": {name: loaded(name) for name in sys.argv[2:]}}
-assert "condense" not in sys.modules
-with torch.no_grad():
-    # condense is imported by what the pickle names
-    result["pickled"] = torch.load(f"{folder}/module.pt", weights_only=False)(ids).logits
-import condense
-result["with"] = {name: loaded(name) for name in sys.argv[2:]}
-torch.save(result, f"{folder}/fresh.pt")
-"""
 
 
 def _assert_equal(a, b):
@@ -82,9 +55,7 @@ def folder(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fresh(folder):
-    command = [sys.executable, "-c", FRESH, str(folder), *SAVED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run(loading.without_and_with_condense, folder, list(SAVED))
     return torch.load(folder / "fresh.pt")
 
 

@@ -1,19 +1,15 @@
 """Two processes with half of the heads each compute what one does, with the same anchors on both."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
-from models import tiny
+from fresh import run_two
+from models import tiny, two_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
-from two_processes import run_two
 
 import condense
 from condense.models.sharding import head_group
 
-TESTS = Path(__file__).parent.parent
 NAMES = ("minicpm3", "deepseek_v2", "glm4_moe_lite", "llama")
 # two ranks want two GPUs, or none
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
@@ -40,8 +36,7 @@ def models(folder):
 @pytest.fixture(scope="module")
 def ranks(folder):
     devices = {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    run_two(TESTS / "models" / "two_ranks.py", folder, *NAMES, PYTHONPATH=paths, **devices)
+    run_two(two_ranks.main, folder, *NAMES, **devices)
     return [torch.load(folder / f"rank{rank}.pt", map_location=DEVICE) for rank in (0, 1)]
 
 

@@ -3,7 +3,6 @@
 On the first two GPUs where there are so many, else on the CPU.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ def whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder: Path, *names: str) -> None:
     results = {}
     for name in names:
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, tp_plan="auto").eval()
@@ -38,7 +37,3 @@ def main(folder: Path, names: list[str]) -> None:
     results = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, results)
     torch.save(results, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -8,7 +8,7 @@ from triton.runtime.jit import JITFunction
 
 from condense.ops import RuleSpans, Source, UniformRule
 from condense.ops.hopper import limits
-from condense.ops.triton.attend import call_of
+from condense.ops.triton.attend_call import call_of
 
 WIDTHS = [widths for widths in limits.WIDTHS if len(set(widths)) > 1]
 SHARED_MEMORY = 227 * 1024

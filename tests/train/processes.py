@@ -1,7 +1,6 @@
 """What `test_processes.py` starts, in one process or two: adaptations by name, each in its own way."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -68,16 +67,13 @@ def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
     run_training(config, resume=killed_at > 0)
 
 
-def main() -> None:
-    """Arguments: the folder of base and text, then ``NAME:TRAIN:KILLED_AT`` of each run; names in fsdp... by FSDP2."""
+def main(folder: Path, *runs: str) -> None:
+    """``NAME:TRAIN:KILLED_AT`` of each run in the folder of base and text; names in fsdp... by FSDP2."""
+    torch.set_num_threads(1)
     take_gloo_for_fsdp()
-    for run in sys.argv[2:]:
+    for run in runs:
         name, train, killed_at = run.split(":")
         os.environ["ACCELERATE_USE_FSDP"] = str(name.startswith("fsdp")).lower()
-        adapt(Path(sys.argv[1]), name, train, int(killed_at))
+        adapt(folder, name, train, int(killed_at))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

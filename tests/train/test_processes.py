@@ -2,14 +2,12 @@
 
 import json
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
+from fresh import run_two
 from train import processes
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from two_processes import run_two
 
 import condense
 from condense.models import condensed_layers
@@ -43,9 +41,8 @@ def folder(tmp_path_factory, text):
 
 
 def launched(folder, *runs):
-    """Run ``processes.py`` in two processes; the losses of each run."""
-    paths = os.pathsep.join(filter(None, (str(Path(condense.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    run_two(processes.__file__, folder, *runs, **FSDP2, OMP_NUM_THREADS="1", PYTHONPATH=paths)
+    """Run ``processes.main`` in two processes; the losses of each run."""
+    run_two(processes.main, folder, *runs, **FSDP2)
     return [losses(folder / name, killed) for name, _, killed in (run.split(":") for run in runs)]
 
 

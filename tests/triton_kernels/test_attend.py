@@ -10,7 +10,7 @@ import condense
 from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, attend
 from condense.ops.tensors.per_row import at_least
 from condense.ops.triton import attend as triton_attend
-from condense.ops.triton import limits
+from condense.ops.triton import attend_call, limits
 from condense.testing import oracle
 from condense.testing.budget import errors, one_ulp
 from condense.testing.cases import METHODS
@@ -207,17 +207,17 @@ def test_is_one_well_formed_operation(kind):
     if kind == "arrays":
         spans = as_arrays(spans, 20, q.device)
     entries_k, entries_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
-    call = triton_attend.call_of(q, two_sources(entries_k, entries_v, k, v, 0.5), spans, 0.3)
+    call = attend_call.call_of(q, two_sources(entries_k, entries_v, k, v, 0.5), spans, 0.3)
     torch.library.opcheck(triton_attend._attend, tuple(call))
 
 
 def test_without_a_gradient_the_function_inside_the_operation_runs():
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, WIDTH, WIDTH, dtype=DTYPES[0]))
     spans, keys = RuleSpans(UniformRule(4, 5), 0, 0), two_sources(k[:, :, 3::4], v[:, :, 3::4], k, v)
-    assert not triton_attend.needs_operation(q, k, v)
+    assert not attend_call.needs_operation(q, k, v)
     direct = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
     q.requires_grad_()
-    assert triton_attend.needs_operation(q, k, v)
+    assert attend_call.needs_operation(q, k, v)
     by_operation = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(direct, by_operation, strict=True))
 

@@ -23,7 +23,7 @@ from condense.ops.recall import (
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import recall_attend, recall_choice
-from condense.ops.triton.attend import describe
+from condense.ops.triton.attend_call import describe
 from condense.ops.triton.limits import DTYPES
 from condense.testing.budget import judge
 

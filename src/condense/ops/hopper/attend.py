@@ -9,7 +9,8 @@ from torch import Tensor
 
 from condense.ops.hopper.attend_forward import launch
 from condense.ops.spans import Source, Spans
-from condense.ops.triton.attend import Call, call_of, needs_operation, operation
+from condense.ops.triton.attend import operation
+from condense.ops.triton.attend_call import Call, call_of, needs_operation
 from condense.ops.triton.host import gpu_of
 
 

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from condense.ops.triton.attend import Call, Shared, not_empty, results
+from condense.ops.triton.attend_call import Call, Shared, not_empty, results
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import Row, Rule, Spans, Start

@@ -17,7 +17,7 @@ from condense.ops.hopper.attend import attend as attend_sources
 from condense.ops.hopper.attend_forward import ROWS, shared_layout
 from condense.ops.hopper.recall_attend import PART, recall_fwd_hopper_kernel
 from condense.ops.hopper.recall_score import GROUPS, recall_score_hopper_kernel
-from condense.ops.triton.attend import not_empty, results
+from condense.ops.triton.attend_call import not_empty, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher

@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
+from condense.ops.spans import Source, Spans
 from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel
+from condense.ops.triton.attend_call import Call, Shared, call_of, needs_operation, not_empty, results, row_strides
 from condense.ops.triton.attend_forward import attend_fwd_kernel
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
-from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.host import LOG2E, cdiv, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 
-# stands for "no limit" in kernels: more tokens than any row has, and a sum of three such numbers still fits in 32 bits
-_UNLIMITED = 1 << 29
 _FORWARD, _DQ, _DKV = (Launcher(kernel) for kernel in (attend_fwd_kernel, attend_dq_kernel, attend_dkv_kernel))
 
 
@@ -60,74 +59,6 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
         return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
     stages = 3 if kernel == "fwd" and widest <= 128 else 2
     return Tiles(max(64, rows), 64, {"num_warps": 4 if rows <= 64 else 8, "num_stages": stages})
-
-
-class Call(NamedTuple):
-    """The arguments of the operations: the fields of all sources as lists, and spans as `describe` makes them.
-
-    biases: float ``[B|1, K|1, N]``, of sources that have one; bias_of: its number for each source, -1 for none. levels:
-    numbers added to all scores of a source.
-    """
-
-    q: Tensor
-    k: Sequence[Tensor]
-    v: Sequence[Tensor]
-    biases: Sequence[Tensor]
-    bias_of: Sequence[int]
-    levels: Sequence[float]
-    spans: Tensor | None
-    rule: Sequence[int]
-    scale: float
-    softcap: float = 0.0
-
-
-class Shared(NamedTuple):
-    """Numbers and tensors that the kernels of a call share. A stride is 0 in a dimension where all rows are alike."""
-
-    K: int
-    R: int
-    biases: tuple[Tensor | None, ...]
-    s_bias: tuple[tuple[int, int], ...]
-    spans: Tensor
-    s_spans: tuple[int, int, int]
-    levels: tuple[float, ...]
-    kind: str
-
-    @classmethod
-    def of(cls, call: Call) -> Shared:
-        """Raises ValueError for more rows and heads than a grid holds."""
-        K = call.k[0].shape[1]
-        check_programs(call.q.shape[0] * K)
-        biases: tuple[Tensor | None, ...] = (None,) * len(call.k)
-        if call.biases:
-            # a source without entries gets no bias either
-            known = [(x.float() * LOG2E).contiguous() if x.shape[2] > 0 else None for x in call.biases]
-            biases = tuple([None if n < 0 else known[n] for n in call.bias_of])
-        kind = "row" if call.spans is None else "rows" if call.spans.ndim == 2 else "arrays"
-        s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in biases])
-        spans, s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
-        if call.spans is not None and kind == "arrays":
-            s_spans = (call.spans.stride(1), *row_strides(call.spans))
-        levels = tuple([x * LOG2E for x in call.levels])
-        return cls(K, call.q.shape[1] // K, biases, s_bias, spans, s_spans, levels, kind)
-
-
-def row_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of batch and KV head of ``[..., B|1, K|1, n]``, 0 for a dimension of size 1."""
-    return (0 if x.shape[-3] == 1 else x.stride(-3), 0 if x.shape[-2] == 1 else x.stride(-2))
-
-
-def not_empty(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Keys or values of the sources in rows as kernels read them; an empty source gets one row that no query sees."""
-    other = next((x for x in tensors if x.shape[2] > 0), None)
-    if other is None:
-        return [x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in tensors]
-    return [whole_rows(x if x.shape[2] > 0 else other[:, :, :1]) for x in tensors]
-
-
-def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Empty tensors for output ``[B, H, L, Dv]`` and log-sum-exp ``[B, H, L]``."""
-    return q.new_empty(*q.shape[:3], v[0].shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _constants(call: Call, kind: str, *more: int) -> tuple[int | float | str, ...]:
@@ -274,50 +205,6 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
 
 
 _attend = operation("attend", _forward)
-
-
-def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
-    """Spans as kernels take them: a tensor on the device or None, and eight numbers: a `UniformRule` and a `Start`.
-
-    None: the rule, with the same start in all rows. int32 ``[B, 4]``: the rule, and the start of each row. int32
-    ``[sources, 2, B|1, K|1, L]``: lo and hi of each source; the numbers are not used.
-    """
-    if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
-        ends = torch.broadcast_tensors(*(x for span in spans.at(0, L, device) for x in span))
-        return torch.stack(ends).unflatten(0, (-1, 2)).to(torch.int32), [1, 1, 1, 1, 0, 0, 0, 0]
-    assert num_sources == 2, "the uniform rule has the entries and the window"
-    rule = spans.rule
-    window, max_chunks = (_UNLIMITED if x is None else min(x, _UNLIMITED) for x in (rule.window, rule.max_chunks))
-    numbers = [min(rule.chunk, _UNLIMITED), window, rule.entries, max_chunks]
-    start = spans.same_in_all_rows()
-    if start is not None:
-        return None, [*numbers, *start]
-    return spans.starts().to(device, torch.int32, non_blocking=True), [*numbers, 0, 0, 0, 0]
-
-
-def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> Call:
-    """The arguments of the operations."""
-    k, v = [source.k for source in sources], [source.v for source in sources]
-    biases: list[Tensor] = []
-    bias_of: list[int] = []
-    for source in sources:
-        bias_of.append(len(biases) if isinstance(source.bias, Tensor) else -1)
-        if isinstance(source.bias, Tensor):
-            biases.append(source.bias)
-    levels = [0.0 if source.bias is None or isinstance(source.bias, Tensor) else source.bias for source in sources]
-    if scale <= 0:  # the kernels need scale > 0, so the sign (or the zero) goes into q
-        q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-    return Call(q, k, v, biases, bias_of, levels, *describe(spans, len(sources), q.shape[2], q.device), scale, softcap)
-
-
-def needs_operation(q: Tensor, *others: Tensor) -> bool:
-    """True if autograd, torch.compile or a subclass of Tensor is involved, which need a torch operation.
-
-    Otherwise the kernel is called directly: dispatching the operation takes longer than all other host work.
-    """
-    if torch.compiler.is_compiling() or type(q) is not Tensor:
-        return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others))
 
 
 def attend(

@@ -17,16 +17,8 @@ from torch import Tensor
 from condense.ops.recall.choice import Choice, IndexChoice, chosen_groups
 from condense.ops.recall.sources import RecallSources
 from condense.ops.spans import RuleSpans, UniformRule
-from condense.ops.triton.attend import (
-    Tiles,
-    attend,
-    describe,
-    needs_operation,
-    not_empty,
-    results,
-    row_strides,
-    small_tiles,
-)
+from condense.ops.triton.attend import Tiles, attend, small_tiles
+from condense.ops.triton.attend_call import describe, needs_operation, not_empty, results, row_strides
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2, whole_rows

@@ -77,7 +77,7 @@ def warps(columns: int) -> int:
 
 
 class Positions(NamedTuple):
-    """Where a call's queries stand: what `condense.ops.triton.attend.describe` makes of `RuleSpans`."""
+    """Where a call's queries stand: what `condense.ops.triton.attend_call.describe` makes of `RuleSpans`."""
 
     starts: Tensor | None
     rule: tuple[int, ...]

@@ -1,0 +1,54 @@
+"""Processes of their own, forked from one that has imported torch and transformers but not condense.
+
+These imports take longer than what the tests do in such a process.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+from multiprocessing.process import BaseProcess
+
+SECONDS = 240
+_fork = multiprocessing.get_context("forkserver")
+_fork.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "transformers.modeling_utils"])
+
+
+def start(function, *arguments, **environment) -> BaseProcess:
+    """Call a module's function in a process of its own, with more in its environment."""
+    process = _fork.Process(target=_call, args=(environment, function, arguments))
+    process.start()
+    return process
+
+
+def _call(environment, function, arguments):
+    # a shell starts background jobs, and so maybe this test run, with the interrupt ignored; children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(environment)
+    function(*arguments)
+
+
+def finish(*processes: BaseProcess) -> list[int | None]:
+    """The exit codes of processes, None for those that have not ended in time; pytest shows their errors."""
+    try:
+        for process in processes:
+            process.join(SECONDS)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def run(function, *arguments):
+    assert finish(start(function, *arguments)) == [0]
+
+
+def run_two(function, *arguments, **environment):
+    """Call a function with ranks 0 and 1 of one group in its environment, as torchrun would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    group |= environment
+    ranks = [start(function, *arguments, **group, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+    assert finish(*ranks) == [0, 0]
