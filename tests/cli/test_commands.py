@@ -245,6 +245,13 @@ def test_help_offers_what_works(
     assert not any(part in shown for part in unsaid), shown
 
 
+@pytest.mark.parametrize("group", ["analyze", "bench"])
+def test_a_group_without_a_command_shows_its_help(group: str) -> None:
+    done = run_here(group)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run_here(group, "--help").stdout
+
+
 @pytest.mark.parametrize(
     ("files", "names"),
     [
@@ -282,7 +289,6 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("analyze", "deviation", "--method", "dense"), "method must pool groups of tokens"),
         (("analyze", "deviation", "--length", "20"), "length must be such that LCA"),
         (("analyze", "deviation", "--length", "99999"), "length must be at most the"),
-        (("analyze",), "Missing command"),
         (("compare", "--text", "missing.txt"), "text: no such file"),
         (("compare", "--question", "Who?"), "question needs a text"),
         (("compare", "--method", "cca:group_size=0"), "group_size must be an integer >= 1"),
