@@ -100,6 +100,16 @@ def test_compare_reads_standard_input_and_a_saved_model(saved: Path, story: Path
     assert "LCA(group_size=4, window=8)" in done.stdout
 
 
+def test_compare_shows_questions_as_they_are(saved: Path, story: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    question = "Who said [/b] and [red]no[/red] :smile:"
+    done = run_here(
+        "compare", "--model", str(saved), "--text", str(story), "--question", question, "--max-new-tokens", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    assert question in done.stdout
+
+
 def test_compare_keeps_existing_files(story: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     kept.write_text("mine")

@@ -23,7 +23,7 @@ from condense.cli.train import train_command
 from condense.version import __version__
 
 INTERRUPTED = 130  # what shells expect after Ctrl-C
-GROUPS = ([], ["analyze"], ["bench"])  # of commands: without one, their help is shown
+GROUPS: tuple[list[str], ...] = ([], ["analyze"], ["bench"])  # of commands: without one, their help is shown
 
 app = typer.Typer(
     name="condense",

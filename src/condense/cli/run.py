@@ -23,7 +23,9 @@ SETTINGS = {
 
 def run_command(
     context: typer.Context,
-    module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="The module; all that follows is for it.")] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", metavar="MODULE", help="The module; all that follows is for it.")
+    ] = None,
 ) -> None:
     """Run a module, as python -m does, with condense imported.
 
