@@ -17,6 +17,7 @@ from condense.cli.eval import eval_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
 from condense.cli.methods import methods_command
+from condense.cli.recipes import recipes_command
 from condense.cli.run import SETTINGS, USAGE, run_command
 from condense.cli.serve import serve_command
 from condense.cli.train import train_command
@@ -56,6 +57,7 @@ app.command("eval", short_help="Score on lm-evaluation-harness's tasks, method b
 app.command("generate")(generate_command)
 app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
 app.command("methods", short_help="List the methods, or one method's settings.")(methods_command)
+app.command("recipes", short_help="List the recipes of train, or one recipe's settings.")(recipes_command)
 app.command("run", context_settings=SETTINGS, options_metavar=USAGE)(run_command)
 app.command(
     "serve",

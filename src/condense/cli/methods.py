@@ -21,11 +21,11 @@ def methods_command(
     if name is None:
         table = Table("method", "what it does", box=None)
         for each in method_names():
-            table.add_row(each, _paragraphs(method_class(each)).partition("\n")[0])
+            table.add_row(each, paragraphs(method_class(each)).partition("\n")[0])
         console.print(table)
         return
     cls = method_class(name)
-    console.print(_paragraphs(cls))
+    console.print(paragraphs(cls))
     fields, types = dataclasses.fields(cls), get_type_hints(cls)
     if not fields:
         return
@@ -37,9 +37,9 @@ def methods_command(
     console.print(f"As an option: {example}")
 
 
-def _paragraphs(cls: type) -> str:
-    """The class's docstring, each paragraph on one line, without its last line, which says what is raised."""
-    text = (inspect.getdoc(cls) or "").partition("Raises ValueError")[0].replace("``", "")
+def paragraphs(documented: Any) -> str:
+    """The docstring of a class or function, each paragraph on one line, without its end, which says what is raised."""
+    text = (inspect.getdoc(documented) or "").partition("Raises ValueError")[0].replace("``", "")
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n")) + "\n"
 
 
