@@ -99,7 +99,7 @@ def test_crop_beyond_the_slack_changes_nothing():
             layer.crop(-50)
         with pytest.raises(ValueError, match="more than the 60 seen"):
             layer.crop(-61)
-        with pytest.raises(ValueError, match="tokens_to_remove must be <= 0, got 3"):
+        with pytest.raises(ValueError, match=r"tokens_to_remove must be <= 0, .*, got 3"):
             layer.crop(3)
         assert layer.state is past
         assert layer.get_seq_length() == length

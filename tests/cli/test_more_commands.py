@@ -3,6 +3,7 @@
 import builtins
 import dataclasses
 import sys
+import tomllib
 
 import pytest
 import typer
@@ -15,6 +16,8 @@ from condense.cli.main import app
 from condense.config import method_class, method_names
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Prompt, chat_message, compare
+from condense.train import PRESETS, RECIPES
+from condense.train.recipes import ADAPT_FIELDS
 
 TEMPLATE = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}[assistant]"
 
@@ -116,3 +119,25 @@ def test_ctrl_c_during_the_imports_is_one_line(monkeypatch, capsys):
         condense_command.main()
     assert done.value.code == 130
     assert capsys.readouterr().err == "condense: interrupted\n"
+
+
+def test_recipes_says_what_each_setting_of_adapt_is(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    lines = {
+        line.split()[0]: " ".join(line.split()[1:]) for line in run_here("recipes", "adapt").stdout.splitlines()[5:]
+    }
+    assert {*ADAPT_FIELDS} <= {*lines}
+    assert lines["steps"] == "1000 optimizer steps."
+    assert lines["group_sizes"].startswith("4, 8 the method's group sizes at the start")
+    assert lines["report_to"].startswith('none "tensorboard": the log is written for it too')
+
+
+def test_recipes_lists_all_and_shows_each():
+    listed = run_here("recipes").stdout
+    for name in (*RECIPES, *PRESETS):
+        shown = run_here("recipes", name)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert name in listed
+        assert "learning_rate" in shown.stdout
+    assert tomllib.loads(run_here("recipes", "cca-paper").stdout)["steps"] == 1000
+    assert run_here("recipes", "nonsense").stderr.startswith("condense: recipe must be one of adapt, demo_model, smoke")

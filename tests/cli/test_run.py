@@ -52,7 +52,16 @@ def test_a_module_that_is_not_there(run, name):
     assert err == f"condense: -m must name a module, as of python -m, got '{name}': there is none of this name here\n"
 
 
-def test_without_a_module_it_says_what_to_give(run):
-    code, out, _ = run()
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_without_a_module_it_says_what_to_give(run, arguments):
+    code, out, _ = run(*arguments)
     assert code == 0
-    assert "-m" in out
+    assert "run -m MODULE [ARGUMENTS]..." in " ".join(out.split())
+    assert "ValueError" not in out
+
+
+@pytest.mark.parametrize("arguments", [["scorer", "--help"], ["-x"]])
+def test_a_module_without_its_option_is_refused(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err == f"condense: run needs -m before the module, as in condense run -m lm_eval, got '{arguments[0]}'\n"

@@ -294,6 +294,18 @@ def test_attention_weights_in_the_configuration():
         inspect(model, tiny.CCA, 100)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_attention_weights_of_a_call(name):
+    model = condense.apply(tiny.model(name), tiny.CCA)
+    for call in (model, partial(model.generate, max_new_tokens=2, return_dict_in_generate=True)):
+        with pytest.raises(ValueError, match="output_attentions must be False, got True"):
+            call(IDS, output_attentions=True)
+    model.set_attn_implementation("eager")
+    assert model(IDS, output_attentions=True).attentions[0].shape[-1] == IDS.shape[1]
+    model.set_attn_implementation("condense")
+    tiny.logits(model, IDS)
+
+
 def _enter(model, method):
     with condense.use(model, method):
         pass

@@ -162,7 +162,7 @@ class CondensedLayer(CondensedCacheLayer):
         """
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count < 0:
-            raise ValueError(f"tokens_to_remove must be <= 0, got {-count}")
+            raise ValueError(f"tokens_to_remove must be <= 0, minus the number of tokens to take back, got {-count}")
         if count == 0 or (self._state is None and self._ring is None):
             return
         if count > self._num_real_slots:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from condense.analysis import Deviation, measure_deviation
@@ -18,6 +17,7 @@ from condense.cli.analyze_recall import recall_command
 from condense.cli.options import (
     POOLING_HELP,
     load_model,
+    plain_console,
     progress,
     read_text,
     saved_choice,
@@ -142,4 +142,4 @@ def _print(results: list[Deviation], title: str) -> None:
             for name, value in vars(part).items()
         ]
         table.add_row(r.text, f"{r.length:,}", str(r.sequences), *figures)
-    Console().print(table)
+    plain_console().print(table)

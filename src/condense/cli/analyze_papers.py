@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +24,16 @@ from condense.analysis import (
 )
 from condense.analysis.deviation import stretches
 from condense.analysis.sparsity import EDGES
-from condense.cli.options import DEMO_METHOD, DEVICE_HELP, METHOD_HELP, MODEL_HELP, load_model, progress, read_text
+from condense.cli.options import (
+    DEMO_METHOD,
+    DEVICE_HELP,
+    METHOD_HELP,
+    MODEL_HELP,
+    load_model,
+    plain_console,
+    progress,
+    read_text,
+)
 from condense.demo import demo_text
 from condense.evaluate.compare import encode
 from condense.methods import Method
@@ -258,7 +266,7 @@ def _print(headings: list[str], rows: list[list[str]], title: str) -> None:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    plain_console().print(table)
 
 
 def _write(

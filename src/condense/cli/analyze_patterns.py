@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from condense.analysis import HeadPattern, save_patterns, search_patterns
-from condense.cli.options import DEVICE_HELP, MODEL_HELP, load_model, progress, read_text, warn_of_length
+from condense.cli.options import DEVICE_HELP, MODEL_HELP, load_model, plain_console, progress, read_text, warn_of_length
 from condense.demo import demo_text
 from condense.evaluate.compare import encode
 from condense.methods import AShape
@@ -52,7 +51,7 @@ def patterns_command(
     warn_of_length(loaded, len(ids))
     _print(heads, f"heads by pattern, and the share of dense attention's weights that is kept; {len(ids):,} tokens")
     save_patterns(heads, output, budget=budget, length=len(ids), device=loaded.device, overwrite=overwrite)
-    Console().print(f"written: {output}; use it with --method @{output}", highlight=False, soft_wrap=True)
+    plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)
 
 
 def _print(heads: list[HeadPattern], title: str) -> None:
@@ -67,4 +66,4 @@ def _print(heads: list[HeadPattern], title: str) -> None:
         alone = [next(iter(each.kept.values())) for each in of_layer]
         shares = (sum(kept) / len(kept), min(kept), sum(alone) / len(alone))
         table.add_row(str(layer), *(str(count[name]) for name in names), *(f"{share:.1%}" for share in shares))
-    Console().print(table)
+    plain_console().print(table)

@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from condense.analysis import LayerRecall, measure_recall
-from condense.cli.options import DEVICE_HELP, MODEL_HELP, load_model, progress, read_text, warn_of_length
+from condense.cli.options import DEVICE_HELP, MODEL_HELP, load_model, plain_console, progress, read_text, warn_of_length
 from condense.demo import demo_text
 from condense.evaluate.compare import encode
 from condense.methods import Method, Recall
@@ -80,10 +79,9 @@ def _print(layers: list[LayerRecall], title: str) -> None:
     for each in layers:
         shares = (each.window, each.opened, each.pooled, each.best, min(each.heads), *each.hits.values())
         table.add_row(str(each.layer), *(f"{share:.1%}" for share in shares))
-    console = Console()
+    console = plain_console()
     console.print(table)
     console.print(
         "window + opened: seen exactly, in the lowest head at least so much. best: what could be opened at most. "
         "hits n: opened groups found among the n opened last.",
-        highlight=False,
     )

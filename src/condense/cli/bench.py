@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from condense import bench
@@ -19,6 +18,7 @@ from condense.cli.options import (
     DTYPES,
     METHOD_HELP,
     parse_device,
+    plain_console,
     progress,
     read_saved,
     read_skeleton,
@@ -200,7 +200,7 @@ def report_command(
         plot_lines(panels, target, x_label="tokens", y_label="ms", log=True)
     with whole_file(page, overwrite=True) as file:
         file.write(text.encode())
-    Console().print(f"{page}", highlight=False)
+    plain_console().print(str(page), soft_wrap=True)
 
 
 def _finish(
@@ -216,11 +216,11 @@ def _finish(
     if last is not None:
         content["compared_with"] = last[0].name
         content["rows"] = bench.with_changes(content["rows"], last[1]["results"]["rows"], times)
-    console = Console()
+    console = plain_console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
     print_results(console, content)
-    console.print(f"results: {write_results(path, content, seed=seed, device=device)}", highlight=False, soft_wrap=True)
+    console.print(f"results: {write_results(path, content, seed=seed, device=device)}", soft_wrap=True)
     failed = [row for row in content["rows"] if row["condensed"] and row.get("error")]
     if failed:
         console.print(f"{len(failed)} condensed rows failed", style="bold red")

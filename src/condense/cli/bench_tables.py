@@ -20,13 +20,12 @@ Cells = dict[str, dict[str, list[str]]]
 
 def print_results(console: Console, content: Mapping[str, Any]) -> None:
     """The tables of a result file with all their details, and the errors of rows that failed."""
-    console.print(_title(content), style="bold", highlight=False, markup=False)
+    console.print(_title(content), style="bold")
     if content["kind"] == "kernel":
         ceilings = content["ceilings"]
         console.print(
             f"ceilings of this run: {ceilings['matmul_tflops']:,.1f} TFLOP/s, {ceilings['copy_tbs']:.3f} TB/s; "
             f"backend {', '.join(content['backends'])}",
-            highlight=False,
         )
         for op in dict.fromkeys(row["op"] for row in content["rows"]):
             _draw(console, op_title(op), _cells((row for row in content["rows"] if row["op"] == op), _kernel_lines))
@@ -35,7 +34,7 @@ def print_results(console: Console, content: Mapping[str, Any]) -> None:
         _print_model(console, content)
     _print_errors(console, content["rows"])
     if "compared_with" in content:
-        console.print(f"change: of the median since {content['compared_with']}", highlight=False, soft_wrap=True)
+        console.print(f"change: of the median since {content['compared_with']}", soft_wrap=True)
     if not content["claims"]:
         console.print(NO_CLAIMS, style="bold")
 
@@ -74,7 +73,7 @@ def _draw(console: Console, heading: str, cells: Cells) -> None:
         drawn.add_column(column, justify="right", overflow="fold")
     for name, row in cells.items():
         drawn.add_row(name, *("\n".join(row.get(column, "-")) for column in columns), end_section=True)
-    console.print(drawn, markup=False)
+    console.print(drawn)
 
 
 def _cells(rows: Iterable[Row], lines: Callable[[Row], list[str]]) -> Cells:
@@ -158,7 +157,7 @@ def _print_crossover(console: Console, lengths: Mapping[str, float | None]) -> N
             if length is None
             else f"faster than the fastest dense baseline from {length:,.0f} tokens on."
         )
-        console.print(f"{name}: {said}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{name}: {said}", soft_wrap=True)
 
 
 def _print_errors(console: Console, rows: Sequence[Row]) -> None:
@@ -168,4 +167,4 @@ def _print_errors(console: Console, rows: Sequence[Row]) -> None:
         if row.get("error"):
             failed.setdefault((row["runner"], row["error"]), {})[f"{row['length']:,}"] = None
     for (runner, error), lengths in failed.items():
-        console.print(f"{runner} at {', '.join(lengths)}: {error}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{runner} at {', '.join(lengths)}: {error}", soft_wrap=True)

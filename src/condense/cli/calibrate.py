@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from condense.calibration import Calibration, CalibrationConfig, CurvePoint, Estimate, calibrate
@@ -19,6 +18,7 @@ from condense.cli.options import (
     MODEL_HELP,
     REMOTE_HELP,
     load_model,
+    plain_console,
     progress,
     read_text,
     warn_of_length,
@@ -92,7 +92,7 @@ def calibrate_command(
     restore(loaded)
     warn_of_length(loaded, config.length)
     kept = measured or output.with_suffix(".measured.json")
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     with progress() as bar:
         task = bar.add_task("measuring", total=None)
 
@@ -101,7 +101,6 @@ def calibrate_command(
             console.print(
                 f"up to {count:,} forwards of {config.length:,} tokens, {each:.2g} s each: {count * each / 60:.1f} "
                 f"minutes. {kept} keeps what is measured",
-                highlight=False,
             )
             bar.update(task, total=estimate.forwards)
 
@@ -118,12 +117,12 @@ def calibrate_command(
     _print(result)
     if plot is not None:
         _plot(result, plot)
-    Console().print(f"written: {output}; use it with --method @{output}", highlight=False, soft_wrap=True)
+    plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)
 
 
 def _print(result: Calibration) -> None:
     """Losses layer by layer, the curve, and what was chosen."""
-    config, console = result.config, Console()
+    config, console = result.config, plain_console()
     names = dict(zip(config.candidates, method_labels(config.candidates), strict=True))
     numbers = config.hidden_numbers > 0
     tables = Table(title="each layer alone: divergence in nats per token", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -143,7 +142,7 @@ def _print(result: Calibration) -> None:
     console.print(tables)
     for method, name in names.items():
         if name != type(method).__name__:  # several candidates are of this kind
-            console.print(f"{name}: {method}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{name}: {method}", soft_wrap=True)
 
     curve = Table(
         title=f"quality against cache at {config.cache_length or config.length:,} tokens",
@@ -155,10 +154,9 @@ def _print(result: Calibration) -> None:
     for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
         curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
     console.print(curve)
-    console.print(f"chosen: {described(result.allocation)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"chosen: {described(result.allocation)}", soft_wrap=True)
     console.print(
         f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense",
-        highlight=False,
     )
     if result.steps_back > 0:
         console.print(f"{result.steps_back} smaller ones met the goals on the measured texts, and not there")

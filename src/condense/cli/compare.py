@@ -21,6 +21,7 @@ from condense.cli.options import (
     REMOTE_HELP,
     choose,
     load_model,
+    plain_console,
     progress,
     read_text,
     saved_choice,
@@ -85,7 +86,7 @@ def compare_command(
             loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=lambda: bar.advance(task)
         )
     warn_of_length(loaded, outcomes[0].text_tokens)
-    _print(Console(), prompt, outcomes)
+    _print(plain_console(), prompt, outcomes)
     content = {
         "model": model or "bundled",
         "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -128,7 +129,7 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> Non
         )
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):
-        console.print(f"{label}: {described(outcome.method)}", highlight=False, markup=False)
+        console.print(f"{label}: {described(outcome.method)}")
 
 
 def _first_line(answer: str) -> str:

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from condense.cli.options import (
@@ -23,6 +22,7 @@ from condense.cli.options import (
     choose,
     described,
     load_model,
+    plain_console,
     saved_choice,
 )
 from condense.evaluate.harness import OWN, Score, Settings, evaluate, saved_scores, write_report
@@ -105,7 +105,7 @@ def eval_command(
         run_generated_code=run_generated_code,
         trust_remote_code=trust_remote_code,
     )
-    err = Console(stderr=True, highlight=False)
+    err = plain_console(stderr=True)
     evaluate(
         loaded,
         tokenizer,
@@ -127,7 +127,7 @@ def _show(output: Path, model: str | None) -> None:
         **{key: where[key] for key in ("device", "condense", "torch", "commit", "date")},
     }
     page = write_report(output / "report.html", f"Evaluation of {model or 'the bundled model'}", scores, facts)
-    Console().print(f"{page}", highlight=False, markup=False)
+    plain_console().print(str(page), soft_wrap=True)
 
 
 def _print(scores: list[Score]) -> None:
@@ -142,4 +142,4 @@ def _print(scores: list[Score]) -> None:
             ends = f"{interval.low:.3f} to {interval.high:.3f}" if math.isfinite(interval.low) else ""
             metric = score.metric.removesuffix(",none")
             table.add_row(score.task, metric, score.method, f"{interval.value:.3f}", ends, str(interval.n))
-    Console().print(table)
+    plain_console().print(table)

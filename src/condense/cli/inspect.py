@@ -9,7 +9,6 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from condense.cli.options import (
@@ -17,6 +16,7 @@ from condense.cli.options import (
     DTYPES,
     LAYERS_HELP,
     choose,
+    plain_console,
     read_skeleton,
     saved_choice,
 )
@@ -87,7 +87,7 @@ def _print(reports: list[LayerReport], title: str) -> None:
             f"{r.flops / r.dense_flops:.1%}",
             "-" if r.pays_from is None else f"{r.pays_from:,}",
         )
-    console = Console()
+    console = plain_console()
     console.print(table)
     cache, dense = sum(r.bytes for r in reports), sum(r.dense_bytes for r in reports)
     flops, dense_flops = sum(r.flops for r in reports), sum(r.dense_flops for r in reports)

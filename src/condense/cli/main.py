@@ -17,12 +17,14 @@ from condense.cli.eval import eval_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
 from condense.cli.methods import methods_command
-from condense.cli.run import SETTINGS, run_command
+from condense.cli.recipes import recipes_command
+from condense.cli.run import SETTINGS, USAGE, run_command
 from condense.cli.serve import serve_command
 from condense.cli.train import train_command
 from condense.version import __version__
 
 INTERRUPTED = 130  # what shells expect after Ctrl-C
+GROUPS: tuple[list[str], ...] = ([], ["analyze"], ["bench"])  # of commands: without one, their help is shown
 
 app = typer.Typer(
     name="condense",
@@ -55,7 +57,8 @@ app.command("eval", short_help="Score on lm-evaluation-harness's tasks, method b
 app.command("generate")(generate_command)
 app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
 app.command("methods", short_help="List the methods, or one method's settings.")(methods_command)
-app.command("run", context_settings=SETTINGS)(run_command)
+app.command("recipes", short_help="List the recipes of train, or one recipe's settings.")(recipes_command)
+app.command("run", context_settings=SETTINGS, options_metavar=USAGE)(run_command)
 app.command(
     "serve",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
@@ -69,7 +72,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+        arguments = sys.argv[1:]
+        code = app(args=[*arguments, "--help"] if arguments in GROUPS else arguments, standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (ValueError, OSError, torch.OutOfMemoryError) as error:

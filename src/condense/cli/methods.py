@@ -7,9 +7,9 @@ import inspect
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from condense.cli.options import plain_console
 from condense.config import method_class, method_names
 
 
@@ -17,15 +17,15 @@ def methods_command(
     name: Annotated[str | None, typer.Argument(help="A method, to see its settings. Default: list all.")] = None,
 ) -> None:
     """The methods, or one method's settings with their types and defaults."""
-    console = Console()
+    console = plain_console()
     if name is None:
         table = Table("method", "what it does", box=None)
         for each in method_names():
-            table.add_row(each, _paragraphs(method_class(each)).partition("\n")[0])
+            table.add_row(each, paragraphs(method_class(each)).partition("\n")[0])
         console.print(table)
         return
     cls = method_class(name)
-    console.print(_paragraphs(cls), markup=False, highlight=False)
+    console.print(paragraphs(cls))
     fields, types = dataclasses.fields(cls), get_type_hints(cls)
     if not fields:
         return
@@ -34,12 +34,12 @@ def methods_command(
         table.add_row(field.name, _values(types[field.name]), _default(field))
     console.print(table)
     example = f"--method {cls.name}:{fields[0].name}={_default(fields[0])}"
-    console.print(f"As an option: {example}", highlight=False, markup=False)
+    console.print(f"As an option: {example}")
 
 
-def _paragraphs(cls: type) -> str:
-    """The class's docstring, each paragraph on one line, without its last line, which says what is raised."""
-    text = (inspect.getdoc(cls) or "").partition("Raises ValueError")[0].replace("``", "")
+def paragraphs(documented: Any) -> str:
+    """The docstring of a class or function, each paragraph on one line, without its end, which says what is raised."""
+    text = (inspect.getdoc(documented) or "").partition("Raises ValueError")[0].replace("``", "")
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n")) + "\n"
 
 

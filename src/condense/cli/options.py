@@ -154,10 +154,15 @@ def warn_of_length(model: PreTrainedModel, length: int) -> None:
         print(f"condense: {length} tokens are more than the {limit} the model was made for", file=sys.stderr)
 
 
+def plain_console(*, stderr: bool = False) -> Console:
+    """A console that shows questions, answers, settings and file names as they are: ``[b]`` and ``:smile:`` too."""
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
     """A bar on stderr that moves while it waits and goes when it is done."""
     columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar

@@ -11,7 +11,8 @@ from typing import Annotated
 import transformers
 import typer
 
-# everything but -m belongs to the program, --help too
+# everything after -m MODULE belongs to the program, --help too
+USAGE = "-m MODULE [ARGUMENTS]..."
 SETTINGS = {
     "allow_interspersed_args": False,
     "allow_extra_args": True,
@@ -22,15 +23,17 @@ SETTINGS = {
 
 def run_command(
     context: typer.Context,
-    module: Annotated[str | None, typer.Option("-m", help="The module; everything after it are its arguments.")] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", metavar="MODULE", help="The module; all that follows is for it.")
+    ] = None,
 ) -> None:
     """Run a module, as python -m does, with condense imported.
 
     Models that were saved condensed are so when it loads them. Processes that it starts are on their own.
-
-    Raises ValueError if there is no such module.
     """
     if module is None:
+        if context.args not in ([], ["--help"]):
+            raise ValueError(f"run needs -m before the module, as in condense run -m lm_eval, got {context.args[0]!r}")
         print(context.get_help())
         raise typer.Exit
     transformers.logging.set_verbosity_warning()

@@ -18,7 +18,8 @@ def train_command(
         str,
         typer.Argument(
             help="adapt (a saved model), cca-paper, lca-paper or dga-paper (the same with the papers' settings), a "
-            "recipe file (.toml) with settings of adapt, demo_model or tiny_mla (from scratch), or smoke (a try-out)."
+            "recipe file (.toml) with settings of adapt, demo_model or tiny_mla (from scratch), or smoke (a try-out); "
+            "`condense recipes` shows their settings."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the finished model; must not exist.")],

@@ -55,7 +55,7 @@ def condense_attention(
     None; softcap, s_aux: soft cap and sink logits as in `condense.ops.Extras`, or None. Returns ``[B, L, H, Dv]`` and
     no weights.
     Raises ValueError if the model was not prepared by `condense.apply`, for a bias by position, for soft caps and sinks
-    over latents, for a sliding window in a condensed layer and for is_causal=False.
+    over latents, for a sliding window in a condensed layer, for output_attentions and for is_causal=False.
     """
     if condense_state is None:
         raise ValueError(
@@ -69,6 +69,11 @@ def condense_attention(
         raise ValueError(
             f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
             "name the other layers"
+        )
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions must be False, got True: condensed attention has no weights to return. Stock attention "
+            "has: model.set_attn_implementation('eager'), and 'condense' afterwards"
         )
     if kwargs.get("is_causal") is False:
         raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")

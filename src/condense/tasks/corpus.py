@@ -81,7 +81,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     folder = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}"
     if not folder.is_dir():
         skipped = Skipped()
-        console = Console(stderr=True)
+        console = Console(stderr=True, markup=False, emoji=False)  # names of files are shown as they are
         documents = track(read_documents(paths, skipped=skipped), "Encoding", transient=True, console=console)
         corpus = encode_corpus(documents, tokenizer)
         if skipped.count:
