@@ -100,8 +100,10 @@ ARMS: Mapping[str, Arm] = {
 def base_phases(most_steps: int) -> tuple[PhaseConfig, ...]:
     """Dense training from random weights: short texts until numbers are found in them, then longer ones.
 
-    most_steps: of the first phase, which ends earlier once it finds nearly all numbers.
+    most_steps: of the first phase, which ends earlier once it finds nearly all numbers; the others have a sixth of it
+    at most.
     """
+    later = most_steps // 6
     shared: dict[str, Any] = {"task_share": 0.6, "checkpoint_steps": 10**6, "logging_steps": 50}
     return (
         PhaseConfig(
@@ -109,12 +111,12 @@ def base_phases(most_steps: int) -> tuple[PhaseConfig, ...]:
             schedule="constant", keys=(2, 8), **shared,
         ),
         PhaseConfig(
-            name="longer", steps=250, sequence_length=2048, batch_size=32, learning_rate=1.5e-3, warmup_steps=20,
-            schedule="constant", keys=(4, 18), **shared,
+            name="longer", steps=min(250, later), sequence_length=2048, batch_size=32, learning_rate=1.5e-3,
+            warmup_steps=20, schedule="constant", keys=(4, 18), **shared,
         ),
         PhaseConfig(
-            name="long", steps=200, sequence_length=LENGTH, batch_size=8, learning_rate=1.5e-3, warmup_steps=20,
-            keys=(8, 72), **shared,
+            name="long", steps=min(200, later), sequence_length=LENGTH, batch_size=8, learning_rate=1.5e-3,
+            warmup_steps=20, keys=(8, 72), **shared,
         ),
     )  # fmt: skip
 

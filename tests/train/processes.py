@@ -34,7 +34,7 @@ def take_gloo_for_fsdp() -> None:
 
 def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
     config = RECIPES["adapt"](
-        [folder / "text.txt"],
+        [folder / "text.jsonl"],
         folder / name,
         pretrained=folder / "base",
         method=condense.CCA(group_size=8, window=16, summary="streaming"),
@@ -47,6 +47,7 @@ def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
         logging_steps=1,
         gradient_checkpointing=True,
         distill=0.5,
+        packed=True,
         dtype="float32",
         train=train,
         workers=0,

@@ -1,4 +1,7 @@
-"""Two processes (gloo) against one: the same losses, with all weights in each (DDP) and with spread weights (FSDP2)."""
+"""Two processes (gloo) against one: the same losses, with all weights in each (DDP) and with spread weights (FSDP2).
+
+The sequences hold packed documents.
+"""
 
 import json
 import math
@@ -24,7 +27,8 @@ TOKENS = 4 * 128
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("processes")
-    (path / "text.txt").write_text(text, encoding="utf-8")
+    lines = [json.dumps({"text": chapter}) for chapter in text.split("Chapter")[1:]]
+    (path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
     _, tokenizer = condense.demo_model()
     torch.manual_seed(0)
     config = LlamaConfig(

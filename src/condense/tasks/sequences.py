@@ -84,6 +84,21 @@ class SequenceBuilder:
         """``[length]`` int64: a stretch of text that starts at a random line."""
         return np.concatenate([self._bos, self._text(rng, self.length - len(self._bos))[0]])
 
+    def documents(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Whole documents between parts of two others: ``[size]`` int64, and where each begins, ``[documents]`` int64.
+
+        The first begins at a random line, the last is cut; the tokenizer's ``bos`` stands before each.
+        """
+        start = int(self._starts[rng.integers(len(self._starts))])
+        known = self._corpus.document_starts
+        begun, ended = np.searchsorted(known, start, side="right"), np.searchsorted(known, start + size)
+        starts = np.concatenate([[0], known[begun:ended] - start])
+        text = self._corpus.tokens[start : start + size].astype(np.int64)
+        if len(self._bos):
+            text = np.insert(text, starts, self._bos)[:size]
+            starts += np.arange(len(starts))
+        return text, starts[starts < size]
+
     def passkeys(
         self,
         rng: np.random.Generator,

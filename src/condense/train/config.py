@@ -42,6 +42,9 @@ class PhaseConfig:
     words with each other and numbers stand anywhere in the text, not on lines of their own. first_share: share of those
     with hidden numbers in which one opens the text, in a group with the first token, to which many heads attend.
     short_share: share of them that end early, after 256 tokens or more, with as many fewer numbers; other text follows.
+    packed: sequences hold the documents of the data side by side: attention, positions and groups begin anew at each,
+    the tokenizer's ``bos`` token stands before each, and no document's first token is a target. Those with hidden
+    numbers are one document up to the last answer. By default a sequence is one text, whatever it runs across.
     answer_weight: weight in the loss of an answer's tokens; all others weigh 1.
     gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
@@ -66,6 +69,7 @@ class PhaseConfig:
     varied_share: float = 0.0
     first_share: float = 0.0
     short_share: float = 0.0
+    packed: bool = False
     answer_weight: float = 5.0
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
@@ -80,6 +84,7 @@ class PhaseConfig:
             check_int(field, getattr(self, field), 1)
         check_int("warmup_steps", self.warmup_steps, 0)
         check_bool("gradient_checkpointing", self.gradient_checkpointing)
+        check_bool("packed", self.packed)
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 "batch_size: wanted a multiple of gradient_accumulation_steps "

@@ -32,6 +32,10 @@ class WeightedBuilder:
         """See `SequenceBuilder.passkeys`."""
         return self._drawn(rng).passkeys(rng, count, form, **options)
 
+    def documents(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `SequenceBuilder.documents`."""
+        return self._drawn(rng).documents(rng, size)
+
     def _drawn(self, rng: np.random.Generator) -> SequenceBuilder:
         return self._builders[rng.choice(len(self._builders), p=self._shares)]
 
@@ -40,7 +44,9 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     """The sequences of one phase, in the order in which they are trained on.
 
     An item has ``input_ids`` (int64) and ``loss_weights`` (float32), both ``[L]``: the weight of a token as a
-    target, which is 0 for the first one (nothing predicts it), ``answer_weight`` in answers and 1 elsewhere.
+    target, which is 0 for the first one (nothing predicts it), ``answer_weight`` in answers and 1 elsewhere. If
+    documents are packed it has ``position_ids`` too (int64 ``[L]``), which begin anew at each, and the first token of
+    each has weight 0.
 
     builder: makes sequences of the phase's length. phase: how many, with which tasks. seed: of this phase.
     """
@@ -56,7 +62,7 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng([*self._seed, index])
         weights = torch.ones(self._builder.length)
-        weights[0] = 0
+        starts = np.zeros(1, np.int64)
         if rng.random() < self._phase.task_share:
             fewest, most = self._phase.keys
             count = int(rng.integers(fewest, most + 1))
@@ -74,6 +80,17 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
             for start, stop in sequence.answers:
                 weights[start:stop] = self._phase.answer_weight
             ids = sequence.input_ids
+            if self._phase.packed and size < length:
+                others, their_starts = self._builder.documents(rng, length - size)
+                ids = np.concatenate([ids[:size], others])
+                starts = np.concatenate([starts, size + their_starts])
+        elif self._phase.packed:
+            ids, starts = self._builder.documents(rng, self._builder.length)
         else:
             ids = self._builder.plain(rng)
-        return {"input_ids": torch.from_numpy(ids), "loss_weights": weights}
+        weights[starts] = 0
+        item = {"input_ids": torch.from_numpy(ids), "loss_weights": weights}
+        if self._phase.packed:
+            lengths = np.diff(starts, append=len(ids))
+            item["position_ids"] = torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))
+        return item

@@ -281,8 +281,7 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         phases = [json.loads(report.read_text())["results"] for report in reports]
         for phase, report in zip(config.phases, reports, strict=True):
-            if (log := report.with_name(LOG)).exists():  # not if it had fewer steps than a log entry
-                shutil.copy(log, folder / f"log-{phase.name}.jsonl")
+            shutil.copy(report.with_name(LOG), folder / f"log-{phase.name}.jsonl")
             if (events := report.with_name(_RUNS)).exists():
                 shutil.copytree(events, folder / _RUNS / phase.name)
         content = {**summary(config), "phases": phases}

@@ -34,13 +34,13 @@ class Teacher:
             self._model.to(device)
 
     @torch.no_grad()
-    def logits(self, student: Any, input_ids: Tensor) -> Tensor:
-        """``[B, L, V]`` for ``input_ids [B, L]``, by stock attention; ``student``: the model in training."""
+    def logits(self, student: Any, **inputs: Tensor) -> Tensor:
+        """``[B, L, V]``, by stock attention; ``student``: the model in training; inputs: the model's, ``[B, L]``."""
         if self._model is not None:
-            return self._model(input_ids=input_ids, use_cache=False).logits
+            return self._model(**inputs, use_cache=False).logits
         training = student.training
         student.eval()
         with student.disable_adapter():
-            logits: Tensor = student(input_ids=input_ids, use_cache=False).logits
+            logits: Tensor = student(**inputs, use_cache=False).logits
         student.train(training)
         return logits

@@ -6,6 +6,7 @@ import contextlib
 import math
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ class MixedTrainer(Trainer):
 
     Beside the loss it logs, separately for dense and condensed steps since the last entry, the cross entropy, the KL to
     the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, their FLOPs
-    (see `step_flops`) as a share of what the GPUs could do in that time (``peak_share``, where `device_peak` knows
-    them), and the most memory that was allocated. The loss is a mean over all tokens of a step, in whatever parts and
-    processes it is computed.
+    (see `step_flops`, which counts no packed documents) as a share of what the GPUs could do in that time
+    (``peak_share``, where `device_peak` knows them), and the most memory that was allocated. The loss is a mean over
+    all tokens of a step, in whatever parts and processes it is computed.
 
     phase: what is trained. arguments: Trainer's own.
     """
@@ -46,7 +47,7 @@ class MixedTrainer(Trainer):
         self._sums: dict[str, torch.Tensor] = {}
         self._since: tuple[float, int] | None = None
         self._peak = device_peak()
-        self._flops = None if self._peak is None else step_flops(self.model, phase)
+        self._flops = None if self._peak is None or phase.packed else step_flops(self.model, phase)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with float32 copies of low-precision weights; FSDP and DeepSpeed keep float32 shards themselves."""
@@ -70,7 +71,7 @@ class MixedTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         if self._teacher is not None:
             with self.compute_loss_context_manager():
-                inputs["teacher"] = self._teacher.logits(self._stock(model), inputs["input_ids"])
+                inputs["teacher"] = self._teacher.logits(self._stock(model), **_of_model(inputs))
         method = self._phase.attention_at(self.state.global_step)
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         attention = contextlib.nullcontext() if method is None else use(self._stock(model), method)
@@ -86,7 +87,11 @@ class MixedTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """This part's share of the mean over all tokens of the step, weighted by ``loss_weights``."""
-        output = model(input_ids=inputs["input_ids"], use_cache=False)
+        taken = _of_model(inputs)
+        if self._phase.packed and self._phase.attention_at(self.state.global_step) is not None:
+            # condensed attention reads packed documents in one row; where a sequence begins, so does a document
+            taken = {name: x.reshape(1, -1) for name, x in taken.items()}
+        output = model(**taken, use_cache=False)
         # shifts the targets, not the logits: slicing the last position off the logits would copy all of them
         targets = inputs["input_ids"].roll(-1, dims=1).flatten()
         weights = inputs["loss_weights"].roll(-1, dims=1).flatten()
@@ -188,3 +193,8 @@ class MixedTrainer(Trainer):
             f"training: stopped at step {self.state.global_step}: {reason}; the last good checkpoint lies in "
             f"{self.args.output_dir}, and the same command with --resume goes on from it"
         )
+
+
+def _of_model(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the model takes of a batch: tokens, and positions if documents are packed."""
+    return {name: inputs[name] for name in ("input_ids", "position_ids") if name in inputs}

@@ -15,7 +15,7 @@ _EARLY = 10  # steps, after which the time that the run will take is known
 class Watch(TrainerCallback):
     """Appends every entry of Trainer's log to ``folder/log.jsonl``, and prints it if ``lines``.
 
-    There is one after ten steps, too, which tells how long the run will take.
+    There is one after ten steps, too, which tells how long the run will take, and one after the last.
     After a resumed checkpoint the steps behind it stand there twice; the later entry counts.
     """
 
@@ -25,8 +25,8 @@ class Watch(TrainerCallback):
         self._lines = lines
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for the early entry."""
-        if state.global_step == _EARLY:
+        """Ask for the early entry and the last."""
+        if state.global_step in (_EARLY, state.max_steps):
             control.should_log = True
 
     def on_log(

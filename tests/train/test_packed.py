@@ -1,0 +1,155 @@
+"""Packed documents in training: how sequences are built, and that each document's loss is what it is alone."""
+
+import contextlib
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import condense
+from condense.models import use
+from condense.tasks import SequenceBuilder, encode_corpus, load_words
+from condense.train import RECIPES, PhaseConfig, run_training, train_tokenizer
+from condense.train.data import TrainingSequences, WeightedBuilder
+from condense.train.loss import token_loss
+from condense.train.phase import train_phase
+
+METHOD = condense.CCA(group_size=4, window=8, summary="streaming")
+LENGTH = 640
+DOCUMENTS = [f"Story {n}.\n" + f"Line {n} of a story, and what it tells.\n" * (1 + n % 7) for n in range(300)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(DOCUMENTS, vocab_size=400)
+
+
+@pytest.fixture(scope="module")
+def builder(tokenizer):
+    return SequenceBuilder(tokenizer, encode_corpus(DOCUMENTS, tokenizer), load_words().trained, LENGTH)
+
+
+def phase(**fields):
+    settings = {"steps": 4, "sequence_length": LENGTH, "batch_size": 2, "keys": (1, 3), "short_share": 0.8}
+    return PhaseConfig(**{"name": "p", "packed": True, "logging_steps": 1, **settings, **fields})
+
+
+def starts(item):
+    return (item["position_ids"] == 0).nonzero().flatten().tolist()
+
+
+def whole(tokenizer, pieces):
+    """The texts of the pieces that are neither cut at the front nor at the end."""
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in pieces[1:-1]]
+
+
+def test_plain_sequences_are_whole_documents_between_parts_of_two(tokenizer, builder):
+    dataset = TrainingSequences(builder, phase(task_share=0.0), seed=(0,))
+    for index in range(len(dataset)):
+        item = dataset[index]
+        begun = starts(item)
+        assert len(begun) > 3
+        pieces = [item["input_ids"][a:b] for a, b in itertools.pairwise([*begun, LENGTH])]
+        assert all(ids[0] == tokenizer.bos_token_id for ids in pieces)
+        assert all(ids[-1] == tokenizer.eos_token_id for ids in pieces[:-1])
+        assert set(whole(tokenizer, pieces)) <= set(DOCUMENTS)
+        positions = torch.cat([torch.arange(len(ids)) for ids in pieces])
+        assert torch.equal(item["position_ids"], positions)
+        assert torch.equal(item["loss_weights"], (positions > 0).float())
+    again = TrainingSequences(builder, phase(task_share=0.0), seed=(0,))[3]
+    assert all(torch.equal(x, again[name]) for name, x in dataset[3].items())
+
+
+def test_hidden_numbers_and_questions_are_one_document(tokenizer, builder):
+    weighted = WeightedBuilder([builder, builder], [1.0, 2.0])
+    dataset = TrainingSequences(weighted, phase(task_share=1.0, steps=10), seed=(0,))
+    early = 0
+    for index in range(len(dataset)):
+        item = dataset[index]
+        begun = starts(item)
+        answers = (item["loss_weights"] > 1).nonzero().flatten()
+        end = [*begun, LENGTH][1]
+        assert answers[-1] < end
+        assert begun == [0] or tokenizer.decode(item["input_ids"][end - 1]) == "\n"
+        early += len(begun) > 1
+        assert item["loss_weights"][begun].sum() == 0
+    assert 8 <= early <= 20
+
+
+def test_sequences_without_packing_stay_what_they_are(builder):
+    item = TrainingSequences(builder, phase(packed=False), seed=(0,))[0]
+    assert item.keys() == {"input_ids", "loss_weights"}
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.2, **sizes))
+
+
+def alone(model, method, item):
+    """The losses of a sequence's documents, each in a call of its own, added up."""
+    total = 0.0
+    for a, b in itertools.pairwise([*starts(item), LENGTH]):
+        ids, weights = item["input_ids"][a:b], item["loss_weights"][a:b]
+        with torch.no_grad(), use(model, method) if method else contextlib.nullcontext():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        total += token_loss(logits[:-1], ids[1:], weights[1:]).loss.item()
+    return total
+
+
+@pytest.mark.parametrize("method", [METHOD, condense.Recall(group_size=4, window=8, num_recall=2), None])
+def test_the_loss_is_the_mean_over_documents_each_alone(model, builder, tmp_path, method):
+    made = phase(method=method, mix="condensed" if method else "dense", task_share=0.5, learning_rate=1e-9)
+    dataset = TrainingSequences(builder, made, seed=(0,))
+    trainer = train_phase(copy.deepcopy(model), dataset, made, tmp_path, seed=0)
+    items = [dataset[0], dataset[1]]
+    assert min(len(starts(item)) for item in items) > 1
+    batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+    weight = batch["loss_weights"].sum()
+    trainer.state.global_step = 0
+    with torch.no_grad(), use(model, method) if method else contextlib.nullcontext():
+        packed = trainer.compute_loss(model, batch, num_items_in_batch=weight).item()
+    exact = sum(alone(copy.deepcopy(model).double(), method, item) for item in items) / weight.item()
+    plain = sum(alone(model, method, item) for item in items) / weight.item()
+    # packed sums add the same terms up in another order
+    assert abs(packed - exact) <= 2 * abs(plain - exact) + 2**-23 * abs(exact)
+    other = {**batch, "position_ids": torch.arange(LENGTH).expand(2, -1)}
+    with torch.no_grad(), use(model, method) if method else contextlib.nullcontext():
+        assert abs(trainer.compute_loss(model, other, num_items_in_batch=weight).item() - exact) > 1e-3
+
+
+@pytest.fixture
+def base(model, tokenizer, tmp_path):
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    lines = [json.dumps({"text": text}) for text in DOCUMENTS]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
+
+
+def adapted(folder, **fields):
+    settings = {
+        "steps": 4, "sequence_length": LENGTH, "batch_size": 4, "keys": (1, 2), "checkpoint_steps": 2, "workers": 0,
+        "logging_steps": 1, "dtype": "float32", "packed": True,
+    }  # fmt: skip
+    data = [folder / "text.jsonl"]
+    return RECIPES["adapt"](data, folder / "out", pretrained=folder / "base", method=METHOD, **settings | fields)
+
+
+@pytest.mark.parametrize("train", ["all", "lora"])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_the_teacher_reads_the_same_documents(base, train):
+    config = adapted(base, mix="alternate", gradient_accumulation_steps=2, gradient_checkpointing=True, train=train)
+    run_training(config)
+    (done,) = json.loads((config.output / "training.json").read_text())["results"]["phases"]
+    logged = [entry for entry in done["history"] if "loss" in entry]
+    # the first step is dense and its weights are the teacher's
+    assert logged[0]["dense_kl"] == 0
+    assert logged[1]["condensed_kl"] > 0
+    assert "peak_share" not in logged[0]
+    assert AutoModelForCausalLM.from_pretrained(config.output).config.condense
