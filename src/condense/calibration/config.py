@@ -79,4 +79,5 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
     num_recall = min(64, math.ceil(length / 16 / 16))
     recall = Recall(window=window, num_recall=num_recall, store="host", slots=num_recall)
-    return Dense(), recall, recall.replace(unchosen="drop", index_bits=4), pooled, base
+    dropping = recall.replace(unchosen="drop", index_bits=4, num_recall=2 * num_recall)
+    return Dense(), recall, dropping, pooled, base
