@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from readings import KNOWN, Row, Runs, by_label
-from rows import SHARES
+from rows import BUDGET, GROUP, SHARES, WINDOW
+
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
+
+from needed import TARGET, predicted  # of experiments
+from needed import needed as groups_needed
 
 # what is held against each other at equal bytes, and the beginnings of the labels that belong to each
 _KINDS = {
@@ -25,6 +32,17 @@ _KINDS = {
     "dense cache in fewer bits": "dense cache",
 }
 _SLACK = 0.002  # of the dense cache, by which a size may be exceeded
+_LEAST = 0.99  # of the numbers that dense attention finds
+_GOALS = {
+    "calibrated, host, 9.0%": "host store, 9 %",
+    "calibrated, host, 5.0%": "host store, 5 %",
+    "calibrated, device, 16.0%": "no host store, 16 %",
+    "calibrated, device, 25.0%": "no host store, 25 %",
+}
+_NAMES = {
+    "llama": "one KV head per query head",
+    "gqa4": "four query heads per KV head",
+}
 
 
 def methods(rows: Mapping[str, Sequence[Row]]) -> str:
@@ -60,6 +78,40 @@ def equal(rows: Mapping[str, Sequence[Row]]) -> str:
     return _table(("", *(f"{share:.0%}" for share in SHARES)), [row for row in cells if any(row[1:])])
 
 
+def goals(runs: Runs) -> str:
+    """Seed by seed: bytes, loss and numbers under allocations for a size, and how many seeds meet the goals."""
+    head = (
+        "at most",
+        "device",
+        "text loss",
+        "second half",
+        "found, of dense's",
+        "the same, held out",
+        "met",
+        "held out",
+    )
+    cells = []
+    for label, name in _GOALS.items():
+        of = []
+        for run in runs:
+            rows = {other: found[0] for other, found in by_label([run]).items()}
+            _, there, dense = _held_out(run["goals"], label)
+            row = rows[label]
+            of.append((row, row.found / rows["dense"].found, int(there) / int(dense)))
+        columns = [
+            [f"{row.share:.1%}" for row, *_ in of],
+            [f"{row.above:+.3f}" for row, *_ in of],
+            [f"{row.half:+.3f}" for row, *_ in of],
+            [f"{found:.3f}" for _, found, _ in of],
+            [f"{there:.3f}" for *_, there in of],
+        ]
+        met = [found >= _LEAST and row.above is not None and row.above <= BUDGET for row, found, _ in of]
+        later = [there >= _LEAST for *_, there in of]
+        counts = [f"{sum(seeds)} of {len(of)}" for seeds in (met, later)]
+        cells.append((name, *(", ".join(column) for column in columns), *counts))
+    return _table(head, cells)
+
+
 def chosen(runs: Runs) -> str:
     """What the calibration gave each layer, by goal and seed, and what that seed's model lost: on the texts of the
     study, and as divergence and numbers on those that the calibration held out.
@@ -72,7 +124,8 @@ def chosen(runs: Runs) -> str:
             if label.startswith("calibrated"):
                 row = rows[label]
                 shares = (f"{row.share:.1%}", f"{row.host:.1%}", f"{row.found / rows['dense'].found:.3f}")
-                losses = (f"{row.above:+.3f}", f"{row.half:+.3f}", _held_out(run["goals"], label))
+                there = "{}, {} of {}".format(*_held_out(run["goals"], label))
+                losses = (f"{row.above:+.3f}", f"{row.half:+.3f}", there)
                 cells.append((label, str(run["seed"]), *shares, *losses, _short(text)))
         for place, record in run["goals"].items():
             missed = {goal: text for goal, text in record.items() if isinstance(text, str)}
@@ -80,12 +133,12 @@ def chosen(runs: Runs) -> str:
     return _table(head, sorted(cells, key=lambda row: (*_goal(row[0]), row[1])))
 
 
-def _held_out(goals: Mapping[str, Any], label: str) -> str:
-    """Divergence from dense attention, and numbers found of those that it finds."""
+def _held_out(goals: Mapping[str, Any], label: str) -> tuple[str, ...]:
+    """Divergence from dense attention, numbers found, and those that it finds."""
     _, place, goal = label.split(", ")
     said = re.fullmatch(r"loses (\S+) nats, finds (\d+) of \d+ \(dense (\d+)\)", goals[place][goal]["held_out"])
     assert said is not None
-    return "{}, {} of {}".format(*said.groups())
+    return said.groups()
 
 
 def _goal(label: str) -> tuple[str, float]:
@@ -119,6 +172,38 @@ def heads(runs: Runs) -> str:
             row += [_range([x[key] for x in of], form) for key, form in (("kl", "{:.4f}"), ("found", "{:.3f}"))]
         cells.append(row)
     return _table(head, cells)
+
+
+def opened(runs: Runs) -> str:
+    """Per length and number of open groups."""
+    head = ("tokens", "groups", "open", "numbers found, of dense's", "text loss above dense", "second half")
+    cells = []
+    for length in sorted({run["length"] for run in runs}):
+        rows = by_label([run for run in runs if run["length"] == length])
+        dense = rows.pop("dense")
+        for label, of in rows.items():
+            found = [row.found / stock.found for row, stock in zip(of, dense, strict=True)]
+            losses = [_range([getattr(row, name) for row in of], "{:+.3f}") for name in ("above", "half")]
+            sizes = (f"{length:,}", f"{(length - WINDOW) // GROUP:,}", label.removeprefix("r="))
+            cells.append((*sizes, _range(found, "{:.3f}"), *losses))
+    return _table(head, cells)
+
+
+def needed(runs: Mapping[str, Runs]) -> str:
+    """By architecture and length, seed by seed: the groups that must be open, and those predicted for longer texts."""
+    lengths = sorted({run["length"] for of in runs.values() for run in of})
+    cells = []
+    for name, of in runs.items():
+        by_length = []
+        for length in lengths:
+            rows = [by_label([run]) for run in of if run["length"] == length]
+            points = [[(int(r[2:]), seed[0].half) for r, seed in row.items() if r != "dense"] for row in rows]
+            by_length.append([groups_needed([(r, y) for r, y in seed if y is not None]) for seed in points])
+        far = [predicted([*zip(lengths, seed, strict=True)]) for seed in zip(*by_length, strict=True)]
+        cells.append(
+            (_NAMES[name], *(", ".join("?" if r is None else f"{r:.0f}" for r in row) for row in (*by_length, far)))
+        )
+    return _table(("", *(f"{length:,}" for length in lengths), f"{TARGET:,}, predicted"), cells)
 
 
 def training(runs: Runs) -> str:

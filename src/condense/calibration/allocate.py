@@ -33,11 +33,12 @@ def greedy_path(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequen
 
 
 def best_within(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequence[int]], room: int) -> dict[int, int]:
-    """Of all allocations that keep at most ``room`` bytes, the one that loses least; of equals one with small candidates.
+    """Of all allocations that keep at most ``room`` bytes, the one that loses least.
 
-    costs, sizes: as of `greedy_path`; the smallest candidates fit. What a candidate keeps beyond the smallest one of its
-    layer is rounded up to a 16,384th of what the smallest leave over, so allocations that fit by less may be missed.
-    By dynamic programming over layers (the multiple-choice knapsack problem).
+    costs, sizes: as of `greedy_path`; the smallest candidates must fit. By dynamic programming over the layers (the
+    multiple-choice knapsack problem) in whole units: a 16,384th of what the smallest candidates leave over, to which
+    everything beyond them is rounded up, so an allocation that fits by less than that may be missed. Among candidates of
+    equal loss a layer gets the smaller one.
     """
     least = {layer: min(size) for layer, size in sizes.items()}
     unit = max(1, -(-(room - sum(least.values())) // _UNITS))
