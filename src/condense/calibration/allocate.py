@@ -37,8 +37,8 @@ def best_within(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequen
 
     costs, sizes: as of `greedy_path`; the smallest candidates must fit. By dynamic programming over the layers (the
     multiple-choice knapsack problem) in whole units: a 16,384th of what the smallest candidates leave over, to which
-    everything beyond them is rounded up, so an allocation that fits by less than that may be missed. Among candidates of
-    equal loss a layer gets the smaller one.
+    everything beyond them is rounded up, so an allocation that fits by less may be missed. Among candidates of equal
+    loss a layer gets the smaller one.
     """
     least = {layer: min(size) for layer, size in sizes.items()}
     unit = max(1, -(-(room - sum(least.values())) // _UNITS))
