@@ -42,6 +42,7 @@ _GOALS = {
 _NAMES = {
     "llama": "one KV head per query head",
     "gqa4": "four query heads per KV head",
+    "mla": "latents",
 }
 
 
@@ -79,36 +80,30 @@ def equal(rows: Mapping[str, Sequence[Row]]) -> str:
 
 
 def goals(runs: Runs) -> str:
-    """Seed by seed: bytes, loss and numbers under allocations for a size, and how many seeds meet the goals."""
-    head = (
-        "at most",
-        "device",
-        "text loss",
-        "second half",
-        "found, of dense's",
-        "the same, held out",
-        "met",
-        "held out",
-    )
+    """Seed by seed: bytes, loss and numbers under allocations for a size, and how many seeds meet the goals; sizes that
+    an allocation came to in every seed.
+    """
+    losses = ("text loss", "second half")
+    head = ("at most", "device", *losses, "found, of dense's", "the same, held out", "met", "held out")
+    seeds = [{label: of[0] for label, of in by_label([run]).items()} for run in runs]
     cells = []
     for label, name in _GOALS.items():
-        of = []
-        for run in runs:
-            rows = {other: found[0] for other, found in by_label([run]).items()}
-            _, there, dense = _held_out(run["goals"], label)
-            row = rows[label]
-            of.append((row, row.found / rows["dense"].found, int(there) / int(dense)))
+        rows = [of[label] for of in seeds if label in of]
+        if len(rows) < len(seeds):
+            continue
+        found = [row.found / of["dense"].found for row, of in zip(rows, seeds, strict=True)]
+        later = [int(there) / int(dense) for _, there, dense in (_held_out(run["goals"], label) for run in runs)]
+        small = [row.above is not None and row.above <= BUDGET for row in rows]
+        met = [share >= _LEAST and less for share, less in zip(found, small, strict=True)]
         columns = [
-            [f"{row.share:.1%}" for row, *_ in of],
-            [f"{row.above:+.3f}" for row, *_ in of],
-            [f"{row.half:+.3f}" for row, *_ in of],
-            [f"{found:.3f}" for _, found, _ in of],
-            [f"{there:.3f}" for *_, there in of],
+            ("{:.1%}", [row.share for row in rows]),
+            ("{:+.3f}", [row.above for row in rows]),
+            ("{:+.3f}", [row.half for row in rows]),
+            ("{:.3f}", found),
+            ("{:.3f}", later),
         ]
-        met = [found >= _LEAST and row.above is not None and row.above <= BUDGET for row, found, _ in of]
-        later = [there >= _LEAST for *_, there in of]
-        counts = [f"{sum(seeds)} of {len(of)}" for seeds in (met, later)]
-        cells.append((name, *(", ".join(column) for column in columns), *counts))
+        counts = (f"{sum(met)} of {len(met)}", f"{sum(share >= _LEAST for share in later)} of {len(later)}")
+        cells.append((name, *(", ".join(map(form.format, of)) for form, of in columns), *counts))
     return _table(head, cells)
 
 
