@@ -1,12 +1,12 @@
 """`docs/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
 
-``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{picture ...}}`` for a
-picture of it, ``{{equal ...}}`` for a table of the best of each kind at equal bytes, ``{{goals ...}}`` for one of the
-study's goals, ``{{calibrated ...}}`` for one of calibrated allocations alone, ``{{chosen ...}}`` for one of what they
-gave each layer, ``{{adapted ...}}`` for one of methods after an adaptation, ``{{heads ...}}`` for one of `Recall` in
-single KV heads, ``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one
-of the groups that must be open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text.
-Each is of the first result file that has it all; a file may be named by its time after the length.
+``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
+``methods+calibrated``. Of these two ``{{picture ARCHITECTURE LENGTH}}`` is a picture and ``{{equal ...}}`` a table of the
+best of each kind at equal bytes; ``{{goals ...}}`` stands for a table of the study's goals, ``{{chosen ...}}`` for one of
+what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads, ``{{opened
+ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups that must be
+open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the first result file
+that has it all; after the length a file may be named by a part of its name.
 """
 
 from __future__ import annotations
@@ -50,21 +50,19 @@ def write_page(results: Sequence[Path], output: Path) -> None:
                 return [run for of in found for run in sorted(of, key=lambda run: run["seed"])]
         raise ValueError(f"results: no runs of {parts} {architecture} {length} {file}".rstrip())
 
-    def rows(architecture: str, length: str) -> dict[str, list[Row]]:
-        return by_label(pick("methods+calibrated", architecture, length))
+    def rows(*of: str) -> dict[str, list[Row]]:
+        return by_label(pick("methods+calibrated", *of))
 
-    def picture(architecture: str, length: str) -> str:
+    def picture(architecture: str, length: str, *file: str) -> str:
         name = f"zero-shot-{architecture}-{length}.png"
-        _draw(rows(architecture, length), output.parent / "images" / name)
+        _draw(rows(architecture, length, *file), output.parent / "images" / name)
         return f"![Loss above dense attention by bytes on the device](images/{name})"
 
     makers: Mapping[str, Callable[..., str]] = {
-        "methods": lambda *of: shares_tables.methods(rows(*of)),
+        "table": lambda *of: shares_tables.methods(by_label(pick(*of))),
         "equal": lambda *of: shares_tables.equal(rows(*of)),
         "goals": lambda *of: shares_tables.goals(pick("calibrated", *of)),
-        "calibrated": lambda *of: shares_tables.methods(by_label(pick("calibrated", *of))),
         "chosen": lambda *of: shares_tables.chosen(pick("calibrated", *of)),
-        "adapted": lambda *of: shares_tables.methods(by_label(pick("adapted", *of))),
         "heads": lambda *of: shares_tables.heads(pick("heads", *of)),
         "opened": lambda *of: shares_tables.opened(pick("opened", *of)),
         "needed": lambda *of: shares_tables.needed({name: pick("opened", name) for name in of}),

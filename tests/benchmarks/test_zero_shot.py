@@ -243,11 +243,13 @@ def test_a_table_is_of_the_first_file_that_has_it_all(tmp_path, monkeypatch):
         results.append(tmp_path / f"{name}.json")
         results[-1].write_text(json.dumps({"results": {"measured": measured, "runs": [run]}}))
     page = folder / "page.md"
-    page.write_text("{{calibrated llama 16}}\n{{adapted llama 16}}\n{{calibrated llama 16 3Z}}\n{{origin}}")
+    page.write_text(
+        "{{table calibrated llama 16}}\n{{table adapted llama 16}}\n{{table calibrated llama 16 3Z}}\n{{origin}}"
+    )
     shares_page.write_page(results, tmp_path / "page.md")
     losses = re.findall(r"\| cca \|.*\| (\S+) \|", (tmp_path / "page.md").read_text())
     assert losses == ["+2.000", "+1.000", "+3.000"]
-    page.write_text("{{calibrated llama 16 1Z}}")
+    page.write_text("{{table calibrated llama 16 1Z}}")
     with pytest.raises(ValueError, match="results: no runs of calibrated llama 16 1Z"):
         shares_page.write_page(results, tmp_path / "page.md")
 
