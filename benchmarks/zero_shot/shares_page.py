@@ -1,12 +1,12 @@
 """`docs/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
 
 ``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
-``methods+calibrated``. Of these two ``{{picture ARCHITECTURE LENGTH}}`` is a picture and ``{{equal ...}}`` a table of the
-best of each kind at equal bytes; ``{{goals ...}}`` stands for a table of the study's goals, ``{{chosen ...}}`` for one of
-what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads, ``{{opened
-ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups that must be
-open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the first result file
-that has it all; after the length a file may be named by a part of its name.
+``methods+calibrated``. Of these two ``{{picture ARCHITECTURE LENGTH}}`` is a picture and ``{{equal ...}}`` a table of
+the best of each kind at equal bytes; ``{{goals ...}}`` stands for a table of the study's goals, ``{{chosen ...}}`` for
+one of what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads,
+``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups
+that must be open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the
+first result file that has it all; after the length a file may be named by a part of its name.
 """
 
 from __future__ import annotations
