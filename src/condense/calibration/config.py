@@ -14,8 +14,8 @@ class CalibrationConfig:
     """Goals, candidates and texts of a calibration; at least one of ``budget_nats`` and ``cache`` is needed.
 
     budget_nats: the most that the model may lose: mean divergence of its predictions from the dense model's, in nats
-    per token, over the second half of each text. cache: the share of the dense model's cache on the device that is
-    small enough, counted at ``cache_length`` tokens (None: ``length``). min_found: with a budget and hidden numbers, so
+    per token, over the second half of each text. cache: at most this share of the dense model's cache is kept on the
+    device, counted at ``cache_length`` tokens (None: ``length``). min_found: with a budget and hidden numbers, so
     many must be found as this share of those that the dense model finds.
     candidates: the methods to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
