@@ -1,6 +1,7 @@
 """A calibration on a small model: what is measured, what is chosen and verified, what is kept, and what is refused."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -15,6 +16,7 @@ from condense.calibration.measure import Meter
 from condense.calibration.report import Mean
 from condense.calibration.samples import draw_samples
 from condense.models import condensed_layers
+from condense.models.inspect import inspect
 
 CANDIDATES = (Dense(), Recall(group_size=4, window=16, num_recall=4, store="host", slots=4), StreamingLLM(window=16))
 CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
@@ -178,6 +180,20 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
     # counted at another length, the same methods keep another share
     far = dataclasses.replace(smaller, cache_length=1280)
     assert condense.calibrate(model, tokenizer, [text], far).uniform[2].cache < small.uniform[2].cache / 2
+
+
+def test_nothing_that_fits_into_the_size_loses_less(model, tokenizer, text, tmp_path):
+    kept = {(row.layer, method): row for method in CANDIDATES for row in inspect(model, method, 128)}
+    dense = sum(kept[layer, Dense()].dense_bytes for layer in range(3))
+    for cache in (0.45, 0.6, 0.75, 0.9):
+        config = dataclasses.replace(CONFIG, budget_nats=None, cache=cache)
+        result = condense.calibrate(model, tokenizer, [text], config, measured=tmp_path / "measured.json")
+        lost = {(loss.layer, loss.method): loss.total for loss in result.layers}
+        every = [dict(enumerate(methods)) for methods in itertools.product(CANDIDATES, repeat=3)]
+        fitting = [each for each in every if sum(kept[chosen].bytes for chosen in each.items()) <= cache * dense]
+        least = min(sum(lost.get(chosen, 0.0) for chosen in each.items()) for each in fitting)
+        assert result.chosen.cache <= cache
+        assert sum(lost.get(chosen, 0.0) for chosen in result.allocation.items()) == pytest.approx(least)
 
 
 @pytest.mark.parametrize(
