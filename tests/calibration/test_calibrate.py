@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
+from condense.calibration import default_candidates
 from condense.calibration.measure import Meter
 from condense.calibration.report import Mean
 from condense.calibration.samples import draw_samples
@@ -257,6 +258,25 @@ def test_small_losses_are_not_said_to_be_none():
 def test_bad_settings(changes, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("length", [4096, 16384, 131072])
+def test_by_default_a_tenth_of_the_cache_is_enough_to_recall_in_all_layers(length):
+    model = tiny.model("llama", torch.bfloat16, head_dim=64)
+    kept = []
+    for method in default_candidates(length, latents=False):
+        rows = inspect(model, method, length)
+        kept.append(sum(row.bytes for row in rows) / sum(row.dense_bytes for row in rows))
+    assert all(share <= most for share, most in zip(kept, (1.0, 0.18, 0.09, 0.11, 0.04), strict=True))
+
+
+def test_latents_by_default(tokenizer, text):
+    model = tiny.model("deepseek_v3", vocab_size=len(tokenizer))
+    config = CalibrationConfig(cache=0.9, length=192, texts=2)
+    result = condense.calibrate(model, tokenizer, [text], config)
+    assert result.config.candidates == default_candidates(192, latents=True)
+    assert result.chosen.cache <= 0.9
+    assert result.chosen.host == 0
 
 
 def test_models_that_are_not_ready(tokenizer, text):
