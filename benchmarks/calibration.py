@@ -2,15 +2,18 @@
 
     python benchmarks/calibration.py run --data corpus-validation.jsonl.zst --test corpus-test.jsonl.zst --output FILE
     python benchmarks/calibration.py plot --results FILE --output docs/images/calibration.png
+    python benchmarks/calibration.py time --data corpus-validation.jsonl.zst --device cuda --output FILE
 
 By default the bundled model at 2,048 tokens with a window of 128, where its own condensing finds next to nothing, so
 that it is as good as a model that was never adapted. The calibration reads ``--data`` alone; all rows of the result are
 measured on ``--test``: dense attention, each candidate in all layers, and the allocations on the calibrated path with
-Recall in 7, 6, ... layers and pooling in the others.
+Recall in 7, 6, ... layers and pooling in the others. ``time`` calibrates a large model of random weights, with default
+candidates: it shows how long that takes, and nothing else.
 """
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import condense
+from condense.bench.model_shapes import random_model
 from condense.calibration import Calibration
 from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
 from condense.models import described
@@ -117,6 +121,35 @@ def _print(results: dict[str, Any]) -> None:
         console.print(name, {key: results[name][key] for key in ("methods", "cache", "host", "kl", "nats", "found")})
 
 
+def take_time(options: argparse.Namespace) -> None:
+    """Calibrate a shape of random weights for a size of the cache; forwards and seconds, estimated and as they were."""
+    refuse_existing(options.output, "output")
+    model = random_model(options.shape, dtype=getattr(torch, options.dtype), device=torch.device(options.device))
+    tokenizer = condense.demo_model()[1]
+    texts = list(read_documents(options.data))
+    config = condense.CalibrationConfig(cache=options.cache, length=options.length, texts=options.texts)
+    estimates, forwards = [], []
+    began = time.perf_counter()
+    result = condense.calibrate(
+        model, tokenizer, texts, config, on_estimate=estimates.append,
+        on_forward=lambda: forwards.append(time.perf_counter()),
+    )  # fmt: skip
+    content = {
+        "shape": options.shape,
+        "layers": model.config.num_hidden_layers,
+        "dtype": options.dtype,
+        "length": options.length,
+        "texts": options.texts,
+        "candidates": [str(method) for method in result.config.candidates],
+        "estimated_forwards": estimates[0].forwards,
+        "estimated_seconds": estimates[0].forwards * estimates[0].seconds_each,
+        "forwards": len(forwards),
+        "seconds": time.perf_counter() - began,
+    }
+    write_results(options.output, content, device=model.device)
+    Console(width=160).print(content)
+
+
 def plot(options: argparse.Namespace) -> None:
     """Numbers found and text loss above dense by the number of layers that recall."""
     require_matplotlib(options.output)
@@ -163,6 +196,16 @@ def main() -> None:
     command.add_argument("--results", type=Path, required=True)
     command.add_argument("--output", type=Path, required=True, help="picture, .png or .svg")
     command.set_defaults(run=plot)
+    command = commands.add_parser("time", help="how long a large model takes")
+    command.add_argument("--data", type=Path, nargs="+", required=True, help="text to calibrate on")
+    command.add_argument("--output", type=Path, required=True, help="JSON file")
+    command.add_argument("--shape", default="llama-3.1-8b")
+    command.add_argument("--cache", type=float, default=0.09)
+    command.add_argument("--length", type=int, default=4096)
+    command.add_argument("--texts", type=int, default=8)
+    command.add_argument("--dtype", default="bfloat16")
+    command.add_argument("--device", default="cpu")
+    command.set_defaults(run=take_time)
     options = parser.parse_args()
     options.run(options)
 

@@ -24,7 +24,7 @@ class Row(NamedTuple):
 
 
 def by_label(runs: Runs) -> dict[str, list[Row]]:
-    """Rows by the methods' labels, in the order of the runs."""
+    """Rows by the methods' labels, in the order of the runs; of an adaptation also dense attention before it."""
     rows: dict[str, list[Row]] = {}
     among_methods = any(run["part"] == "methods" for run in runs)
     for run in runs:
@@ -34,6 +34,10 @@ def by_label(runs: Runs) -> dict[str, list[Row]]:
                 continue  # the same numbers stand there
             losses = [text["loss"] - dense["loss"], *_parts(text, dense)]
             rows.setdefault(text["name"], []).append(Row(*run["shares"][text["name"]], found[text["name"]], *losses))
+        if "before" in run:
+            (text,), (entry,) = run["before"]["text"], run["before"]["retrieval"]
+            losses = [text["loss"] - dense["loss"], *_parts(text, dense)]
+            rows.setdefault("dense, before", []).append(Row(1.0, 0.0, entry["exact"]["share"], *losses))
         for entry in run.get("continued", [])[1:]:
             last = entry["loss"] - run["continued"][0]["loss"]
             shares = run["shares"][entry["name"]]

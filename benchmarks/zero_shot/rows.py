@@ -100,7 +100,10 @@ def calibrations(length: int, texts: int, seed: int, pooled: GroupPooling) -> Ma
     entries = (pooled, pooled.replace(group_size=2 * GROUP))
     windows = tuple(StreamingLLM(sink=SINKS, window=w - SINKS) for w in (WINDOW, 2 * WINDOW))
     hosted, kept = recall(length), stored(length)
-    recalling = {"host": (hosted, _dropping(hosted)), "device": (kept, _dropping(kept))}
+    recalling = {
+        "host": (hosted, _dropping(hosted), _dropping(hosted).replace(index_size=GROUP // 2)),
+        "device": (kept, _dropping(kept), _dropping(kept).replace(store_bits=8)),
+    }
     if isinstance(pooled, LCA):
         del recalling["host"]
     goals = [(BUDGET, None), *product([None], SHARES)]

@@ -1,10 +1,12 @@
 """`docs/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
 
-``{{methods ARCHITECTURE LENGTH}}`` stands for a table of methods and calibrated allocations, ``{{picture ...}}`` for a
-picture of it, ``{{equal ...}}`` for a table of the best of each kind at equal bytes, ``{{calibrated ...}}`` for one of
-calibrated allocations alone, ``{{chosen ...}}`` for one of what they gave each layer, ``{{heads ...}}`` for one of
-`Recall` in single KV heads, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text.
-``calibrated`` and ``chosen`` may name the result file by its number after the length; all others are of the first.
+``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
+``methods+calibrated``. Of these two ``{{picture ARCHITECTURE LENGTH}}`` is a picture and ``{{equal ...}}`` a table of
+the best of each kind at equal bytes; ``{{goals ...}}`` stands for a table of the study's goals, ``{{chosen ...}}`` for
+one of what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads,
+``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups
+that must be open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the
+first result file that has it all; after the length a file may be named by a part of its name.
 """
 
 from __future__ import annotations
@@ -39,28 +41,31 @@ def write_page(results: Sequence[Path], output: Path) -> None:
     """
     documents = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in results]
 
-    def pick(part: str, architecture: str, length: str = "", file: str = "1") -> Runs:
-        runs = documents[int(file) - 1]["runs"]
-        found = [run for run in runs if run["part"] == part and run["architecture"] == architecture]
-        found = [run for run in found if not length or run["length"] == int(length)]
-        if not found:
-            raise ValueError(f"results: no runs of {part} {architecture} {length}")
-        return sorted(found, key=lambda run: run["seed"])
+    def pick(parts: str, architecture: str, length: str = "", file: str = "") -> Runs:
+        for path, document in zip(results, documents, strict=True):
+            runs = [run for run in document["runs"] if run["architecture"] == architecture]
+            runs = [run for run in runs if not length or run.get("length") == int(length)]
+            found = [[run for run in runs if run["part"] == part] for part in parts.split("+")]
+            if file in path.name and all(found):
+                return [run for of in found for run in sorted(of, key=lambda run: run["seed"])]
+        raise ValueError(f"results: no runs of {parts} {architecture} {length} {file}".rstrip())
 
-    def rows(architecture: str, length: str) -> dict[str, list[Row]]:
-        return by_label([*pick("methods", architecture, length), *pick("calibrated", architecture, length)])
+    def rows(*of: str) -> dict[str, list[Row]]:
+        return by_label(pick("methods+calibrated", *of))
 
-    def picture(architecture: str, length: str) -> str:
+    def picture(architecture: str, length: str, *file: str) -> str:
         name = f"zero-shot-{architecture}-{length}.png"
-        _draw(rows(architecture, length), output.parent / "images" / name)
+        _draw(rows(architecture, length, *file), output.parent / "images" / name)
         return f"![Loss above dense attention by bytes on the device](images/{name})"
 
     makers: Mapping[str, Callable[..., str]] = {
-        "methods": lambda *of: shares_tables.methods(rows(*of)),
+        "table": lambda *of: shares_tables.methods(by_label(pick(*of))),
         "equal": lambda *of: shares_tables.equal(rows(*of)),
-        "calibrated": lambda *of: shares_tables.methods(by_label(pick("calibrated", *of))),
+        "goals": lambda *of: shares_tables.goals(pick("calibrated", *of)),
         "chosen": lambda *of: shares_tables.chosen(pick("calibrated", *of)),
         "heads": lambda *of: shares_tables.heads(pick("heads", *of)),
+        "opened": lambda *of: shares_tables.opened(pick("opened", *of)),
+        "needed": lambda *of: shares_tables.needed({name: pick("opened", name) for name in of}),
         "training": lambda *of: shares_tables.training(pick("training", *of)),
         "picture": picture,
         "origin": lambda: _origin(results, documents),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from readings import KNOWN, Row, Runs, by_label
-from rows import SHARES
+from rows import BUDGET, GROUP, SHARES, WINDOW
+
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))
+
+from needed import TARGET, predicted  # of experiments
+from needed import needed as groups_needed
 
 # what is held against each other at equal bytes, and the beginnings of the labels that belong to each
 _KINDS = {
@@ -25,6 +32,18 @@ _KINDS = {
     "dense cache in fewer bits": "dense cache",
 }
 _SLACK = 0.002  # of the dense cache, by which a size may be exceeded
+_LEAST = 0.99  # of the numbers that dense attention finds
+_GOALS = {
+    "calibrated, host, 9.0%": "host store, 9 %",
+    "calibrated, host, 5.0%": "host store, 5 %",
+    "calibrated, device, 16.0%": "no host store, 16 %",
+    "calibrated, device, 25.0%": "no host store, 25 %",
+}
+_NAMES = {
+    "llama": "one KV head per query head",
+    "gqa4": "four query heads per KV head",
+    "mla": "latents",
+}
 
 
 def methods(rows: Mapping[str, Sequence[Row]]) -> str:
@@ -60,6 +79,34 @@ def equal(rows: Mapping[str, Sequence[Row]]) -> str:
     return _table(("", *(f"{share:.0%}" for share in SHARES)), [row for row in cells if any(row[1:])])
 
 
+def goals(runs: Runs) -> str:
+    """Seed by seed: bytes, loss and numbers under allocations for a size, and how many seeds meet the goals; sizes that
+    an allocation came to in every seed.
+    """
+    losses = ("text loss", "second half")
+    head = ("at most", "device", *losses, "found, of dense's", "the same, held out", "met", "held out")
+    seeds = [{label: of[0] for label, of in by_label([run]).items()} for run in runs]
+    cells = []
+    for label, name in _GOALS.items():
+        rows = [of[label] for of in seeds if label in of]
+        if len(rows) < len(seeds):
+            continue
+        found = [row.found / of["dense"].found for row, of in zip(rows, seeds, strict=True)]
+        later = [int(there) / int(dense) for _, there, dense in (_held_out(run["goals"], label) for run in runs)]
+        small = [row.above is not None and row.above <= BUDGET for row in rows]
+        met = [share >= _LEAST and less for share, less in zip(found, small, strict=True)]
+        columns = [
+            ("{:.1%}", [row.share for row in rows]),
+            ("{:+.3f}", [row.above for row in rows]),
+            ("{:+.3f}", [row.half for row in rows]),
+            ("{:.3f}", found),
+            ("{:.3f}", later),
+        ]
+        counts = (f"{sum(met)} of {len(met)}", f"{sum(share >= _LEAST for share in later)} of {len(later)}")
+        cells.append((name, *(", ".join(map(form.format, of)) for form, of in columns), *counts))
+    return _table(head, cells)
+
+
 def chosen(runs: Runs) -> str:
     """What the calibration gave each layer, by goal and seed, and what that seed's model lost: on the texts of the
     study, and as divergence and numbers on those that the calibration held out.
@@ -72,7 +119,8 @@ def chosen(runs: Runs) -> str:
             if label.startswith("calibrated"):
                 row = rows[label]
                 shares = (f"{row.share:.1%}", f"{row.host:.1%}", f"{row.found / rows['dense'].found:.3f}")
-                losses = (f"{row.above:+.3f}", f"{row.half:+.3f}", _held_out(run["goals"], label))
+                there = "{}, {} of {}".format(*_held_out(run["goals"], label))
+                losses = (f"{row.above:+.3f}", f"{row.half:+.3f}", there)
                 cells.append((label, str(run["seed"]), *shares, *losses, _short(text)))
         for place, record in run["goals"].items():
             missed = {goal: text for goal, text in record.items() if isinstance(text, str)}
@@ -80,12 +128,12 @@ def chosen(runs: Runs) -> str:
     return _table(head, sorted(cells, key=lambda row: (*_goal(row[0]), row[1])))
 
 
-def _held_out(goals: Mapping[str, Any], label: str) -> str:
-    """Divergence from dense attention, and numbers found of those that it finds."""
+def _held_out(goals: Mapping[str, Any], label: str) -> tuple[str, ...]:
+    """Divergence from dense attention, numbers found, and those that it finds."""
     _, place, goal = label.split(", ")
     said = re.fullmatch(r"loses (\S+) nats, finds (\d+) of \d+ \(dense (\d+)\)", goals[place][goal]["held_out"])
     assert said is not None
-    return "{}, {} of {}".format(*said.groups())
+    return said.groups()
 
 
 def _goal(label: str) -> tuple[str, float]:
@@ -119,6 +167,38 @@ def heads(runs: Runs) -> str:
             row += [_range([x[key] for x in of], form) for key, form in (("kl", "{:.4f}"), ("found", "{:.3f}"))]
         cells.append(row)
     return _table(head, cells)
+
+
+def opened(runs: Runs) -> str:
+    """Per length and number of open groups."""
+    head = ("tokens", "groups", "open", "numbers found, of dense's", "text loss above dense", "second half")
+    cells = []
+    for length in sorted({run["length"] for run in runs}):
+        rows = by_label([run for run in runs if run["length"] == length])
+        dense = rows.pop("dense")
+        for label, of in rows.items():
+            found = [row.found / stock.found for row, stock in zip(of, dense, strict=True)]
+            losses = [_range([getattr(row, name) for row in of], "{:+.3f}") for name in ("above", "half")]
+            sizes = (f"{length:,}", f"{(length - WINDOW) // GROUP:,}", label.removeprefix("r="))
+            cells.append((*sizes, _range(found, "{:.3f}"), *losses))
+    return _table(head, cells)
+
+
+def needed(runs: Mapping[str, Runs]) -> str:
+    """By architecture and length, seed by seed: the groups that must be open, and those predicted for longer texts."""
+    lengths = sorted({run["length"] for of in runs.values() for run in of})
+    cells = []
+    for name, of in runs.items():
+        by_length = []
+        for length in lengths:
+            rows = [by_label([run]) for run in of if run["length"] == length]
+            points = [[(int(r[2:]), seed[0].half) for r, seed in row.items() if r != "dense"] for row in rows]
+            by_length.append([groups_needed([(r, y) for r, y in seed if y is not None]) for seed in points])
+        far = [predicted([*zip(lengths, seed, strict=True)]) for seed in zip(*by_length, strict=True)]
+        cells.append(
+            (_NAMES[name], *(", ".join("?" if r is None else f"{r:.0f}" for r in row) for row in (*by_length, far)))
+        )
+    return _table(("", *(f"{length:,}" for length in lengths), f"{TARGET:,}, predicted"), cells)
 
 
 def training(runs: Runs) -> str:

@@ -47,3 +47,21 @@ def test_rows_and_picture(study, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["x", "plot", "--results", str(results), "--output", str(tmp_path / "a.png")])
     study.main()
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_how_long_a_calibration_takes(study, monkeypatch, tmp_path):
+    tokenizer = condense.demo_model()[1]
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).eval()
+    monkeypatch.setattr(study, "random_model", lambda shape, dtype, device: model)
+    text, results = tmp_path / "text.txt", tmp_path / "results.json"
+    text.write_text(condense.demo.demo_text().text)
+    options = ["--data", str(text), "--output", str(results), "--length", "900", "--texts", "2"]
+    monkeypatch.setattr(sys, "argv", ["calibration.py", "time", "--cache", "0.5", *options])
+    study.main()
+    content = json.loads(results.read_text())["results"]
+    assert content["layers"] == 2
+    assert len(content["candidates"]) == 5
+    # a dense forward per text, five candidates in all layers, four in each alone, and points of the curve
+    assert 2 * (1 + 5 + 8) < content["forwards"] <= content["estimated_forwards"]
+    assert content["seconds"] > 0

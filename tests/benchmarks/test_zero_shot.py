@@ -172,6 +172,88 @@ def test_calibrated_rows_are_held_against_their_own_dense_ones():
     assert "| calibrated, host, 0.1% | 0 |  |  |  |  |  |  | cache: too small |" in table
 
 
+def _calibrated(seed, found, held_out):
+    labels = (
+        "calibrated, host, 9.0%",
+        "calibrated, host, 5.0%",
+        "calibrated, device, 16.0%",
+        "calibrated, device, 25.0%",
+    )
+    run = _run(seed, dense=(3, 2, 1), **dict.fromkeys(labels, (3.03, 2.0, 1.0))) | {"part": "calibrated"}
+    for entry in run["retrieval"][1:]:
+        entry["exact"]["share"] *= found
+    run["goals"] = {"host": {}, "device": {}}
+    for label in labels:
+        _, place, goal = label.split(", ")
+        run["goals"][place][goal] = {"held_out": f"loses 0.0264±0.0040 nats, finds {held_out} of 128 (dense 100)"}
+    return run
+
+
+def test_seeds_that_meet_the_goals_are_counted():
+    runs = [_calibrated(0, 0.99, 99), _calibrated(1, 0.98, 98), _calibrated(2, 1.0, 98)]
+    table = shares_tables.goals(runs)
+    losses = "+0.010, +0.010, +0.010 | +0.000, +0.000, +0.000"
+    row = f"{losses} | 0.990, 0.980, 1.000 | 0.990, 0.980, 0.980 | 2 of 3 | 1 of 3 |"
+    assert f"| host store, 9 % | 50.0%, 50.0%, 50.0% | {row}" in table
+    for run in runs:
+        run["text"][1]["loss"] += 0.02  # 0.03 above dense attention
+    assert "| 0 of 3 | 1 of 3 |" in shares_tables.goals(runs)
+
+
+def _opened(seed, length, **losses):
+    run = _run(seed, dense=(3, 2, 1), **{f"r={r[1:]}": (3, 2 + of, 1 + of) for r, of in losses.items()})
+    return run | {"part": "opened", "length": length}
+
+
+def test_groups_that_must_be_open_stand_seed_by_seed():
+    runs = [
+        _opened(0, 2048, r4=0.02, r16=0.0),
+        _opened(1, 2048, r4=0.04, r16=0.02),  # not enough
+        _opened(0, 8192, r4=0.03, r16=0.01),
+        _opened(1, 8192, r4=0.02, r16=0.0),
+    ]
+    table = shares_tables.needed({"gqa4": runs})
+    assert "|  | 2,048 | 8,192 | 131,072, predicted |" in table
+    # twice as many for four times the length: sixteen times the length, four times as many
+    assert "| four query heads per KV head | 8, ? | 16, 8 | 64, ? |" in table
+    rows = shares_tables.opened([run for run in runs if run["seed"] == 0])
+    assert "| 2,048 | 112 | 4 | 1.000 | +0.013 | +0.020 |" in rows
+    assert "| 8,192 | 496 | 16 | 1.000 | +0.007 | +0.010 |" in rows
+
+
+def test_an_adaptation_shows_dense_attention_before_it():
+    run = _run(0, dense=(3, 2, 1), cca=(3, 2.3, 1.3)) | {"part": "adapted"}
+    run["before"] = {
+        "text": _run(0, dense=(3.3, 2, 1))["text"],
+        "retrieval": [{"name": "dense", "exact": {"share": 1.0}}],
+    }
+    table = shares_tables.methods(readings.by_label([run]))
+    assert "| dense, before | 100.0% | 0.0% | 1.000 | +0.100 | +0.000 | +0.000 |" in table
+    assert "| cca | 50.0% | 0.0% | 0.500 | +0.200 | +0.300 | +0.300 |" in table
+
+
+def test_a_table_is_of_the_first_file_that_has_it_all(tmp_path, monkeypatch):
+    folder = tmp_path / "study"
+    folder.mkdir()
+    monkeypatch.setattr(shares_page, "__file__", str(folder / "shares_page.py"))
+    measured = {"device": "a GPU", "torch": "2", "transformers": "5", "date": "2026-11-22", "commit": "0123456789abc"}
+    results = []
+    for name, step in (("first-1Z", 1.0), ("second-2Z", 2.0), ("third-3Z", 3.0)):
+        run = _run(0, dense=(3, 2, 1), cca=(3, 2 + step, 1 + step)) | {"part": "adapted" if step == 1 else "calibrated"}
+        results.append(tmp_path / f"{name}.json")
+        results[-1].write_text(json.dumps({"results": {"measured": measured, "runs": [run]}}))
+    page = folder / "page.md"
+    page.write_text(
+        "{{table calibrated llama 16}}\n{{table adapted llama 16}}\n{{table calibrated llama 16 3Z}}\n{{origin}}"
+    )
+    shares_page.write_page(results, tmp_path / "page.md")
+    losses = re.findall(r"\| cca \|.*\| (\S+) \|", (tmp_path / "page.md").read_text())
+    assert losses == ["+2.000", "+1.000", "+3.000"]
+    page.write_text("{{table calibrated llama 16 1Z}}")
+    with pytest.raises(ValueError, match="results: no runs of calibrated llama 16 1Z"):
+        shares_page.write_page(results, tmp_path / "page.md")
+
+
 def test_the_page_is_as_the_results_fill_it(tmp_path):
     page = ROOT / "docs" / "zero-shot.md"
     results = [ROOT / name for name in re.findall(r"`(benchmarks/results/zero-shot-\S+\.json)`", page.read_text())]

@@ -1,11 +1,13 @@
-"""The order in which methods are handed out, against all allocations of small problems."""
+"""The order in which methods are handed out, and what loses least in a size, against all allocations of small
+problems.
+"""
 
 import itertools
 import random
 
 import pytest
 
-from condense.calibration.allocate import greedy_path
+from condense.calibration.allocate import best_within, greedy_path
 
 
 def test_an_example_by_hand():
@@ -41,3 +43,44 @@ def test_no_allocation_is_smaller_and_loses_less(seed):
     assert path[-1][1] == min(size for _, size in every)
     for cost, size in path:
         assert not any((c < cost and s <= size) or (c <= cost and s < size) for c, s in every)
+
+
+def test_what_is_left_over_goes_to_the_layers():
+    costs, sizes = {0: [0.0, 0.1, 0.4], 5: [0.0, 2.0, 2.1]}, {0: [100, 50, 40], 5: [100, 50, 40]}
+    # the path's first allocation in 99 bytes is {0: 2, 5: 2}: after 140 bytes it takes layer 5 down to 40
+    assert best_within(costs, sizes, 99) == {0: 1, 5: 2}
+    assert best_within(costs, sizes, 149) == {0: 2, 5: 0}
+    assert best_within(costs, sizes, 10**9) == {0: 0, 5: 0}
+
+
+def test_the_smallest_candidates_fit_exactly():
+    costs, sizes = {0: [0.0, 0.1], 1: [0.0, 0.2]}, {0: [10**9, 7], 1: [10**9, 11]}
+    assert best_within(costs, sizes, 18) == {0: 1, 1: 1}
+
+
+def test_of_equals_a_layer_has_the_smaller_candidate():
+    assert best_within({0: [0.0, 0.0, 1.0]}, {0: [30, 20, 10]}, 100) == {0: 1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_that_fits_loses_less(seed):
+    rng = random.Random(seed)
+    costs = {i: [float(rng.randrange(100)) for _ in range(4)] for i in range(4)}
+    sizes = {i: [rng.randrange(1, 100) for _ in range(4)] for i in range(4)}
+    room = rng.randrange(sum(map(min, sizes.values())), 400)
+
+    def total(of, allocation):
+        return sum(of[i][n] for i, n in allocation.items())
+
+    every = [dict(enumerate(numbers)) for numbers in itertools.product(range(4), repeat=4)]
+    best = best_within(costs, sizes, room)
+    assert total(sizes, best) <= room
+    assert total(costs, best) == min(total(costs, each) for each in every if total(sizes, each) <= room)
+
+
+def test_sizes_are_rounded_up_to_small_steps():
+    costs = {i: [0.0, 1.0] for i in range(3)}
+    sizes = {i: [2**30 + 1, 1] for i in range(3)}
+    # in steps of 2 ** 17 bytes: two large ones need two steps more than their bytes
+    assert best_within(costs, sizes, 2**31 + 2) == {0: 0, 1: 1, 2: 1}
+    assert sum(best_within(costs, sizes, 2**31 + 2**19).values()) == 1

@@ -1,6 +1,7 @@
 """A calibration on a small model: what is measured, what is chosen and verified, what is kept, and what is refused."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -11,10 +12,12 @@ from torch.nn import functional
 
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
+from condense.calibration import default_candidates
 from condense.calibration.measure import Meter
 from condense.calibration.report import Mean
 from condense.calibration.samples import draw_samples
 from condense.models import condensed_layers
+from condense.models.inspect import inspect
 
 CANDIDATES = (Dense(), Recall(group_size=4, window=16, num_recall=4, store="host", slots=4), StreamingLLM(window=16))
 CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
@@ -180,6 +183,20 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
     assert condense.calibrate(model, tokenizer, [text], far).uniform[2].cache < small.uniform[2].cache / 2
 
 
+def test_nothing_that_fits_into_the_size_loses_less(model, tokenizer, text, tmp_path):
+    kept = {(row.layer, method): row for method in CANDIDATES for row in inspect(model, method, 128)}
+    dense = sum(kept[layer, Dense()].dense_bytes for layer in range(3))
+    for cache in (0.45, 0.6, 0.75, 0.9):
+        config = dataclasses.replace(CONFIG, budget_nats=None, cache=cache)
+        result = condense.calibrate(model, tokenizer, [text], config, measured=tmp_path / "measured.json")
+        lost = {(loss.layer, loss.method): loss.total for loss in result.layers}
+        every = [dict(enumerate(methods)) for methods in itertools.product(CANDIDATES, repeat=3)]
+        fitting = [each for each in every if sum(kept[chosen].bytes for chosen in each.items()) <= cache * dense]
+        least = min(sum(lost.get(chosen, 0.0) for chosen in each.items()) for each in fitting)
+        assert result.chosen.cache <= cache
+        assert sum(lost.get(chosen, 0.0) for chosen in result.allocation.items()) == pytest.approx(least)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -241,6 +258,25 @@ def test_small_losses_are_not_said_to_be_none():
 def test_bad_settings(changes, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("length", [4096, 16384, 131072])
+def test_by_default_a_tenth_of_the_cache_is_enough_to_recall_in_all_layers(length):
+    model = tiny.model("llama", torch.bfloat16, head_dim=64)
+    kept = []
+    for method in default_candidates(length, latents=False):
+        rows = inspect(model, method, length)
+        kept.append(sum(row.bytes for row in rows) / sum(row.dense_bytes for row in rows))
+    assert all(share <= most for share, most in zip(kept, (1.0, 0.18, 0.09, 0.11, 0.04), strict=True))
+
+
+def test_latents_by_default(tokenizer, text):
+    model = tiny.model("deepseek_v3", vocab_size=len(tokenizer))
+    config = CalibrationConfig(cache=0.9, length=192, texts=2)
+    result = condense.calibrate(model, tokenizer, [text], config)
+    assert result.config.candidates == default_candidates(192, latents=True)
+    assert result.chosen.cache <= 0.9
+    assert result.chosen.host == 0
 
 
 def test_models_that_are_not_ready(tokenizer, text):

@@ -14,8 +14,8 @@ class CalibrationConfig:
     """Goals, candidates and texts of a calibration; at least one of ``budget_nats`` and ``cache`` is needed.
 
     budget_nats: the most that the model may lose: mean divergence of its predictions from the dense model's, in nats
-    per token, over the second half of each text. cache: the share of the dense model's cache on the device that is
-    small enough, counted at ``cache_length`` tokens (None: ``length``). min_found: with a budget and hidden numbers, so
+    per token, over the second half of each text. cache: at most this share of the dense model's cache is kept on the
+    device, counted at ``cache_length`` tokens (None: ``length``). min_found: with a budget and hidden numbers, so
     many must be found as this share of those that the dense model finds.
     candidates: the methods to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
@@ -67,16 +67,24 @@ def _check_candidate(method: Method) -> None:
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     """Dense attention, Recall with its store in host memory, with entries and without, pooling and a window, for texts
-    of ``length`` tokens.
+    of ``length`` tokens; from 4,096 tokens on the last four keep at most 18, 9, 11 and 4 % of the dense cache.
 
-    The window is an eighth of the text, at most 1,024 tokens, and Recall opens a sixteenth of the groups, at most 64.
-    latents: for models with latents (MLA), whose latents Recall keeps on the device, where it saves nothing.
+    Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens a sixteenth of the groups, at most 64, and
+    without entries twice as many, and keeps slots for a sixty-fourth, at most 64.
+    latents: for models with latents (MLA), which Recall stores on the device: in 4 bits and without entries, in groups
+    of 32, an eighth of them open, at most 128.
     """
-    window = max(16, min(1024, length // 8 // 16 * 16))
+    window = max(64, min(1024, length // 32 // 16 * 16))
     base = StreamingLLM(sink=4, window=window)
     if latents:
-        return Dense(), LCA(window=window, rep_bias="log_size"), base
+        num_recall = min(128, math.ceil(length / 32 / 8))
+        recall = Recall(
+            window=window, group_size=32, num_recall=num_recall, unchosen="drop", index_bits=4, store_bits=4
+        )
+        return Dense(), recall, LCA(window=window, rep_bias="log_size"), base
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
     num_recall = min(64, math.ceil(length / 16 / 16))
-    recall = Recall(window=window, num_recall=num_recall, store="host", slots=num_recall)
-    return Dense(), recall, recall.replace(unchosen="drop", index_bits=4), pooled, base
+    slots = min(64, math.ceil(length / 16 / 64))
+    recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots)
+    dropping = recall.replace(unchosen="drop", index_bits=4, num_recall=2 * num_recall)
+    return Dense(), recall, dropping, pooled, base

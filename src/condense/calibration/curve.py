@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from condense.calibration.allocate import greedy_path
+from condense.calibration.allocate import best_within, greedy_path
 from condense.calibration.config import CalibrationConfig
 from condense.calibration.measure import Allocation, Meter
 from condense.calibration.report import CurvePoint, LayerLoss, Mean, found_of
@@ -15,7 +15,7 @@ NUM_POINTS = 9
 
 
 class Curve:
-    """Allocations from the most faithful to the smallest, each with its point on measured and on held-out texts."""
+    """Allocations from the largest to the smallest, each with its point on measured and on held-out texts."""
 
     def __init__(
         self,
@@ -24,7 +24,9 @@ class Curve:
         losses: Sequence[LayerLoss],
         reports: Sequence[Sequence[LayerReport]],
     ) -> None:
-        """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``."""
+        """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``. Asked
+        for a size of the cache, it also goes through the allocation that loses least in it, by the layers' losses.
+        """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates
         known = {(loss.layer, loss.method): loss for loss in losses}
@@ -36,7 +38,14 @@ class Curve:
             i: [known[i, method].kl.mean if (i, method) in known else 0.0 for method in methods] for i in layers
         }
         sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
-        self.path = greedy_path(self._lost, {i: sizes[i] for i in layers})
+        sizes = {i: sizes[i] for i in layers}
+        self.path = greedy_path(self._lost, sizes)
+        if config.cache is not None:
+            room = int(config.cache * sum(row.dense_bytes for row in reports[0]))
+            room -= sum(row.bytes for row in reports[0] if row.layer not in layers)
+            best, at = best_within(self._lost, sizes, room), self.small_enough()
+            if self._sum(best) < self._sum(self.path[at]):
+                self.path.insert(at, best)
         last = len(self.path) - 1
         self.grid = sorted({round(i * last / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
         self._asked: set[int] = set()
@@ -44,6 +53,15 @@ class Curve:
     def cache(self, at: int) -> float:
         """The share of the dense cache that the device keeps."""
         return self._shares(self.path[at])[0]
+
+    def small_enough(self) -> int:
+        """The first place of the path that keeps no more than was asked for, which there is (`check_cache`)."""
+        most = self._config.cache
+        return next(at for at in range(len(self.path)) if most is None or self.cache(at) <= most)
+
+    def _sum(self, allocation: Allocation) -> float:
+        """What its layers lose alone, added up."""
+        return sum(self._lost[layer][number] for layer, number in allocation.items())
 
     def measure_grid(self) -> None:
         """Measure the points of the grid, with one dense forward per text for all of them."""
@@ -103,11 +121,11 @@ def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationCon
 
 def choose(curve: Curve, config: CalibrationConfig) -> int:
     """The place on the path that meets the goals on the measured texts: the smallest cache within the budget, or the
-    first one that is small enough, which there is (`check_cache`).
+    first one that is small enough.
 
     Raises ValueError if none meets the goals, saying what can be had.
     """
-    small = next(at for at in range(len(curve.path)) if config.cache is None or curve.cache(at) <= config.cache)
+    small = curve.small_enough()
     curve.measure_grid()
     if config.budget_nats is None:
         return small

@@ -42,9 +42,10 @@ def calibrate(
 
     The model reads each text with each candidate in each layer alone, all others dense. What is measured is the mean
     divergence of its predictions from the dense ones, and with hidden numbers that on their answers. From the most
-    faithful candidate everywhere, layers then get smaller ones, at the least loss per byte saved. Allocations on that
-    path are measured whole, and the one that meets the goals is verified on other texts; where it fails there, the one
-    before it is tried. Weights are not touched, and the same arguments give the same result.
+    faithful candidate everywhere, layers then get smaller ones, at the least loss per byte saved; asked for a size of
+    the cache, they get what loses least in it. Allocations on that path are measured whole, and the one that meets the
+    goals is verified on other texts; where it fails a budget there, the one before it is tried. Weights are not
+    touched, and the same arguments give the same result.
 
     model: a causal LM with stock attention, in evaluation mode, left as it was. texts: of documents like those that the
     model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.
