@@ -205,16 +205,22 @@ def score(call: Scoring) -> None:
 def _score_wide(call: Scoring) -> None:
     """The same for wide keys: rows of queries, one behind the other, are made for the block."""
     (heads, R), D, n = call.heads, call.q.shape[3], call.stop - call.first
-    # [B, H, n, D] to [B * K, n * R, D]
-    q = call.q[:, :, call.first : call.stop].unflatten(1, (-1, R)).transpose(2, 3).reshape(heads, n * R, D)
-    signs = [q.clamp(max=0), q.clamp(min=0)] if call.settings.kind == "bounds" else [q]
+    # [B, H, n, D] to [B * K, n, R, D]
+    q = call.q[:, :, call.first : call.stop].unflatten(1, (-1, R)).transpose(2, 3).flatten(0, 1)
+    is_bounds = call.settings.kind == "bounds"
+    rows = q.new_empty(heads, 2 if is_bounds else 1, n, R, D)
+    if is_bounds:
+        torch.clamp(q, max=0, out=rows[:, 0])
+        torch.clamp(q, min=0, out=rows[:, 1])
+    else:
+        rows[:, 0] = q
     tiles, blocks = _wide_tiles(q.dtype, q.is_cuda), power_of_2(call.settings.num_blocks)
     groups = min(_MOST_GROUPS, max(CELL, tiles.columns // blocks))
     _SCORE_WIDE(
         (cdiv(n * R, tiles.rows), heads, 1),
         (
-            q.sum(2, dtype=torch.float32),
-            descriptor(TensorDescriptor, whole_rows(torch.stack(signs, dim=1)), [1, 1, tiles.rows, tiles.width]),
+            q.sum(3, dtype=torch.float32).contiguous(),
+            descriptor(TensorDescriptor, whole_rows(rows.flatten(2, 3)), [1, 1, tiles.rows, tiles.width]),
             descriptor(TensorDescriptor, call.rows, [1, 1, groups * blocks, tiles.width]), call.grid_ptr,
             call.positions.starts, *call.scratch[:3],
         ),
