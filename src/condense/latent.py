@@ -158,16 +158,18 @@ class LatentView(NamedTuple):
         multiplications.
         """
         entries, window = context.sources
-        if context.extra:  # the method's own tensors are latents: it attends to latents
-            absorb = True
-        elif absorb is None:
-            absorb = _absorbing_pays(q.shape[2], entries.k.shape[2] + window.k.shape[2], up)
+        if absorb is None:
+            # a store holds latents, too, which are expanded with the others
+            lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:])]
+            absorb = _absorbing_pays(q.shape[2], sum(lengths), up)
         if absorb:
             d_c = up.w_uk.shape[1]
             latents = tuple(Source(k, k[..., :d_c], bias) for k, _, bias in context.sources)
             return cls(up.absorb(q), context._replace(sources=latents), up)
-        heads = Source(*up.expand(entries.k), entries.bias), Source(*_expanded_window(window.k, up, new))
-        return cls(q, context._replace(sources=heads), None)
+        # entries that no query sees have width 0
+        of_entries = up.expand(entries.k) if entries.k.shape[3] > 0 else entries[:2]
+        heads = Source(*of_entries, entries.bias), Source(*_expanded_window(window.k, up, new))
+        return cls(q, context._replace(sources=heads, projection=up), None)
 
     def finish(self, out: Tensor) -> Tensor:
         """The method's output as ``[B, H, L, d_v]``."""

@@ -43,17 +43,20 @@ RECALLS = {
 
 
 def recall_flops(name, method, length):
-    """FLOPs of one layer of Recall; latents are read by absorbed queries."""
-    H, D, Dv, numbers, per_token = (4, 16, 12, 16, 2 * 4 * 12 * (8 + 6)) if name == "deepseek_v3" else (4, 8, 8, 32, 0)
-    g, total = method.group_size, length * per_token
-    blocks = g // method.index_settings.size
+    """FLOPs of one layer of Recall; of latents, absorbed queries ask the index, and what is read is expanded."""
+    H, D, Dv, numbers, asked, absorb, expand = 4, 8, 8, 32, 8, 0, 0
+    if name == "deepseek_v3":
+        D, Dv, numbers, asked, absorb, expand = 12, 6, 16, 16, 2 * 4 * 12 * 8, 2 * 4 * 12 * (8 + 6)
+    g, total = method.group_size, 0
+    blocks, pool = g // method.index_settings.size, method.unchosen == "pool"
     for t in range(length):
         closed = max(0, t + 1 - method.window) // g
         opened = method.quota.at(closed)
-        entries = closed - opened if method.unchosen == "pool" else 0
+        entries = closed - opened if pool else 0
         total += (entries + opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
-        total += closed * blocks * H * 2 * D * (2 if method.index == "bounds" else 1)
-    return total + (closed * g * 2 * numbers if method.unchosen == "pool" else 0)
+        total += closed * blocks * H * 2 * asked * (2 if method.index == "bounds" else 1)
+    total += length * absorb if closed > 0 else 0
+    return total + closed * (g * 2 * numbers * pool + (g + pool) * expand)
 
 
 STORED = RECALLS | {

@@ -38,7 +38,8 @@ MEANS_8, MEANS_4 = IndexSettings("sub_means", 4, 1, 8), IndexSettings("sub_means
 class Case:
     """Queries from position ``start`` on over what a row has read; pads: left padding of each row, then start is 0.
 
-    bias: "own": a number of each entry, which gets a gradient.
+    bias: "own": a number of each entry, which gets a gradient. latent: width of one index and of queries that all heads
+    choose by together; 0: each KV head by its own keys.
     """
 
     heads: tuple[int, int]
@@ -52,6 +53,7 @@ class Case:
     bias: float | str | None = math.log(4)
     widths: tuple[int, int] = (64, 64) if DEVICE == "cuda" else (16, 16)  # compiled kernels have widths of their own
     dtype: torch.dtype = torch.float32
+    latent: int = 0
 
 
 CASES = {
@@ -62,9 +64,12 @@ CASES = {
     "a-fifth-padded": Case((3, 1), r=Quota(part=1, of=5), pads=(0, 13)),
     "own-biases": Case((2, 1), L=25, pads=(0, 6), bias="own"),
     "no-window": Case((2, 2), IndexSettings("bounds", 1, 1, 4), L=13, window=0, r=2),
+    "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),
+    "latents-means": Case((2, 2), MEANS_8, L=9, start=40, latent=288, unchosen="drop"),
+    "one-index-for-two-heads": Case((4, 2), BOUNDS_16, L=25, bias="own", latent=64),
 }
 if CUDA:
-    of_16 = IndexSettings("bounds", 16, 8, 8)
+    of_16, whole_16 = IndexSettings("bounds", 16, 8, 8), IndexSettings("bounds", 16, 16, 16)
     CASES |= {
         f"{dtype}-{name}".removeprefix("torch."): Case(*fields, widths=(128, 128), dtype=dtype)
         for dtype in DTYPES
@@ -73,7 +78,17 @@ if CUDA:
             "ratio-4": ((8, 2), of_16, 1500, 0, 100, 20, (0, 301)),
             "a-twelfth": ((4, 1), of_16, 1300, 0, 100, Quota(part=1, of=12), (0, 77)),
             "ratio-7-means": ((7, 1), IndexSettings("sub_means", 16, 4, 4), 901, 0, 64, 12, (0,), "drop"),
-            "later-queries": ((4, 1), IndexSettings("bounds", 16, 16, 16), 333, 2048, 64, 30),
+            "later-queries": ((4, 1), whole_16, 333, 2048, 64, 30),
+        }.items()
+    }
+    CASES |= {
+        f"{dtype}-latents-{name}".removeprefix("torch."): Case(*fields, dtype=dtype, latent=latent)
+        for dtype in DTYPES
+        for name, (latent, *fields) in {
+            "deepseek": (576, (16, 16), of_16, 1300, 0, 100, 20, (0, 301), "pool", 0.5, (192, 128)),
+            "many-heads": (576, (128, 128), of_16, 400, 500, 64, 9, (0,), "pool", 0.5, (192, 128)),
+            "minicpm": (288, (40, 40), whole_16, 333, 1024, 64, 9, (0,), "pool", 0.5, (96, 64)),
+            "means": (576, (5, 5), IndexSettings("sub_means", 16, 4, 4), 901, 0, 64, 9, (0,), "drop", 0.5, (192, 128)),
         }.items()
     }
 
@@ -126,13 +141,17 @@ class Problem:
         starts = torch.tensor([case.start - pad for pad in case.pads])
         windows = torch.tensor([first - pad for pad in case.pads])
         self.spans = RuleSpans(UniformRule(g, case.window), starts, windows)
-        self.index = build_index(self.inputs[3].unflatten(2, (G, g)), case.index)
+        # what chooses, by which keys
+        self.asked, keys = self.inputs[0], self.inputs[3]
+        if case.latent:
+            self.asked, keys = random(H, case.L, case.latent), random(1, G * g, case.latent)
+        self.index = build_index(keys.unflatten(2, (G, g)), case.index)
         self.closed = self.spans.at(0, case.L, torch.device(DEVICE))[0].hi
         self.scale = D**-0.5
 
     def choice(self, r=None):
         return IndexChoice(
-            self.inputs[0], self.index, self.case.index, self.scale, quota_of(self.case.r if r is None else r)
+            self.asked, self.index, self.case.index, self.scale, quota_of(self.case.r if r is None else r)
         )
 
     def attend(self, inputs, choice, backend, **kwargs):
@@ -168,7 +187,7 @@ class Problem:
     def check_choice(self, mask):
         """What the definition opens in float64 is what ``mask`` opens, but for near ties."""
         index = self.index._replace(grid=self.index.grid.double())
-        scores = index_scores(self.inputs[0].double(), index, self.case.index, self.scale)
+        scores = index_scores(self.asked.double(), index, self.case.index, self.scale)
         K = mask.shape[1]
         want = choose_groups(scores, self.closed, quota_of(self.case.r), K)
         is_closed = torch.arange(scores.shape[-1], device=scores.device) < self.closed[..., None]

@@ -23,16 +23,30 @@ from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
 
+class Projection(Protocol):
+    """The up-projections of a model with latents: `condense.latent.UpProjection`."""
+
+    def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, H, S, D]`` and values ``[B, H, S, Dv]`` of each head, of latents ``[B, 1, S, d_c + d_r]``."""
+        ...
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries on latents ``[B, H, L, d_c + d_r]`` from those of the heads ``[B, H, L, D]``."""
+        ...
+
+
 class Context(NamedTuple):
     """The sources that queries attend to, and their spans.
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
-    its `Method.represent` made for its `Method.attend`.
+    its `Method.represent` made for its `Method.attend`. projection: of a model with latents, where the sources are keys
+    and values of its heads; ``extra`` was made of latents still. Else None.
     """
 
     sources: tuple[Source, ...]
     spans: Spans
     extra: tuple[Tensor, ...] = ()
+    projection: Projection | None = None
 
     @property
     def entries(self) -> Source:

@@ -243,7 +243,13 @@ class Recall(Method):
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, store = context.extra
-        tokens = self._unpack(store, context.window)
+        projection = context.projection
+        if projection is None:
+            asked, tokens = q.detach(), self._unpack(store, context.window)
+        else:
+            with torch.no_grad():
+                asked = projection.absorb(q)
+            tokens = Source(*projection.expand(self._unpack_keys(store, asked.shape[3], q.dtype)))
         # where no query sees entries, the first tokens of the groups stand in their place
         entries = context.entries
         if self.unchosen == "drop":
@@ -260,7 +266,7 @@ class Recall(Method):
         return attend_recall(
             q,
             RecallSources(entries, tokens, context.window, context.spans),
-            IndexChoice(q.detach(), GroupIndex(codes, grid), self.index_settings, scale, self.quota),
+            IndexChoice(asked, GroupIndex(codes, grid), self.index_settings, scale, self.quota),
             scale=scale,
             unchosen=self.unchosen,
             backend=backend,
@@ -273,9 +279,13 @@ class Recall(Method):
         (D, Dv), dtype, form = (window.k.shape[3], window.v.shape[3]), window.k.dtype, self.store_format
         if store.shape[3] == form.width(D, 0, dtype.itemsize):
             # of latents, the values are the first columns of their keys
-            k, _ = form.unpack(store, D, 0, dtype)
+            k = self._unpack_keys(store, D, dtype)
             return Source(k, k[..., :Dv])
         return Source(*form.unpack(store, D, Dv, dtype))
+
+    def _unpack_keys(self, store: Tensor, D: int, dtype: torch.dtype) -> Tensor:
+        """The keys ``[B, K, n, D]`` in a store of keys alone, which latents are."""
+        return self.store_format.unpack(store, D, 0, dtype)[0]
 
     def _all_tokens(self, spans: Spans) -> Spans:
         """Spans of store and window for dense attention: a query sees all stored tokens of closed groups.

@@ -142,7 +142,7 @@ class _Heads:
     cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its keys.
 
     FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to make
-    keys and values of it.
+    keys and values of it; absorb_flops per token, to make a query on latents of its query.
     """
 
     num_q: int
@@ -153,6 +153,7 @@ class _Heads:
     cached_widths: tuple[int, int]
     summary_flops: int
     entry_flops: int
+    absorb_flops: int = 0
 
     @classmethod
     def of(cls, module: Any) -> _Heads:
@@ -163,7 +164,7 @@ class _Heads:
             numbers = module.kv_lora_rank + d_r
             absorbed, expanded = (2 * num_q * module.kv_lora_rank * d for d in (d_n, d_n + d_v))
             widths = (numbers, module.kv_lora_rank)
-            return cls(num_q, d_n + d_r, d_v, numbers, numbers, widths, absorbed + num_q * d_r, expanded)
+            return cls(num_q, d_n + d_r, d_v, numbers, numbers, widths, absorbed + num_q * d_r, expanded, absorbed)
         num_kv = getattr(config, "num_key_value_heads", None) or num_q
         width = getattr(config, "head_dim", None) or config.hidden_size // num_q
         return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, (width, width), num_q * width, 0)
@@ -253,19 +254,20 @@ class _Heads:
         """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends. With
         ``prompt="exact"`` it attends to all tokens and asks nothing.
 
-        Latents are read as they are: queries and outputs are projected in place of entries, at the same price.
+        Of latents, the index is asked by absorbed queries, and entries and stored tokens are expanded.
         """
-        rule, (D, Dv) = method.layout.rule, self.cached_widths
+        rule, groups = method.layout.rule, int(num_entries(method, length))
         exact = method.prompt == "exact"
         closed, opened = (0, 0) if exact else (sum_closed(rule, length, None), sum_opened(method, length))
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if method.unchosen == "pool" else 0
-        asked = closed * method.index_settings.num_rows
-        made = int(num_entries(method, length)) if method.unchosen == "pool" else 0
+        asked = self.num_q * 2 * closed * method.index_settings.num_rows * self.cached_widths[0]
+        asked += length * self.absorb_flops if closed else 0
+        made = groups if method.unchosen == "pool" else 0
         pooled = made * rule.chunk * 2 * self.entry_numbers
         if method.layout.num_summary > 0:
             pooled += made * rule.chunk * 2 * self.scored + length * self.summary_flops
-        return self.num_q * 2 * (visible * (D + Dv) + asked * D) + pooled + length * self.entry_flops
+        return visible * self._per_key + asked + pooled + (made + groups * rule.chunk) * self.entry_flops
 
     def stored_bytes(self, method: Method, itemsize: int) -> int:
         """Bytes of one token of all KV heads in Recall's store."""

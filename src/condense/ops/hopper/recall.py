@@ -55,7 +55,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a `Call`."""
     call = Call(*arguments)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
-    (B, H, L, D), K, g = q.shape, call.groups.shape[1], call.group_size
+    (B, H, L, D), (K, _), g = q.shape, call.heads, call.group_size
+    call = call._replace(groups=call.groups.expand(-1, K, -1, -1).contiguous())
     R = H // K
     Q = _TILE // R
     near = [not_empty([x[0], x[2]]) for x in (call.k, call.v)]

@@ -27,6 +27,8 @@ MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 
 # float32 tiles have 32 rows
 MAX_HEADS_FLOAT32 = 32
+# latents, of which all heads choose together: widths of keys, and the most heads
+LATENT_WIDTHS, MAX_LATENT_HEADS = (288, 576), 128
 # keys and values of Hopper's kernels; groups are loaded by rows of eight, and a block of 64 keys holds whole groups
 HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
@@ -36,8 +38,8 @@ def attend_obstacle(q: Tensor, sources: RecallSources, choice: Choice) -> str | 
     entries, _, window, spans = sources
     if (missing := absence(q.device)) is not None:
         return missing
-    D, Dv, R, G = q.shape[3], window.v.shape[3], q.shape[1] // window.k.shape[1], entries.k.shape[2]
-    on_gpu = q.device.type == "cuda"
+    D, Dv, K, G = q.shape[3], window.v.shape[3], window.k.shape[1], entries.k.shape[2]
+    on_gpu, R = q.device.type == "cuda", q.shape[1] // K
     if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
         return f"takes the spans of a uniform rule, got {spans}"
     if q.dtype not in DTYPES:
@@ -49,7 +51,20 @@ def attend_obstacle(q: Tensor, sources: RecallSources, choice: Choice) -> str | 
         return f"takes up to {most} query heads per KV head in {q.dtype}, got {R}"
     if G > MAX_GROUPS:
         return f"chooses from up to {MAX_GROUPS:,} groups, got {G:,}"
-    if isinstance(choice, IndexChoice) and choice.settings.num_blocks > MAX_BLOCKS:
+    return _choice_obstacle(choice, K, on_gpu=on_gpu) if isinstance(choice, IndexChoice) else None
+
+
+def _choice_obstacle(choice: IndexChoice, K: int, *, on_gpu: bool) -> str | None:
+    """Why the kernels cannot choose for K KV heads, None if they can."""
+    (_, H, _, D), dtype, choosers = choice.q.shape, choice.q.dtype, choice.index.codes.shape[1]
+    if choosers not in (1, K):
+        return f"takes an index for each of {K} KV heads or one for all, got {choosers}"
+    if on_gpu and D not in WIDTHS + LATENT_WIDTHS:
+        return f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}"
+    most = MAX_LATENT_HEADS if max(WIDTHS) < D else MAX_HEADS_FLOAT32 if dtype == torch.float32 else MAX_HEADS
+    if H // choosers > most:
+        return f"chooses for up to {most} query heads of width {D} at once in {dtype}, got {H // choosers}"
+    if choice.settings.num_blocks > MAX_BLOCKS:
         return f"takes an index of up to {MAX_BLOCKS} blocks per group, got {choice.settings.num_blocks}"
     return None
 

@@ -38,7 +38,8 @@ _WORDS = 2**29
 def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
     """Tiles by kernel, dtype, width and heads per KV head.
 
-    Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts.
+    Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts. Keys of latents (192
+    columns, values 128, a head each): 64 x 32 with 4 warps took 80 ms for 64 x 64's 144 (128K tokens, 16 heads, H200).
     """
     if (small := small_tiles(kernel, dtype, is_cuda, R)) is not None:
         return small
@@ -48,12 +49,14 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
         return Tiles(64, 64, {"num_warps": 4, "num_stages": 2 if widest <= 128 else 1})
     if kernel == "fwd" and widest <= 128 and R > 1:  # a word has up to 64 bits, of a query each
         return Tiles(128, 32, {"num_warps": 4, "num_stages": 2})
+    if kernel == "fwd" and R == 1 and 128 < widest <= 192:
+        return Tiles(64, 32, {"num_warps": 4, "num_stages": 2})
     return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 2})
 
 
 class Call(NamedTuple):
     """The arguments of the operations. k, v: of entries, store and window; biases float ``[B|1, K|1, G]``: the entries'
-    own, None for none; groups int32 ``[B, K, L, r]``, as `choose` gives them; closed: no query sees more groups as
+    own, None for none; groups int32 ``[B, K|1, L, r]``, as `choose` gives them; closed: no query sees more groups as
     closed; level: added to all scores of entries.
     """
 
@@ -69,6 +72,11 @@ class Call(NamedTuple):
     pool: bool
     scale: float
     softcap: float = 0.0
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads, and how many of them choose groups: each, or 1 for all."""
+        return self.k[0].shape[1], self.groups.shape[1]
 
     @property
     def group_size(self) -> int:
@@ -131,7 +139,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a `Call`."""
     call = Call(*arguments)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
-    (B, H, L, D), K = q.shape, call.groups.shape[1]
+    (B, H, L, D), (K, choosers) = q.shape, call.heads
     check_programs(B * K)
     R = H // K
     tiles = _tiles("fwd", q.dtype, q.is_cuda, max(D, out.shape[3]), R)
@@ -142,7 +150,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
                 (cdiv(stop - first, Q), B * K, 1),
                 (q, *shared.sources, *of_tiles.tensors, call.starts, out, lse),
                 (
-                    q.stride()[:3], shared.s_store, shared.s_bias, call.level * LOG2E, K, L, first, stop,
+                    q.stride()[:3], shared.s_store, shared.s_bias, call.level * LOG2E, K, choosers, L, first, stop,
                     *of_tiles.numbers, *call.rule, call.scale * LOG2E,
                 ),
                 (R, call.group_size, *call.constants(call.pool, call.kind, *call.numerics), tiles.rows, tiles.keys),
@@ -154,7 +162,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call) -> list[Tensor]:
     """Gradients of q, of the sources' keys, of their values, and of the entries' biases, if they have any."""
     d_out, q = whole_rows(d_out), whole_rows(call.q)
-    (B, H, L, D), K, Dv = q.shape, call.groups.shape[1], out.shape[3]
+    (B, H, L, D), (K, choosers), Dv = q.shape, call.heads, out.shape[3]
     R, g = H // K, call.group_size
     tiles = _tiles("dq", q.dtype, q.is_cuda, max(D, Dv), R)
     shared, Q = _Shared.of(call, tiles.keys), tiles.rows // R
@@ -170,8 +178,8 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
                 dq,
             ),
             (
-                s_q, s_out, shared.s_store, shared.s_bias, call.level * LOG2E, K, L, 0, L, *of_tiles.numbers,
-                *call.rule, *scales,
+                s_q, s_out, shared.s_store, shared.s_bias, call.level * LOG2E, K, choosers, L, 0, L,
+                *of_tiles.numbers, *call.rule, *scales,
             ),
             (R, g, *call.constants(call.pool, call.kind, *call.numerics), tiles.rows, tiles.keys),
             tiles.options,
@@ -189,8 +197,9 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call
                 (cdiv(keys[0].shape[2], tiles.keys), B * K, 1),
                 (*queries, *keys, of_entries[0], of_tiles.words, call.starts, grads[n], grads[3 + n], of_entries[1]),
                 (
-                    s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), shared.s_bias, level * LOG2E, K, L,
-                    keys[0].shape[2], of_tiles.words.shape[2], of_tiles.words.shape[1], *call.rule, *scales,
+                    s_q, s_out, tuple(s for x in keys for s in x.stride()[:3]), shared.s_bias, level * LOG2E, K,
+                    choosers, L, keys[0].shape[2], of_tiles.words.shape[2], of_tiles.words.shape[1], *call.rule,
+                    *scales,
                 ),
                 (R, *call.constants(n == 0, call.kind, *call.numerics), rows, tiles.rows, tiles.keys),
                 tiles.options,
@@ -206,9 +215,9 @@ def _store_gradients(
     call: Call, queries: tuple[Tensor, Tensor, Tensor, Tensor], tiles: Tiles, dk: Tensor, dv: Tensor
 ) -> None:
     """Writes the gradients of the store's keys and values; queries: numbers per row, q and the output's gradient."""
-    (B, K, L, r), G, g = call.groups.shape, call.k[0].shape[2], call.group_size
+    (B, _, L, r), (K, choosers), G, g = call.groups.shape, call.heads, call.k[0].shape[2], call.group_size
     by_group, order = call.groups.flatten(2).sort(dim=-1, stable=True)
-    bounds = torch.arange(G + 1, device=dk.device, dtype=torch.int32).expand(B, K, G + 1).contiguous()
+    bounds = torch.arange(G + 1, device=dk.device, dtype=torch.int32).expand(B, choosers, G + 1).contiguous()
     first = torch.searchsorted(by_group, bounds)
     store = dense_rows(call.k[1]), dense_rows(call.v[1])
     BN = min(64, max(16, power_of_2(g)))
@@ -217,7 +226,7 @@ def _store_gradients(
         (*queries, *store, first, order, dk, dv),
         (
             queries[2].stride()[:3], queries[3].stride()[:3], tuple(s for x in store for s in x.stride()[:3]),
-            K, L, G, r, call.scale * LOG2E, call.scale,
+            K, choosers, L, G, r, call.scale * LOG2E, call.scale,
         ),
         (queries[2].shape[1] // K, g, *call.constants(*call.numerics), tiles.rows, BN),
         tiles.options,
@@ -303,7 +312,7 @@ def attend_recall(
     Where no group is open, or every one, this is attention over two sources, entries or store, and the window.
     """
     entries, store, window, spans = sources
-    B, L, K, G = q.shape[0], q.shape[2], window.k.shape[1], entries.k.shape[2]
+    L, G = q.shape[2], entries.k.shape[2]
     assert isinstance(spans, RuleSpans), "the backend's limits"
     rule = spans.rule
     assert isinstance(rule, UniformRule), "the backend's limits"
@@ -329,7 +338,7 @@ def attend_recall(
         else:
             groups = choose(*index, **ranked, score=kernels.score)
     else:
-        chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G).expand(B, K, L, G)
+        chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         groups = chosen_groups(chosen, r).to(torch.int32)
     biases, level = (entries.bias, 0.0) if isinstance(entries.bias, Tensor) else (None, float(entries.bias or 0.0))
     call = Call(

@@ -216,9 +216,18 @@ def _dq_opened(
 
 
 @triton.jit
-def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q: tl.constexpr):
+def chooser(row, choosers):
+    """Which of all lists of open groups are those of a KV head: its own, or those of all heads of its batch row.
+
+    choosers: how many a batch row has, as many as KV heads or 1.
+    """
+    return row.b.to(tl.int64) * choosers + tl.minimum(row.head, choosers - 1)
+
+
+@triton.jit
+def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, row, choosers, i, Q: tl.constexpr):
     """What the queries of this program's tile open."""
-    tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = chooser(row, choosers) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
     return Opened(
         words_ptr + tile * row_of_words(words),
         group_ptr + tile * room,
@@ -232,7 +241,7 @@ def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q: tl.
 def recall_fwd_kernel(
     q_ptr, entries_k, entries_k_rest, entries_v, entries_v_rest, window_k, window_k_rest, window_v, window_v_rest,
     store_k_ptr, store_v_ptr, biases, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr, out_ptr, lse_ptr,
-    s_q, s_store, s_bias, level, K, L, first, stop, words, room,
+    s_q, s_store, s_bias, level, K, choosers, L, first, stop, words, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
@@ -252,7 +261,7 @@ def recall_fwd_kernel(
     i, r, real = tile_rows(first + tile * Q, stop, R, BM)
     head = kvh * R + r
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
-    opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q)
+    opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, row, choosers, i, Q)
     softmax = Softmax(zeros(BM, V0, V1), tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     if POOL:
         k = parts(entries_k, entries_k_rest if D1 > 0 else None)
@@ -289,7 +298,7 @@ def recall_dq_kernel(
     q_ptr, entries_k, entries_k_rest, entries_v, entries_v_rest, window_k, window_k_rest, window_v, window_v_rest,
     store_k_ptr, store_v_ptr, biases, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr,
     out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
-    s_q, s_out, s_store, s_bias, level, K, L, first, stop, words, room,
+    s_q, s_out, s_store, s_bias, level, K, choosers, L, first, stop, words, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
@@ -319,7 +328,7 @@ def recall_dq_kernel(
     tl.store(row_lse_ptr + at, lse, mask=real)
     tl.store(delta_ptr + at, delta, mask=real)
     queries = Queries(q, d_out, lse, delta)
-    opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, i, Q)
+    opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, row, choosers, i, Q)
     dq = zeros(BM, D0, D1)
     if POOL:
         k = parts(entries_k, entries_k_rest if D1 > 0 else None)

@@ -17,6 +17,7 @@ from condense.ops.triton.device.parts import add_weighted, load_rows, products, 
 from condense.ops.triton.device.records import Queries, Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import seen_by, start_of_row
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.recall_attend_kernels import chooser
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _add_queries(grads, k, v, rows, seen, level, bias, scale, CAP: tl.constexpr,
 @triton.jit(do_not_specialize=(*VARYING, "size", "words", "tiles"))
 def recall_dkv_kernel(
     lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, biases, words_ptr, starts_ptr, dk_ptr, dv_ptr, d_biases_ptr,
-    s_q, s_out, s_keys, s_bias, level, K, L, size, words, tiles,
+    s_q, s_out, s_keys, s_bias, level, K, choosers, L, size, words, tiles,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
     R: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
@@ -95,7 +96,7 @@ def recall_dkv_kernel(
         rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, real, D0, D1, V0, V1)
         sees = real[None, :] & (i[None, :] >= lo[:, None]) & (i[None, :] < hi[:, None])
         if ENTRIES:
-            word_at = (tl.program_id(1).to(tl.int64) * tiles + tile) * words + n
+            word_at = (chooser(row, choosers) * tiles + tile) * words + n
             word = tl.load(words_ptr + word_at, mask=n < words, other=0)
             sees = sees & (((word[:, None] >> (i % Q)[None, :]) & 1) == 0)
         grads = _add_queries(
@@ -111,14 +112,14 @@ def recall_dkv_kernel(
 @triton.jit(do_not_specialize=("L", "G"))
 def recall_store_kernel(
     lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, first_ptr, order_ptr, dk_ptr, dv_ptr,
-    s_q, s_out, s_keys, K, L, G, r, scale, softmax_scale,
+    s_q, s_out, s_keys, K, choosers, L, G, r, scale, softmax_scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """dk ``[B, K, G * g, D]`` and dv ``[B, K, G * g, Dv]``, contiguous; grid (B * K, G, tiles of a group's tokens).
 
-    order int64 ``[B * K, L * r]``: places in the list of all queries' groups, by group and then by query; first
-    ``[B * K, G + 1]``: where each group begins among them.
+    order int64 ``[B * choosers, L * r]``: places in the list of all queries' groups, by group and then by query; first
+    ``[B * choosers, G + 1]``: where each group begins among them.
     """
     Q: tl.constexpr = BM // R
     row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
@@ -130,8 +131,8 @@ def recall_store_kernel(
     v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
     j = tl.arange(0, BM)
     head = kvh * R + j % R
-    order_ptr += tl.program_id(0).to(tl.int64) * L * r
-    first_ptr += tl.program_id(0).to(tl.int64) * (G + 1) + group
+    order_ptr += chooser(row, choosers) * L * r
+    first_ptr += chooser(row, choosers) * (G + 1) + group
     last = tl.load(first_ptr + 1)
     queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))

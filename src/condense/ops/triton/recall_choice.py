@@ -28,9 +28,11 @@ from condense.ops.triton.recall_choice_kernels import (
     recall_cells_kernel,
     recall_groups_kernel,
     recall_score_kernel,
+    recall_score_wide_kernel,
 )
 
-_SCORE, _CELLS, _GROUPS = (Launcher(x) for x in (recall_score_kernel, recall_cells_kernel, recall_groups_kernel))
+_SCORE, _SCORE_WIDE = Launcher(recall_score_kernel), Launcher(recall_score_wide_kernel)
+_CELLS, _GROUPS = Launcher(recall_cells_kernel), Launcher(recall_groups_kernel)
 # groups of a cell, of which the best score is kept
 CELL = 16
 # bytes of the scores of a block of queries, which are a multiple of so many
@@ -39,12 +41,17 @@ _SCRATCH, _BLOCK = 2**31, 128
 _MOST_GROUPS = 128
 
 
+# queries wider than this are not held in registers
+_WIDE = 256
+
+
 class Tiles(NamedTuple):
-    """Rows of a tile of scores and of the index, and Triton's options."""
+    """Rows of a tile of scores and of the index, Triton's options, and columns of a key that are read at a time."""
 
     rows: int
     columns: int
     options: dict[str, int]
+    width: int = 0
 
 
 @functools.cache
@@ -55,6 +62,14 @@ def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, R: int) -> Tiles:
     if dtype == torch.float32:
         return Tiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
     return Tiles(128, 64, {"num_warps": 4 if width <= 128 else 8, "num_stages": 1})
+
+
+def _wide_tiles(dtype: torch.dtype, is_cuda: bool) -> Tiles:
+    if not is_cuda:  # the interpreter
+        return Tiles(16, 32, {}, 64)
+    if dtype == torch.float32:
+        return Tiles(32, 64, {"num_warps": 4, "num_stages": 1}, 32)
+    return Tiles(128, 256, {"num_warps": 8, "num_stages": 3}, 64)
 
 
 def queries_per_program(columns: int, is_cuda: bool) -> int:
@@ -156,6 +171,12 @@ class Scoring(NamedTuple):
         return self.rows.shape[0] * self.sizes[0], self.q.shape[1] // self.sizes[0]
 
     @property
+    def constants(self) -> tuple[bool, bool, str, str]:
+        """What the kernels are compiled for: bounds or not, a grid or none, kind of positions, precision."""
+        precision = "tf32x3" if self.q.dtype == torch.float32 else "tf32"
+        return self.settings.kind == "bounds", self.grid is not None, self.positions.kind, precision
+
+    @property
     def grid_ptr(self) -> Tensor:
         """The grid, or any tensor: kernels that get records cannot get None."""
         return self.scratch.lse if self.grid is None else self.grid
@@ -163,6 +184,9 @@ class Scoring(NamedTuple):
 
 def score(call: Scoring) -> None:
     """Fills the first three of the scratch tensors."""
+    if call.q.shape[3] > _WIDE:
+        _score_wide(call)
+        return
     q, (heads, R), D = call.q, call.heads, call.q.shape[3]
     tiles, blocks = _tiles(q.dtype, q.is_cuda, D, R), power_of_2(call.settings.num_blocks)
     groups = max(CELL, tiles.columns // blocks)
@@ -173,11 +197,35 @@ def score(call: Scoring) -> None:
             call.positions.starts, *call.scratch[:3],
         ),
         (q.stride()[:3], *call.sizes, call.scale),
+        (R, call.settings.num_blocks, blocks, D, tile_width(D), *call.constants, tiles.rows, groups, CELL),
+        tiles.options,
+    )  # fmt: skip
+
+
+def _score_wide(call: Scoring) -> None:
+    """The same for wide keys: rows of queries, one behind the other, are made for the block."""
+    (heads, R), D, n = call.heads, call.q.shape[3], call.stop - call.first
+    # [B, H, n, D] to [B * K, n, R, D]
+    q = call.q[:, :, call.first : call.stop].unflatten(1, (-1, R)).transpose(2, 3).flatten(0, 1)
+    is_bounds = call.settings.kind == "bounds"
+    rows = q.new_empty(heads, 2 if is_bounds else 1, n, R, D)
+    if is_bounds:
+        torch.clamp(q, max=0, out=rows[:, 0])
+        torch.clamp(q, min=0, out=rows[:, 1])
+    else:
+        rows[:, 0] = q
+    tiles, blocks = _wide_tiles(q.dtype, q.is_cuda), power_of_2(call.settings.num_blocks)
+    groups = min(_MOST_GROUPS, max(CELL, tiles.columns // blocks))
+    _SCORE_WIDE(
+        (cdiv(n * R, tiles.rows), heads, 1),
         (
-            R, call.settings.num_blocks, blocks, D, tile_width(D), call.settings.kind == "bounds",
-            call.grid is not None, call.positions.kind,
-            "tf32x3" if q.dtype == torch.float32 else "tf32", tiles.rows, groups, CELL,
+            q.sum(3, dtype=torch.float32).contiguous(),
+            descriptor(TensorDescriptor, whole_rows(rows.flatten(2, 3)), [1, 1, tiles.rows, tiles.width]),
+            descriptor(TensorDescriptor, call.rows, [1, 1, groups * blocks, tiles.width]), call.grid_ptr,
+            call.positions.starts, *call.scratch[:3],
         ),
+        (*call.sizes, call.scale),
+        (R, call.settings.num_blocks, blocks, cdiv(D, tiles.width), *call.constants, tiles.rows, groups, CELL),
         tiles.options,
     )  # fmt: skip
 

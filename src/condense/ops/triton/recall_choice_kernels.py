@@ -1,10 +1,11 @@
 """Kernels that choose the groups that each query of a prompt opens, and sort the choice by query and by tile.
 
 `recall_score_kernel`: index scores of a block of queries, by matrix products; the best of every C groups (a *cell*) and
-the log-sum-exp of all. `recall_cells_kernel`: the cells that hold every group which may be among the best r: those with
-the r best groups, as every cell has at least the group that is its best. `recall_groups_kernel`: the best r groups of
-these cells. So 1 of M / (r * C) scores is read again. `recall_mark_kernel` and `recall_list_kernel` turn choices round:
-which queries of a tile open a group, and which groups any query of a tile opens.
+the log-sum-exp of all. `recall_score_wide_kernel`: the same for keys as wide as latents. `recall_cells_kernel`: the
+cells that hold every group which may be among the best r: those with the r best groups, as every cell has at least the
+group that is its best. `recall_groups_kernel`: the best r groups of these cells. So 1 of M / (r * C) scores is read
+again. `recall_mark_kernel` and `recall_list_kernel` turn choices round: which queries of a tile open a group, and which
+groups any query of a tile opens.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups of g
 tokens, m blocks per group, F index rows per group, D width, P columns of the tile that holds it, r groups that a query
@@ -69,9 +70,18 @@ class _Index(NamedTuple):
     grid: Any
 
 
+class _Wide(NamedTuple):
+    """Queries of a tile by descriptor, with the batch row times KV heads and the first row to read."""
+
+    rows: Any
+    head: Any
+    line: Any
+
+
 class _Scored(NamedTuple):
-    """Queries of a tile: those that meet the rows of the index (of bounds: the negative and the positive part), the
-    sum of each, their scale, where they write their scores and cells' best scores, and rows of a cell in memory.
+    """Queries of a tile: those that meet the rows of the index (of bounds: the negative and the positive part), or
+    `_Wide`; the sum of each, their scale, where they write their scores and cells' best scores, and rows of a cell in
+    memory.
     """
 
     q: Any
@@ -84,12 +94,39 @@ class _Scored(NamedTuple):
 
 
 @triton.jit
+def _index_products(q, index, at, PRECISION: tl.constexpr):
+    """Products of a tile of queries with the rows of the index from ``at`` on; of bounds, the sum of both."""
+    x = index.rows.load([index.b, index.head, at, 0])
+    s = tl.dot(q[0], tl.trans(x.reshape(x.shape[2], x.shape[3])), input_precision=PRECISION)
+    if len(q) == 2:
+        x = index.rows.load([index.b, index.head + 1, at, 0])
+        s = tl.dot(q[1], tl.trans(x.reshape(x.shape[2], x.shape[3])), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _wide_products(q, index, at, STEPS: tl.constexpr, BOUNDS: tl.constexpr, PRECISION: tl.constexpr):
+    """The same for keys of any width in so many steps, each of as many columns as the descriptors read."""
+    BM: tl.constexpr = q.rows.block_shape[2]
+    BN: tl.constexpr = index.rows.block_shape[2]
+    BK: tl.constexpr = q.rows.block_shape[3]
+    s = tl.zeros([BM, BN], tl.float32)
+    for step in range(STEPS * (2 if BOUNDS else 1)):
+        part, d = step // STEPS, step % STEPS * BK
+        x = q.rows.load([q.head, part, q.line, d]).reshape(BM, BK)
+        y = index.rows.load([index.b, index.head + part, at, d]).reshape(BN, BK)
+        s = tl.dot(x, tl.trans(y), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
 def _score_groups(
     queries, index, lse, stretch, closed, m: tl.constexpr, MP: tl.constexpr, BG: tl.constexpr, C: tl.constexpr,
-    GRID: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDS: tl.constexpr, GRID: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores and writes the groups of a stretch ``[lo, hi)``, and adds them to lse: the largest score of each row and
-    the sum of ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
+    the sum of ``2 ** (score - largest)``. STEPS: of `_wide_products`, 0 for queries in registers. MASKED: a row's
+    closed groups may end among them.
     """
     top, total = lse
     lo, hi = stretch
@@ -97,16 +134,13 @@ def _score_groups(
     BC: tl.constexpr = BG // C
     for group in range(lo, hi, BG):
         cell, c = group // C + tl.arange(0, BC), tl.arange(0, C)
-        x = index.rows.load([index.b, index.head, group * MP, 0])
-        x = x.reshape(x.shape[2], x.shape[3])
-        s = tl.dot(queries.q[0], tl.trans(x), input_precision=PRECISION)
-        if len(queries.q) == 2:
-            x = index.rows.load([index.b, index.head + 1, group * MP, 0])
-            x = x.reshape(x.shape[2], x.shape[3])
-            s = tl.dot(queries.q[1], tl.trans(x), s, input_precision=PRECISION)
+        if STEPS > 0:
+            s = _wide_products(queries.q, index, group * MP, STEPS, BOUNDS, PRECISION)
+        else:
+            s = _index_products(queries.q, index, group * MP, PRECISION)
         s = tl.permute(tl.reshape(s, [BM, BC, 2, MP, C // 4, 2]), [0, 1, 4, 2, 5, 3])
         s = tl.reshape(s, [BM, BC, C, MP])
-        if len(queries.q) == 2:
+        if BOUNDS:
             # step > 0 and zero are the group's, so that the best block is known before them
             s = tl.max(s, 3)
             if GRID:
@@ -178,12 +212,59 @@ def recall_score_kernel(
     )  # fmt: skip
     lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     whole = tl.min(closed) // BG * BG
-    lse = _score_groups(queries, index, lse, (0, whole), closed, m, MP, BG, C, GRID, False, PRECISION)
-    lse = _score_groups(queries, index, lse, (whole, tl.max(closed)), closed, m, MP, BG, C, GRID, True, PRECISION)
-    # 0 where no group is closed
-    total = lse[1]
-    lse = tl.where(total > 0, lse[0], 0.0) + tl.log2(tl.where(total > 0, total, 1.0))
-    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * lines + line, lse, mask=real)
+    lse = _score_groups(queries, index, lse, (0, whole), closed, m, MP, BG, C, BOUNDS, GRID, 0, False, PRECISION)
+    lse = _score_groups(
+        queries, index, lse, (whole, tl.max(closed)), closed, m, MP, BG, C, BOUNDS, GRID, 0, True, PRECISION
+    )
+    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * lines + line, _log_of_sum(lse), mask=real)
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_score_wide_kernel(
+    sum_q_ptr, q, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
+    K, L, G, first, stop, cells,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    R: tl.constexpr, m: tl.constexpr, MP: tl.constexpr, STEPS: tl.constexpr, BOUNDS: tl.constexpr,
+    GRID: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BG: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """As `recall_score_kernel`, for keys of any width, whose queries do not stay in registers.
+
+    q: a descriptor: of bounds ``[B * K, 2, n * R, D]``, the negative and the positive part, else ``[B * K, 1, n * R,
+    D]``; sum_q float32 ``[B * K, n * R]``. Both descriptors read as many columns at a time.
+    """
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    spans = Spans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
+    # the last queries see the most groups and take longest: start them first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    lines, line = (stop - first) * R, tile * BM + tl.arange(0, BM)
+    real = line < lines
+    line = tl.minimum(line, lines - 1)
+    closed = _closed(first + line // R, row, spans, G, KIND)
+    of_head = tl.program_id(1).to(tl.int64) * lines
+    sum_q = tl.load(sum_q_ptr + of_head + line)
+    index = _Index(
+        rows, row.b, row.head * (2 if BOUNDS else 1), grid_ptr + tl.program_id(1).to(tl.int64) * cells * 2 * C
+    )
+    queries = _Scored(
+        _Wide(q, tl.program_id(1), tile * BM), sum_q, scale, score_ptr + (of_head * cells + line) * C,
+        cell_ptr + of_head * cells + line * CHUNK, real, lines,
+    )  # fmt: skip
+    lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
+    whole = tl.min(closed) // BG * BG
+    lse = _score_groups(queries, index, lse, (0, whole), closed, m, MP, BG, C, BOUNDS, GRID, STEPS, False, PRECISION)
+    lse = _score_groups(
+        queries, index, lse, (whole, tl.max(closed)), closed, m, MP, BG, C, BOUNDS, GRID, STEPS, True, PRECISION
+    )
+    tl.store(lse_ptr + of_head + line, _log_of_sum(lse), mask=real)
+
+
+@triton.jit
+def _log_of_sum(lse):
+    """The log-sum-exp, base 2, of the largest score and the sum relative to it; 0 where no group is closed."""
+    some = lse[1] > 0
+    return tl.where(some, lse[0], 0.0) + tl.log2(tl.where(some, lse[1], 1.0))
 
 
 @triton.jit
