@@ -169,6 +169,20 @@ def test_before_there_is_room_for_a_group(scratch):
     compare(*random_qkv(1, 2, 1, 6, 16, 16), settings_of(CASES["bounds-16"]), scratch, groups=0)
 
 
+def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
+    """As where somebody's own graph is replayed too often: what lies behind the ring is NaN, and nobody reads it."""
+    index, L, W = settings_of(CASES["bounds-16"]).index, 24, 8
+    settings = RecallSettings(UniformRule(4, 20), index, Quota(1), EntrySettings())
+    q, k, v = random_qkv(1, 2, 1, L, 16, 16)
+    state = empty_state(settings, L, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    rings = [torch.full((1, 1, 4 * W, 16), torch.nan, device=DEVICE) for _ in range(2)]
+    state = state._replace(ring_k=rings[0][:, :, :W], ring_v=rings[1][:, :, :W])
+    for t in range(L):
+        out = triton_step.recall_step(new_token((q, k, v), t), state, settings, scale=SCALE)
+        assert bool(out.isfinite().all())
+    assert all(bool(x[:, :, W:].isnan().all()) for x in rings)
+
+
 def test_ties_go_to_the_lower_group(scratch):
     """Equal keys: every group has the same score."""
     q, k, v = random_qkv(1, 2, 1, 45, 16, 16)

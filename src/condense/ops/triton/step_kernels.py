@@ -223,8 +223,10 @@ def _share(
     """A split from 1 on: attention to its share of what the buffers held before the step."""
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
     q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
+    # no more than the ring holds, where more steps are replayed than the cache has room for
+    tokens = tl.minimum(moment.tokens, ring.size)
     entry_tiles = tl.cdiv(moment.entries, KIND.keys)
-    tiles = entry_tiles + tl.cdiv(moment.tokens, KIND.keys)
+    tiles = entry_tiles + tl.cdiv(tokens, KIND.keys)
     lo, hi = tiles * (split - 1) // (places.S - 1), tiles * split // (places.S - 1)
     softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1, KIND.keys)
     softmax = _attend_keys(
@@ -232,7 +234,7 @@ def _share(
         scores.biases if KIND.matched else scores.bias, moment, -1 if KIND.matched else KIND.period, KIND,
     )  # fmt: skip
     softmax = _attend_keys(
-        softmax, q, ring, tl.maximum(lo - entry_tiles, 0), hi - entry_tiles, moment.tokens, moment.first % ring.size,
+        softmax, q, ring, tl.maximum(lo - entry_tiles, 0), hi - entry_tiles, tokens, moment.first % ring.size,
         scores.attend, 0.0, moment, 0, KIND,
     )  # fmt: skip
     at = (places.row + r).to(tl.int64) * places.S + split
