@@ -62,7 +62,7 @@ def demo_model(
     """The bundled model: a Llama of 11.5M parameters, good with dense and with condensed attention.
 
     Dense attention on sequences of 512, 2,048 and 8,192 tokens, until numbers are found in each; then 8,192 tokens that
-    alternate between dense attention and condensed attention of growing groups, most of the loss the KL to the model's
+    alternate between dense attention and condensed attention of growing groups, half of the loss the KL to the model's
     dense self before. In half of the texts with numbers their names share words, and they stand anywhere in the text.
     65,536 tokens a step. Meant for one large GPU.
     """
@@ -89,7 +89,7 @@ def demo_model(
             ),
             PhaseConfig(
                 name="mixed", steps=1500, sequence_length=8192, batch_size=8, mix="alternate", method=condensed,
-                group_sizes=(4, 8), distill=0.8, learning_rate=1.5e-3, warmup_steps=100, task_share=0.8,
+                group_sizes=(4, 8), distill=0.5, learning_rate=1.5e-3, warmup_steps=100, task_share=0.8,
                 keys=(8, 72), varied_share=0.5,
             ),
         ),
