@@ -53,6 +53,17 @@ def test_numbers_stand_between_words_and_are_answered(builder, form):
     assert inside > 24  # of 48: a line of this text has about ten words
 
 
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_a_number_opens_the_text(builder, anywhere):
+    sequences, tokenizer = builder
+    for seed in range(4):
+        task = sequences.passkeys(np.random.default_rng(seed), 6, "cloze", anywhere=anywhere, opening=True)
+        (first,) = [key for key, depth in zip(task.keys, task.depths, strict=True) if depth == min(task.depths)]
+        text = tokenizer.decode(task.input_ids, skip_special_tokens=True).lstrip()
+        assert text.startswith(f"The number of the {first.first} {first.second} is {first.number}.")
+        assert len(task.keys) == 6
+
+
 def test_other_tasks_are_the_same_as_without_it(builder):
     sequences, _ = builder
     first, second = (sequences.passkeys(np.random.default_rng(3), 4, "cloze", **more) for more in ({}, {"shared": 0}))

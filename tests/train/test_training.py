@@ -394,6 +394,7 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
         ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
         ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
         ({"task_share": True}, "task_share must be a finite number from 0 to 1, got True"),
+        ({"first_share": -0.1}, "first_share must be a finite number from 0 to 1, got -0.1"),
         ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
         ({"keys": (1, 2, 3)}, "keys: wanted the fewest and the most, got"),
         ({"keys": (0, 2)}, "keys must be an integer >= 1, got 0"),

@@ -85,12 +85,19 @@ class SequenceBuilder:
         return np.concatenate([self._bos, self._text(rng, self.length - len(self._bos))[0]])
 
     def passkeys(
-        self, rng: np.random.Generator, count: int, form: str, *, shared: bool = False, anywhere: bool = False
+        self,
+        rng: np.random.Generator,
+        count: int,
+        form: str,
+        *,
+        shared: bool = False,
+        anywhere: bool = False,
+        opening: bool = False,
     ) -> PasskeySequence:
         """Text with ``count`` numbers hidden at uniform depth, and the questions in random order at the end.
 
         shared: see `draw_keys`. anywhere: the numbers stand between any two words, as sentences; otherwise on lines of
-        their own.
+        their own. opening: one of them is the first thing in the text.
         Long words can make ``count`` numbers too many for a short sequence; then as many are hidden as fit.
 
         Raises ValueError for an unknown form, or a ``count`` that ``draw_keys`` refuses.
@@ -108,6 +115,8 @@ class SequenceBuilder:
 
         text, allowed = self._text(rng, room - sum(sizes))
         depths = rng.random(len(keys)) * len(text)
+        if opening:
+            depths[0] = 0
         if anywhere:
             allowed = np.union1d(allowed[:1], np.flatnonzero(self._begins_word[text]))
         places = allowed[_nearest(allowed, depths)]

@@ -39,8 +39,9 @@ class PhaseConfig:
     ``"constant"``. weight_decay: AdamW's, on matrices. max_grad_norm: longer gradients are scaled down to it.
     task_share: share of the sequences with hidden numbers and questions; the others are plain text. keys: fewest and
     most hidden numbers in one sequence, drawn uniformly. varied_share: share of these sequences in which names share
-    words with each other and numbers stand anywhere in the text, not on lines of their own. answer_weight: weight in
-    the loss of an answer's tokens; all others weigh 1.
+    words with each other and numbers stand anywhere in the text, not on lines of their own. first_share: share of those
+    with hidden numbers in which one opens the text, in a group with the first token, to which many heads attend.
+    answer_weight: weight in the loss of an answer's tokens; all others weigh 1.
     gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
     checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the loss
@@ -62,6 +63,7 @@ class PhaseConfig:
     task_share: float = 0.5
     keys: tuple[int, int] = (2, 8)
     varied_share: float = 0.0
+    first_share: float = 0.0
     answer_weight: float = 5.0
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
@@ -90,6 +92,7 @@ class PhaseConfig:
         check_number("distill", self.distill, 0, 1)
         check_number("task_share", self.task_share, 0, 1)
         check_number("varied_share", self.varied_share, 0, 1)
+        check_number("first_share", self.first_share, 0, 1)
         for count in self.keys:
             check_int("keys", count, 1)
         if len(self.keys) != 2 or self.keys[0] > self.keys[1]:

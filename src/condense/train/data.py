@@ -60,7 +60,8 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
             count = int(rng.integers(fewest, most + 1))
             form = FORMS[int(rng.integers(len(FORMS)))]
             varied = self._phase.varied_share > 0 and rng.random() < self._phase.varied_share
-            sequence = self._builder.passkeys(rng, count, form, shared=varied, anywhere=varied)
+            opening = self._phase.first_share > 0 and rng.random() < self._phase.first_share
+            sequence = self._builder.passkeys(rng, count, form, shared=varied, anywhere=varied, opening=opening)
             for start, stop in sequence.answers:
                 weights[start:stop] = self._phase.answer_weight
             ids = sequence.input_ids
