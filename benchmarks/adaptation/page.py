@@ -225,7 +225,9 @@ def _shape(content: Mapping[str, Any]) -> str:
     if "length" not in content:
         rows = [[r["name"], f"{r['length']:,}", f"{r['tokens_per_second']:,}"] for r in content["rows"]]
         return _table([f"{about}, 1 GPU", "longest sequence", "tokens/s there"], rows)
-    dense = next((_slowest(row) for row in content["rows"] if row["name"] == "dense"), None)
+    # one step of each would be no ratio to rely on
+    counted = [row for row in content["rows"] if len(row["tokens_per_second"]) > 2]
+    dense = next((_slowest(row) for row in counted if row["name"] == "dense"), None)
     rows = [
         [r["name"], f"{_slowest(r):,}", f"{_slowest(r) / dense:.2f}" if dense else "?", f"{r['peak_gib']:.1f} GiB"]
         for r in content["rows"]

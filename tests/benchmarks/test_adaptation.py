@@ -53,8 +53,9 @@ def test_the_page_shows_every_run(tmp_path):
     (tmp_path / "study.json").write_text(json.dumps(documents))
     shape = {"shape": "llama", "train": "all", "length": 32768, "processes": 4,
              "rows": [{"name": "condensed", "tokens_per_second": [1, 9000, 8000], "peak_gib": 40.12}]}  # fmt: skip
-    one = {"processes": 1, "rows": [{"name": "condensed", "tokens_per_second": [1, 2500], "peak_gib": 40.12},
-                                    {"name": "dense", "tokens_per_second": [1, 1000], "peak_gib": 40.12}]}  # fmt: skip
+    speeds = {"condensed": [1, 2500, 2600], "dense": [1, 1000, 1100]}
+    rows = [{"name": name, "tokens_per_second": speeds[name], "peak_gib": 40.12} for name in speeds]
+    one = {"processes": 1, "rows": rows}
     origin = documents[0]["provenance"]
     for name, content in (("shape", shape), ("one", shape | one)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"provenance": origin, "results": content}))

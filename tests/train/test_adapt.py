@@ -335,6 +335,15 @@ def test_a_full_disk_stops_the_run_in_one_line_and_leaves_the_last_checkpoint(ba
     assert len(history(run)) == 6
 
 
+def test_the_time_left_is_told_after_ten_steps(base, capsys):
+    run = config(base, steps=12, logging_steps=100, checkpoint_steps=100)
+    run_training(run)
+    (entry,) = history(run)
+    assert entry["step"] == 10
+    assert "seconds_left" in entry
+    assert "adapt step 10/12" in capsys.readouterr().out
+
+
 def test_tensorboard_gets_the_log_or_is_refused(base, monkeypatch):
     monkeypatch.setattr(run_module, "is_tensorboard_available", lambda: False)
     with pytest.raises(ValueError, match="report_to: wanted TensorBoard installed"):

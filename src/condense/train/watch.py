@@ -9,11 +9,13 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 LOG = "log.jsonl"
+_EARLY = 10  # steps, after which the time that the run will take is known
 
 
 class Watch(TrainerCallback):
     """Appends every entry of Trainer's log to ``folder/log.jsonl``, and prints it if ``lines``.
 
+    There is one after ten steps, too, which tells how long the run will take.
     After a resumed checkpoint the steps behind it stand there twice; the later entry counts.
     """
 
@@ -21,6 +23,11 @@ class Watch(TrainerCallback):
         self._name = name
         self._file = folder / LOG
         self._lines = lines
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Ask for the early entry."""
+        if state.global_step == _EARLY:
+            control.should_log = True
 
     def on_log(
         self,
