@@ -64,6 +64,17 @@ def test_a_number_opens_the_text(builder, anywhere):
         assert len(task.keys) == 6
 
 
+@pytest.mark.parametrize("size", [300, 700])
+def test_a_task_ends_early_and_other_text_follows(builder, size):
+    sequences, tokenizer = builder
+    task = sequences.passkeys(np.random.default_rng(0), 4, "question", size=size)
+    assert len(task.input_ids) == 1024
+    end = max(stop for _, stop in task.answers)
+    assert tokenizer.decode(task.input_ids[end:size]) == ".\n"
+    rest = tokenizer.decode(task.input_ids[size:])
+    assert not [key for key in task.keys if f"{key.first} {key.second}" in rest]
+
+
 def test_other_tasks_are_the_same_as_without_it(builder):
     sequences, _ = builder
     first, second = (sequences.passkeys(np.random.default_rng(3), 4, "cloze", **more) for more in ({}, {"shared": 0}))

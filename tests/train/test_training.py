@@ -327,6 +327,25 @@ def test_weights_decide_how_often_a_file_is_drawn_from(config: TrainConfig, text
     assert len(prepare(dataclasses.replace(files, data_weights=())).corpora) == 1
 
 
+def test_a_share_of_the_tasks_ends_early_with_fewer_numbers(tokenizer: Any, corpus: Any) -> None:
+    builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 2048)
+    phase = PhaseConfig(
+        name="p", steps=25, sequence_length=2048, batch_size=8, keys=(16, 16), task_share=1.0, short_share=0.5
+    )
+    dataset = TrainingSequences(builder, phase, seed=(0,))
+    ends, answers = [], []
+    for index in range(len(dataset)):
+        weighted = (dataset[index]["loss_weights"] == phase.answer_weight).nonzero().flatten()
+        ends.append(int(weighted[-1]) + 3)  # the full stop and the newline follow
+        answers.append(len(weighted))
+    early = [size for size in ends if size < 2048]
+    # the standard deviation of the share is 0.035; a third of the early ones ends before 512
+    assert len(early) / len(ends) == pytest.approx(0.5, abs=0.14)
+    assert sum(size <= 512 for size in early) / len(early) == pytest.approx(1 / 3, abs=0.2)
+    assert all(size >= 256 for size in early)
+    assert max(n for n, size in zip(answers, ends, strict=True) if size < 400) <= max(answers) / 4
+
+
 def test_held_out_words_never_enter_training(tokenizer: Any, corpus: Any) -> None:
     words = load_words()
     builder = SequenceBuilder(tokenizer, corpus, words.trained, 512)
@@ -395,6 +414,7 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
         ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
         ({"task_share": True}, "task_share must be a finite number from 0 to 1, got True"),
         ({"first_share": -0.1}, "first_share must be a finite number from 0 to 1, got -0.1"),
+        ({"short_share": 2}, "short_share must be a finite number from 0 to 1, got 2"),
         ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
         ({"keys": (1, 2, 3)}, "keys: wanted the fewest and the most, got"),
         ({"keys": (0, 2)}, "keys must be an integer >= 1, got 0"),

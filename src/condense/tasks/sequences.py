@@ -93,23 +93,26 @@ class SequenceBuilder:
         shared: bool = False,
         anywhere: bool = False,
         opening: bool = False,
+        size: int | None = None,
     ) -> PasskeySequence:
         """Text with ``count`` numbers hidden at uniform depth, and the questions in random order at the end.
 
         shared: see `draw_keys`. anywhere: the numbers stand between any two words, as sentences; otherwise on lines of
-        their own. opening: one of them is the first thing in the text.
+        their own. opening: one of them is the first thing in the text. size: tokens up to the end of the answers,
+        which other text follows; None: the whole sequence.
         Long words can make ``count`` numbers too many for a short sequence; then as many are hidden as fit.
 
         Raises ValueError for an unknown form, or a ``count`` that ``draw_keys`` refuses.
         """
         if form not in FORMS:
             raise ValueError(f"form: wanted one of {', '.join(FORMS)}, got {form!r}")
+        size = self.length if size is None else size
         keys = draw_keys(rng, self._words, count, shared=shared)
         lines = [self._line(key, inside=anywhere) for key in keys]
         questions = [self._ask(key, form) for key in keys]
-        room = self.length - len(self._bos) - len(self._newline)
+        room = size - len(self._bos) - len(self._newline)
         sizes = [len(line) + len(ask) + len(reply) for line, (ask, reply) in zip(lines, questions, strict=True)]
-        while len(keys) > 1 and room - sum(sizes) < self.length * _LEAST_TEXT:
+        while len(keys) > 1 and room - sum(sizes) < size * _LEAST_TEXT:
             for parts in (keys, lines, questions, sizes):
                 parts.pop()
 
@@ -140,6 +143,7 @@ class SequenceBuilder:
             start = length + len(ask)
             length = start + len(reply)
             answers.append((int(start), int(length - len(self._end))))
+        pieces.append(self._text(rng, self.length - size)[0])
         return PasskeySequence(
             input_ids=np.concatenate(pieces),
             keys=tuple(keys[index] for index in asked),

@@ -41,6 +41,7 @@ class PhaseConfig:
     most hidden numbers in one sequence, drawn uniformly. varied_share: share of these sequences in which names share
     words with each other and numbers stand anywhere in the text, not on lines of their own. first_share: share of those
     with hidden numbers in which one opens the text, in a group with the first token, to which many heads attend.
+    short_share: share of them that end early, after 256 tokens or more, with as many fewer numbers; other text follows.
     answer_weight: weight in the loss of an answer's tokens; all others weigh 1.
     gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
@@ -64,6 +65,7 @@ class PhaseConfig:
     keys: tuple[int, int] = (2, 8)
     varied_share: float = 0.0
     first_share: float = 0.0
+    short_share: float = 0.0
     answer_weight: float = 5.0
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
@@ -93,6 +95,7 @@ class PhaseConfig:
         check_number("task_share", self.task_share, 0, 1)
         check_number("varied_share", self.varied_share, 0, 1)
         check_number("first_share", self.first_share, 0, 1)
+        check_number("short_share", self.short_share, 0, 1)
         for count in self.keys:
             check_int("keys", count, 1)
         if len(self.keys) != 2 or self.keys[0] > self.keys[1]:

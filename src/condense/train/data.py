@@ -10,6 +10,8 @@ from torch.utils.data import Dataset
 from condense.tasks import FORMS, PasskeySequence, SequenceBuilder
 from condense.train.config import PhaseConfig
 
+_SHORTEST = 256  # tokens of a text with hidden numbers that ends early
+
 
 class WeightedBuilder:
     """Builds each sequence from one of several corpora, drawn by weight; otherwise as a `SequenceBuilder`.
@@ -61,7 +63,14 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
             form = FORMS[int(rng.integers(len(FORMS)))]
             varied = self._phase.varied_share > 0 and rng.random() < self._phase.varied_share
             opening = self._phase.first_share > 0 and rng.random() < self._phase.first_share
-            sequence = self._builder.passkeys(rng, count, form, shared=varied, anywhere=varied, opening=opening)
+            size = length = self._builder.length
+            if length > _SHORTEST and self._phase.short_share > 0 and rng.random() < self._phase.short_share:
+                # as many between 256 and 512 tokens as between 4,096 and 8,192
+                size = round(_SHORTEST * (length / _SHORTEST) ** rng.random())
+                count = max(1, round(count * size / length))
+            sequence = self._builder.passkeys(
+                rng, count, form, shared=varied, anywhere=varied, opening=opening, size=size
+            )
             for start, stop in sequence.answers:
                 weights[start:stop] = self._phase.answer_weight
             ids = sequence.input_ids
