@@ -61,15 +61,29 @@ def demo_model(
 ) -> TrainConfig:
     """The bundled model: a Llama of 11.5M parameters, good with dense and with condensed attention.
 
-    Dense attention on sequences of 512, 2,048 and 8,192 tokens, until numbers are found in each; then 8,192 tokens that
-    alternate between dense attention and condensed attention of growing groups, half of the loss the KL to the model's
-    dense self before. In half of the texts with numbers their names share words, and they stand anywhere in the text;
-    in a part of them one number opens the text, where a group holds the first token too, to which many heads attend.
-    Half of them end early, so that questions are answered at every length.
+    Three phases with dense attention, on 512, 2,048 and 8,192 tokens, until numbers are found in each. Then two with
+    dense attention in even steps and condensed attention in odd ones. While the groups grow to 16 tokens, half of the
+    loss is cross entropy, as text is still learned. Then all of it is the KL to what the dense side has become, which
+    finds all numbers, and answers weigh four times as much.
+    In half of the texts with numbers their names share words, and they stand anywhere in the text; in a part of them
+    one number opens the text, where a group holds the first token too, to which many heads attend. Half of them end
+    early, so that questions are answered at every length.
     65,536 tokens a step. Meant for one large GPU.
     """
     condensed = CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
-    dense: dict[str, Any] = {"task_share": 0.6, "varied_share": 0.5, "first_share": 0.25, "short_share": 0.5}
+    tasks: dict[str, Any] = {"varied_share": 0.5, "short_share": 0.5}
+    dense: dict[str, Any] = {**tasks, "task_share": 0.6, "first_share": 0.25}
+    mixed: dict[str, Any] = {
+        **tasks,
+        "task_share": 0.8,
+        "first_share": 0.5,
+        "sequence_length": 8192,
+        "batch_size": 8,
+        "mix": "alternate",
+        "method": condensed,
+        "learning_rate": 1.5e-3,
+        "warmup_steps": 100,
+    }
     return TrainConfig(
         recipe="demo_model",
         seed=seed,
@@ -89,11 +103,8 @@ def demo_model(
                 name="long", steps=200, sequence_length=8192, batch_size=8, learning_rate=1.5e-3, warmup_steps=20,
                 keys=(8, 72), **dense,
             ),
-            PhaseConfig(
-                name="mixed", steps=1500, sequence_length=8192, batch_size=8, mix="alternate", method=condensed,
-                group_sizes=(4, 8), distill=0.5, learning_rate=1.5e-3, warmup_steps=100, task_share=0.8,
-                keys=(8, 72), varied_share=0.5, first_share=0.5, short_share=0.5,
-            ),
+            PhaseConfig(name="mixed", steps=1500, group_sizes=(4, 8), distill=0.5, keys=(8, 72), **mixed),
+            PhaseConfig(name="distilled", steps=3500, distill=1.0, keys=(8, 96), answer_weight=20.0, **mixed),
         ),
         dtype="bfloat16",
         cache=cache,
