@@ -90,16 +90,13 @@ def evaluate(options: argparse.Namespace) -> None:
         "text_loss": losses,
     }
     write_results(options.output, content, seed=options.seed)
-    table = Table("method", *found, "text loss", *(f"{p.start} to {p.stop - 1}" for p in losses[0].by_position))
-    for index, name in enumerate(compared):
-        shares = [results[index].exact for results in found.values()]
-        loss = losses[index]
-        table.add_row(
-            name,
-            *(f"{share.share:.3f} [{share.low:.3f}, {share.high:.3f}]" for share in shares),
-            f"{loss.loss:.3f}",
-            *(f"{position.loss:.3f}" for position in loss.by_position),
-        )
+    table = Table("", *compared)
+    for kind, results in found.items():
+        shares = [result.exact for result in results]
+        table.add_row(kind, *(f"{share.share:.3f} [{share.low:.3f}, {share.high:.3f}]" for share in shares))
+    table.add_row("text loss", *(f"{loss.loss:.3f}" for loss in losses))
+    for parts in zip(*(loss.by_position for loss in losses), strict=True):
+        table.add_row(f"at {parts[0].start} to {parts[0].stop - 1}", *(f"{part.loss:.3f}" for part in parts))
     Console(width=200).print(table)
 
 

@@ -168,7 +168,7 @@ def adapt(
 
     method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``data_weights``,
     ``dtype``, ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
-    Raises ValueError for another field, and as these two.
+    Raises ValueError for another field, and where `PhaseConfig` and `TrainConfig` do.
     """
     unknown = fields.keys() - set(ADAPT_FIELDS)
     if unknown:
