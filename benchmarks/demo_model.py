@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import condense
-from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
+from condense.evaluate import Proportion, passkey_sequences, retrieval, text_loss, text_sequences
 from condense.plots import plot_demo_model, require_matplotlib
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, SequenceBuilder, encode_corpus, load_words, read_documents
@@ -28,7 +28,6 @@ from condense.train import prepare, run_training
 from condense.train.recipes import demo_model
 
 KEYS = 8
-HEADLINE = "question, held-out words"
 CONDENSED = condense.CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
 
 
@@ -101,20 +100,22 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def plot(options: argparse.Namespace) -> None:
+    """Numbers found in all sets of questions together, and text loss by position."""
     require_matplotlib(options.output)
     results = json.loads(options.results.read_text(encoding="utf-8"))["results"]
-    exact = {entry["name"]: entry["exact"] for entry in results["retrieval"][HEADLINE]}
     losses = {entry["name"]: entry["by_position"] for entry in results["text_loss"]}
-    runs = {
-        name: {
-            "accuracy": exact[name]["share"],
-            "low": exact[name]["low"],
-            "high": exact[name]["high"],
+    runs = {}
+    for name in ("dense", "recall", "condensed", "window"):
+        entries = [entry for entries in results["retrieval"].values() for entry in entries if entry["name"] == name]
+        right, total = (sum(entry["exact"][key] for entry in entries) for key in ("right", "total"))
+        share = Proportion.of([True] * right + [False] * (total - right))
+        runs[name] = {
+            "accuracy": share.share,
+            "low": share.low,
+            "high": share.high,
             "positions": [(part["start"] + part["stop"]) / 2 for part in losses[name]],
             "loss": [part["loss"] for part in losses[name]],
         }
-        for name in ("dense", "condensed", "window")
-    }
     plot_demo_model(runs, options.output)
 
 

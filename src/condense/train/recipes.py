@@ -104,7 +104,7 @@ def demo_model(
                 keys=(8, 72), **dense,
             ),
             PhaseConfig(name="mixed", steps=1500, group_sizes=(4, 8), distill=0.5, keys=(8, 72), **mixed),
-            PhaseConfig(name="distilled", steps=3500, distill=1.0, keys=(8, 96), answer_weight=20.0, **mixed),
+            PhaseConfig(name="distilled", steps=4000, distill=1.0, keys=(8, 96), answer_weight=20.0, **mixed),
         ),
         dtype="bfloat16",
         cache=cache,
