@@ -2,17 +2,14 @@
 
     python benchmarks/demo_model.py prepare  --data TRAIN... --cache CACHE
     python benchmarks/demo_model.py train    --data TRAIN... --cache CACHE --output MODEL --seed 0
-    python benchmarks/demo_model.py further  --model MODEL --data TRAIN... --output MODEL2
     python benchmarks/demo_model.py evaluate --model MODEL --data TEST... --output RESULTS.json
     python benchmarks/demo_model.py plot     --results RESULTS.json --output PICTURE.png
 
-`further` trains a finished model on texts of 8,192 tokens in which names share words and numbers stand anywhere.
-`train --until dense` stops after the first phase and `train --resume` goes on from there, or from the last
+`train --until long` stops after the dense phases and `train --resume` goes on from there, or from the last
 checkpoint of an interrupted run.
 """
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,20 +20,20 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import condense
-from condense.evaluate import passkey_sequences, retrieval, text_loss, text_sequences
+from condense.evaluate import Proportion, passkey_sequences, retrieval, text_loss, text_sequences
 from condense.plots import plot_demo_model, require_matplotlib
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, SequenceBuilder, encode_corpus, load_words, read_documents
-from condense.train import RECIPES, prepare, run_training
+from condense.train import prepare, run_training
 from condense.train.recipes import demo_model
 
-LENGTH = 4096
 KEYS = 8
-HEADLINE = "question, held-out words"
 CONDENSED = condense.CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
 
 
-def methods() -> Mapping[str, condense.Method]:
+def methods(length: int) -> Mapping[str, condense.Method]:
+    """What is compared. "window" keeps as many entries of ``length`` tokens as the condensed model."""
+    entries = (length - CONDENSED.window) // CONDENSED.group_size + CONDENSED.window
     return {
         "dense": condense.Dense(),
         "condensed": CONDENSED,
@@ -44,8 +41,7 @@ def methods() -> Mapping[str, condense.Method]:
         "condensed, weighted keys": CONDENSED.replace(key_pooling="weighted"),
         "condensed, last query": CONDENSED.replace(summary="last"),
         "recall": condense.Recall(group_size=16, window=256, num_recall=16),
-        # As many entries as the condensed model keeps of 4,096 tokens: (4096 - 256) / 16 + 256.
-        "window": condense.StreamingLLM(sink=4, window=492),
+        "window": condense.StreamingLLM(sink=4, window=entries - 4),
     }
 
 
@@ -54,17 +50,6 @@ def train(options: argparse.Namespace) -> None:
     if options.steps is not None:
         config = config.with_steps(options.steps)
     print(run_training(config, resume=options.resume, until=options.until))
-
-
-def further(options: argparse.Namespace) -> None:
-    """65,536 tokens a step, as before; half of the loss is the KL to the model as it was."""
-    config = RECIPES["adapt"](
-        options.data, options.output, pretrained=options.model, method=CONDENSED, seed=options.seed,
-        cache=options.cache, workers=options.workers, steps=options.steps, sequence_length=2 * LENGTH, batch_size=8,
-        mix="alternate", group_sizes=(), distill=0.5, learning_rate=1e-3, warmup_steps=50, task_share=0.8,
-        keys=(8, 72), varied_share=0.5, shard_size="12MB",
-    )  # fmt: skip
-    print(run_training(dataclasses.replace(config, save_condensed=False)))
 
 
 def prepare_data(options: argparse.Namespace) -> None:
@@ -81,56 +66,56 @@ def evaluate(options: argparse.Namespace) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     corpus = encode_corpus(read_documents(options.data), tokenizer)
     words = load_words()
+    compared = methods(options.length)
     found = {}
     for kind, choice in (("held-out", words.held_out), ("trained", words.trained)):
-        builder = SequenceBuilder(tokenizer, corpus, choice, LENGTH)
+        builder = SequenceBuilder(tokenizer, corpus, choice, options.length)
         for form in FORMS:
             sequences = passkey_sequences(builder, options.sequences, keys=KEYS, form=form, seed=1)
-            found[f"{form}, {kind} words"] = retrieval(model, methods(), sequences)
+            found[f"{form}, {kind} words"] = retrieval(model, compared, sequences)
             varied = passkey_sequences(
                 builder, options.sequences, keys=KEYS, form=form, seed=1, shared=True, anywhere=True
             )
-            found[f"{form}, {kind} words that names share, anywhere"] = retrieval(model, methods(), varied)
-    losses = text_loss(model, methods(), text_sequences(builder, options.sequences, seed=2))
+            found[f"{form}, {kind} words that names share, anywhere"] = retrieval(model, compared, varied)
+    losses = text_loss(model, compared, text_sequences(builder, options.sequences, seed=2))
     content = {
         "model": options.model.name,
         "parameters": model.num_parameters(),
         "dtype": options.dtype,
         "text": [path.name for path in options.data],
-        "length": LENGTH,
+        "length": options.length,
         "keys": KEYS,
         "retrieval": found,
         "text_loss": losses,
     }
     write_results(options.output, content, seed=options.seed)
-    table = Table("method", *found, "text loss", *(f"{p.start} to {p.stop - 1}" for p in losses[0].by_position))
-    for index, name in enumerate(methods()):
-        shares = [results[index].exact for results in found.values()]
-        loss = losses[index]
-        table.add_row(
-            name,
-            *(f"{share.share:.3f} [{share.low:.3f}, {share.high:.3f}]" for share in shares),
-            f"{loss.loss:.3f}",
-            *(f"{position.loss:.3f}" for position in loss.by_position),
-        )
+    table = Table("", *compared)
+    for kind, results in found.items():
+        shares = [result.exact for result in results]
+        table.add_row(kind, *(f"{share.share:.3f} [{share.low:.3f}, {share.high:.3f}]" for share in shares))
+    table.add_row("text loss", *(f"{loss.loss:.3f}" for loss in losses))
+    for parts in zip(*(loss.by_position for loss in losses), strict=True):
+        table.add_row(f"at {parts[0].start} to {parts[0].stop - 1}", *(f"{part.loss:.3f}" for part in parts))
     Console(width=200).print(table)
 
 
 def plot(options: argparse.Namespace) -> None:
+    """Numbers found in all sets of questions together, and text loss by position."""
     require_matplotlib(options.output)
     results = json.loads(options.results.read_text(encoding="utf-8"))["results"]
-    exact = {entry["name"]: entry["exact"] for entry in results["retrieval"][HEADLINE]}
     losses = {entry["name"]: entry["by_position"] for entry in results["text_loss"]}
-    runs = {
-        name: {
-            "accuracy": exact[name]["share"],
-            "low": exact[name]["low"],
-            "high": exact[name]["high"],
+    runs = {}
+    for name in ("dense", "recall", "condensed", "window"):
+        entries = [entry for entries in results["retrieval"].values() for entry in entries if entry["name"] == name]
+        right, total = (sum(entry["exact"][key] for entry in entries) for key in ("right", "total"))
+        share = Proportion.of([True] * right + [False] * (total - right))
+        runs[name] = {
+            "accuracy": share.share,
+            "low": share.low,
+            "high": share.high,
             "positions": [(part["start"] + part["stop"]) / 2 for part in losses[name]],
             "loss": [part["loss"] for part in losses[name]],
         }
-        for name in ("dense", "condensed", "window")
-    }
     plot_demo_model(runs, options.output)
 
 
@@ -150,25 +135,16 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--steps", type=int, help="steps of every phase, to try out a machine")
     command.add_argument("--workers", type=int, default=8)
-    command.add_argument("--until", help="stop after this phase: dense or mixed")
+    command.add_argument("--until", help="stop after this phase: short, longer, long or mixed")
     command.add_argument("--resume", action="store_true", help="go on with an unfinished run")
     command.set_defaults(run=train)
-
-    command = commands.add_parser("further", help="train a finished model on longer and harder texts")
-    command.add_argument("--model", type=Path, required=True)
-    command.add_argument("--data", type=Path, nargs="+", required=True)
-    command.add_argument("--output", type=Path, required=True)
-    command.add_argument("--cache", type=Path, help="encoded text, shared by seeds")
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--steps", type=int, default=1400)
-    command.add_argument("--workers", type=int, default=8)
-    command.set_defaults(run=further)
 
     command = commands.add_parser("evaluate", help="retrieval and text loss under several methods")
     command.add_argument("--model", type=Path, required=True)
     command.add_argument("--data", type=Path, nargs="+", required=True, help="text that was not trained on")
     command.add_argument("--output", type=Path, required=True, help="JSON file")
     command.add_argument("--sequences", type=int, default=60, help=f"texts of {KEYS} questions each")
+    command.add_argument("--length", type=int, default=4096, help="tokens of a text")
     command.add_argument("--dtype", default="float32")
     command.add_argument("--seed", type=int, help="the model's, for the record")
     command.set_defaults(run=evaluate)

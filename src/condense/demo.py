@@ -38,7 +38,7 @@ class DemoText:
 def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The bundled model with stock attention, in evaluation mode on the CPU, and its tokenizer. No network.
 
-    A Llama of 11.5M parameters that reads up to 4,096 tokens of English and finds numbers hidden in them, with
+    A Llama of 11.5M parameters that reads up to 8,192 tokens of English and finds numbers hidden in them, with
     dense attention and with ``CCA(group_size=16, window=256, summary="streaming", key_pooling="select",
     rep_bias="log_size")``; ``condense.train.recipes.demo_model`` made it.
 

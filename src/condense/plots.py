@@ -88,7 +88,9 @@ def plot_demo_model(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         error = [[run["accuracy"] - run["low"]], [run["high"] - run["accuracy"]]]
         bar = left.bar(label, run["accuracy"], yerr=error, capsize=4, color=colour)
         left.bar_label(bar, labels=[f"{run['accuracy']:.3f}"], fontsize=8, padding=2)
-        right.plot(run["positions"], run["loss"], marker="o", markersize=3, color=colour, label=label)
+        # the first line is wide, so that it shows where another lies on it
+        width = 1.5 if i else 5
+        right.plot(run["positions"], run["loss"], "o-", markersize=3, linewidth=width, color=colour, label=label)
     left.set_ylim(0, 1.12)
     left.set_title("hidden numbers recalled exactly", fontsize=10)
     left.tick_params(labelsize=8)
