@@ -43,9 +43,9 @@ class Prompt:
 class Outcome:
     """One method, or one choice of methods by layer, on one prompt, greedy, batch 1.
 
-    first_token_s: seconds for the text and the first question up to the first new token. token_s: median of the seconds
-    between further tokens, None if there are none. cache_bytes: bytes of the cache after the text. correct: number of
-    answers that begin with the expected one, None if none is expected.
+    first_token_s: reading the text and the first question up to its first new token. token_s: median over the
+    further tokens. cache_bytes: allocated after the text. correct: answers that begin with the expected one,
+    None if none is expected.
     """
 
     method: MethodChoice

@@ -39,7 +39,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
     another condensed model, for a layer that is named twice or cannot be condensed by its method, and for a ``method``
-    that is none.
+    of another form.
     """
     base, attentions = _attentions(model)
     chosen = _chosen(base, attentions, method, layers)

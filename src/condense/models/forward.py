@@ -123,7 +123,7 @@ class Forward:
         return [n for n in lengths if n]
 
     def _runs(self, positions: Tensor | None) -> list[int] | None:
-        """Lengths of the runs in which positions rise by 1, None for one run. Raises ValueError for several rows."""
+        """Lengths of the runs of positions that rise by 1, cut wherever some row is; None for one run."""
         if positions is None or self.L < 2:
             return None
         starts = (positions.diff() != 1).any(0).nonzero()[:, 0].add(1).tolist()

@@ -202,7 +202,7 @@ class _Heads:
         opened = 0
         if isinstance(method, Recall):
             opened = method.num_recall if isinstance(method.num_recall, int) else _MOST_OPENED
-        # a method that pays at any length pays below this one, or below 8 ``min_focal`` more
+        # a method that pays at all pays from some length below this limit (DGA's prompts: 8 ``min_focal`` above it)
         limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
         if selects(method):
             return self._selection_pays_from(method, limit + 8 * method.min_focal)

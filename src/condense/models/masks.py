@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
-# Transformers composes mask functions from closures, which are recognised here by name. The first two restrict a causal
-# mask to a sliding window and to the documents of a packed row; condensed and stock layers do both by themselves. The
-# third restricts it to chunks of the text; layers that are "chunked_attention" in the configuration do that.
+# Transformers composes mask functions from closures, which are recognised by name. These two restrict a causal mask to
+# a sliding window and to the documents of a packed row, which the layers apply themselves; the third to chunks of the
+# text, which layers apply that the configuration names so.
 _RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask")
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
 # closures over other mask functions, with the name of the variable that holds them
@@ -39,11 +39,11 @@ def condense_mask(
 ) -> Tensor | None:
     """The padding mask of all slots up to ``n = kv_offset + kv_length``, bool ``[B, 1, 1, n]``, True at tokens.
 
-    Transformers builds it once per forward; for some caches it passes the result through here again, which changes
-    nothing. Returns None, for "all real", if the caller gave no mask; only then do positions mark packed documents.
-    Unused slots of a static cache count as padding. A mask that is too short is returned too short, so that the
-    attention function raises. The exception is one token over a static cache on a GPU, where checking would wait for
-    the device: there missing columns count as padding.
+    Transformers builds it once per forward and, for some caches, passes the result through here again, which keeps this
+    shape. Returns None, "all real", if the caller gave no mask; only then do positions mark packed documents. Unused
+    slots of a static cache count as padding. A mask that is too short is returned too short, and the attention function
+    raises; but for one token and a static cache on a GPU, checking would wait for the device, so the missing columns
+    count as padding.
     Raises ValueError for a mask function other than a causal, sliding, chunked or packed one.
     """
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
@@ -77,7 +77,7 @@ def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...])
         return True
     module = getattr(mask_function, "__module__", None)
     if module is None and torch.compiler.is_compiling():
-        return True  # while it traces, PyTorch 2.11 gives closures no module, and composed masks are closures
+        return True  # PyTorch 2.11 does not say, while it traces, where a closure is from; composed masks are closures
     if module != masking_utils.__name__:
         return False
     name = mask_function.__qualname__

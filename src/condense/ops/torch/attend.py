@@ -20,9 +20,9 @@ from condense.ops.extras import soft_cap
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.right_aligned import joined_bias
 
-# Blocks keep their keys and masks for the backward pass up to this number of keys per query, which grows with L as
-# entries do. Beyond it each block is computed again in the backward pass; so it is with a soft cap, whose scores would
-# have to be kept too.
+# Blocks keep their keys and masks for the backward pass as long as these are at most so many keys per query; entries,
+# whose number grows with L, make them more. Beyond that each block is computed again in the backward pass, and so it is
+# with a soft cap, whose scores would have to be kept too.
 _MAX_KEPT = 4
 
 

@@ -74,38 +74,62 @@ def _is_column(columns: Tensor, L: int) -> Tensor:
 
 
 def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over blocks and over columns, two calls joined by their log-sum-exps.
+    """Attention over blocks and over columns, two calls of FlexAttention joined by their log-sum-exps.
 
     A query that sees a column's token in a chosen block does not see it again as a column.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    length, C = q.shape[2], keys.columns.shape[1]
+    length = q.shape[2]
     # FlexAttention is compiled for every shape, so lengths are rounded up; the padding sees itself and is cut off
     L = _rounded(length)
     N = L // BLOCK
     q, k, v = (F.pad(x, (0, 0, 0, L - length)) for x in (q, k, v))
-    diagonal = torch.arange(N, device=q.device, dtype=torch.int32)
+    block = torch.arange(N, device=q.device)
     lower = F.pad(keys.blocks, (0, N - keys.blocks.shape[2], 0, N - keys.blocks.shape[1])).tril()
-    lower[:, diagonal, diagonal] = True
-    whole = lower.tril(-1)
+    lower[:, block, block] = True
+    out, lse = _over_blocks(q, k, v, lower, scale)
+    if keys.columns.shape[1] == 0:
+        return out[:, :, :length], lse[:, :, :length]
+    columns = torch.where(keys.columns < length, keys.columns, L)
+    more, more_lse = _over_columns(q, k, v, lower, columns, scale)
+    total = torch.logaddexp(lse, more_lse)
+    parts = ((out, lse), (more, more_lse))
+    joined = sum(part.float() * (each - total).exp()[..., None].float() for part, each in parts)
+    assert isinstance(joined, Tensor)
+    return joined[:, :, :length].to(q.dtype), total[:, :, :length]
+
+
+def _over_blocks(q: Tensor, k: Tensor, v: Tensor, lower: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention ``[1, H, L, Dv]`` over chosen blocks ``lower`` bool ``[H, N, N]``, and its log-sum-exp."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    H, N, L = q.shape[1], lower.shape[1], q.shape[2]
+    diagonal = torch.arange(N, device=q.device, dtype=torch.int32)
 
     def causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key <= query
 
     mask = BlockMask.from_kv_blocks(
-        torch.ones(1, 1, N, device=q.device, dtype=torch.int32).expand(1, q.shape[1], N).contiguous(),
-        diagonal[None, None, :, None].expand(1, q.shape[1], N, N).contiguous(),
-        *_listed(whole),
+        torch.ones(1, 1, N, device=q.device, dtype=torch.int32).expand(1, H, N).contiguous(),
+        diagonal[None, None, :, None].expand(1, H, N, N).contiguous(),
+        *_listed(lower.tril(-1)),
         BLOCK_SIZE=BLOCK,
         mask_mod=causal,
         seq_lengths=(L, L),
         compute_q_blocks=False,  # only gradients need them
     )
-    out, lse = _attend(q, k, v, mask, scale)
-    if C == 0:
-        return out[:, :, :length], lse[:, :, :length]
-    padded = F.pad(torch.where(keys.columns < length, keys.columns, L), (0, -C % BLOCK), value=L)
+    return _attend(q, k, v, mask, scale)
+
+
+def _over_columns(
+    q: Tensor, k: Tensor, v: Tensor, lower: Tensor, columns: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention ``[1, H, L, Dv]`` over the tokens ``columns`` int64 ``[H, C]`` that lie outside of the blocks
+    ``lower``, and its log-sum-exp; L in ``columns`` stands for none.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    N, L = lower.shape[1], q.shape[2]
+    padded = F.pad(columns, (0, -columns.shape[1] % BLOCK), value=L)
     inside = padded.clamp(max=L - 1)
     k_columns, v_columns = (x[0].gather(1, inside[..., None].expand(-1, -1, x.shape[-1]))[None] for x in (k, v))
     first = padded[:, ::BLOCK]
@@ -123,12 +147,7 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
         seq_lengths=(L, padded.shape[1]),
         compute_q_blocks=False,
     )
-    more, more_lse = _attend(q, k_columns, v_columns, mask, scale)
-    total = torch.logaddexp(lse, more_lse)
-    parts = ((out, lse), (more, more_lse))
-    joined = sum(part.float() * (each - total).exp()[..., None].float() for part, each in parts)
-    assert isinstance(joined, Tensor)
-    return joined[:, :, :length].to(q.dtype), total[:, :, :length]
+    return _attend(q, k_columns, v_columns, mask, scale)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:

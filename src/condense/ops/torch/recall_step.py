@@ -19,7 +19,7 @@ from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.torch.pool import group_scores, pool
-from condense.ops.torch.step import _read, _write, newest_mean
+from condense.ops.torch.step import newest_mean, read_columns, ring_positions, write_columns
 from condense.ops.types import NewToken
 
 
@@ -39,10 +39,10 @@ def recall_step(
     (q, k, v, real, counter), t = token, state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
-    _write(state.ring_k, t, k, alive)
-    _write(state.ring_v, t, v, alive)
+    write_columns(state.ring_k, t, k, alive)
+    write_columns(state.ring_v, t, v, alive)
     if settings.entries.num_summary > 0:
-        _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
+        write_columns(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _close_group(state, settings, t, seen, scale)
     out, lse = _attend(q, state, settings, (seen, alive), scale, latent, extras)
@@ -56,14 +56,14 @@ def _close_group(state: RecallState, settings: RecallSettings, t: Tensor, seen: 
     """Write the entry, the index and the tokens of the group that the newest token closes, in rows where it does."""
     g, group = settings.rule.chunk, settings.rule.closed(t)
     closes = (settings.rule.closed(seen) > group) & (group < state.entries_k.shape[2])
-    k, v = (_read(ring, group * g, g) for ring in (state.ring_k, state.ring_v))
+    k, v = (read_columns(ring, group * g, g) for ring in (state.ring_k, state.ring_v))
     if settings.pool:
         _put_entry(state, settings, (k, v), seen, scale, group, closes)
-    _write(state.store, group * g, settings.store_format.pack(k[:, :, None], v[:, :, None]), closes)
+    write_columns(state.store, group * g, settings.store_format.pack(k[:, :, None], v[:, :, None]), closes)
     index = build_index(k[:, :, None], settings.index)
-    _write(state.codes, group, index.codes, closes)
+    write_columns(state.codes, group, index.codes, closes)
     if state.grid.shape[3] > 0:
-        _write(state.grid, group, index.grid, closes)
+        write_columns(state.grid, group, index.grid, closes)
 
 
 def _put_entry(
@@ -82,11 +82,11 @@ def _put_entry(
         summary = newest_mean(state.ring_q, seen, of_entries.num_summary, g)
         scores = group_scores(summary, k[:, :, None], scale=scale)
     entry = pool(k[:, :, None], scores, how=of_entries.key_pooling)
-    _write(state.entries_k, group, entry, closes)
-    _write(state.entries_v, group, pool(v[:, :, None], scores, how=of_entries.value_pooling), closes)
+    write_columns(state.entries_k, group, entry, closes)
+    write_columns(state.entries_v, group, pool(v[:, :, None], scores, how=of_entries.value_pooling), closes)
     if of_entries.matched:
         bias = scores.logsumexp(-1) - group_scores(summary, entry[..., None, :], scale=scale)[..., 0]
-        _write(state.biases, group, bias[..., None], closes)
+        write_columns(state.biases, group, bias[..., None], closes)
 
 
 def _attend(
@@ -107,9 +107,7 @@ def _attend(
     chosen = choose_groups(scores, closed[:, None, None], settings.quota, K)
     groups = chosen_groups(chosen, settings.quota.at(G))[:, :, 0]
     opened = _open_groups(state, groups, (groups < G) & alive[:, None, None], g)
-    last = (seen - 1)[:, None]
-    # the newest position stored in each slot; negative: the slot is empty
-    position = last - (last - torch.arange(W, device=q.device)) % W
+    position = ring_positions(seen, W)
     near = (position >= all_closed[:, None] * g) & (position >= 0)
     opened_k, opened_v = settings.store_format.unpack(opened, D, state.ring_v.shape[3], q.dtype)
     sources = [

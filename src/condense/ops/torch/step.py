@@ -34,10 +34,10 @@ def step(
     (q, k, v, real, counter), t = token, state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
-    _write(state.ring_k, t, k, alive)
-    _write(state.ring_v, t, v, alive)
+    write_columns(state.ring_k, t, k, alive)
+    write_columns(state.ring_v, t, v, alive)
     if settings.num_summary > 0:
-        _write(state.ring_q, t, head_mean(q, k.shape[1]), alive)
+        write_columns(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _append_entry(state, settings, t, seen, scale, own.represent)
     entry_bias = own.bias
@@ -52,15 +52,18 @@ def step(
     return extras.finish(out, lse)
 
 
-def _write(buffer: Tensor, position: Tensor, new: Tensor, chosen: Tensor) -> None:
-    """Write columns ``new`` ``[B, K, n, D]`` into a ring from ``position`` ``[B]`` on, in the ``chosen`` rows only."""
+def write_columns(buffer: Tensor, position: Tensor, new: Tensor, chosen: Tensor) -> None:
+    """Write ``new`` ``[B, K, n, D]`` to n columns from ``position`` ``[B]`` on, in the ``chosen`` rows only.
+
+    Behind the buffer's last column comes its first.
+    """
     slot = (position[:, None] + torch.arange(new.shape[2], device=new.device)) % buffer.shape[2]
     index = slot[:, None, :, None].expand_as(new)
     buffer.scatter_(2, index, torch.where(chosen[:, None, None, None], new, buffer.gather(2, index)))
 
 
-def _read(ring: Tensor, start: Tensor, count: int) -> Tensor:
-    """Columns of positions ``[start, start + count)``, ``[B, K, count, D]``."""
+def read_columns(ring: Tensor, start: Tensor, count: int) -> Tensor:
+    """The ``count`` columns from ``start`` ``[B]`` on, ``[B, K, count, D]``; behind the last column comes the first."""
     slot = (start[:, None] + torch.arange(count, device=ring.device)) % ring.shape[2]
     return ring.gather(2, slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3]))
 
@@ -74,10 +77,19 @@ def _append_entry(
     first = state.prompt[:, 1] + chunk * rule.entries
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
-    due_k, due_v = (_read(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
+    due_k, due_v = (read_columns(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
     new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk[:, None]), summary, scale=scale, backend="torch")
     for buffer, entries in zip(state.entries, new, strict=True):
-        _write(buffer, first, entries, due)
+        write_columns(buffer, first, entries, due)
+
+
+def ring_positions(seen: Tensor, size: int) -> Tensor:
+    """The newest position stored in each slot of a ring, int64 ``[B, size]``, after ``seen`` ``[B]`` tokens.
+
+    Negative: the slot is empty.
+    """
+    last = (seen - 1)[:, None]
+    return last - (last - torch.arange(size, device=seen.device)) % size
 
 
 def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
@@ -86,7 +98,7 @@ def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     Summed in the order of `condense.ops.torch.pool.summarize`, so that entries are bit-equal.
     """
     wide = torch.promote_types(ring_q.dtype, torch.float32)
-    queries = _read(ring_q, seen - S, S)
+    queries = read_columns(ring_q, seen - S, S)
     if chunk == S:
         return queries.mean(2, keepdim=True, dtype=wide)
     inside = (seen[:, None] - S + torch.arange(S, device=seen.device) >= 0)[:, None, :, None]
@@ -130,9 +142,7 @@ def _attend(
     M, W = state.entries_k.shape[2], state.ring_k.shape[2]
     closed = settings.rule.closed(seen)
     num_entries, first_token = _seen_entries(state, settings, closed)[:, None], (closed * settings.rule.chunk)[:, None]
-    last = (seen - 1)[:, None]
-    # the newest position stored in each slot; negative: the slot is empty
-    position = last - (last - torch.arange(W, device=q.device)) % W
+    position = ring_positions(seen, W)
     sees_token = (position >= first_token) & (position >= 0)
     sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
