@@ -1,6 +1,7 @@
 """Who may import whom, read from the sources; and what no source file may hold."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -44,8 +45,13 @@ def unit_of(path):
     return "condense" if first == "__init__" else first
 
 
+@functools.cache
 def imported(path):
     """Full names of all modules that a file imports, also inside functions."""
+    return list(_imported(path))
+
+
+def _imported(path):
     package = [*path.relative_to(SOURCE.parent).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
