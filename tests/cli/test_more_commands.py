@@ -141,3 +141,13 @@ def test_recipes_lists_all_and_shows_each():
         assert "learning_rate" in shown.stdout
     assert tomllib.loads(run_here("recipes", "cca-paper").stdout)["steps"] == 1000
     assert run_here("recipes", "nonsense").stderr.startswith("condense: recipe must be one of adapt, demo_model, smoke")
+
+
+def test_a_folder_without_a_tokenizer(demo, tmp_path):
+    demo[0].save_pretrained(tmp_path)
+    done = run_here("generate", "hello", "--model", str(tmp_path))
+    assert done.returncode == 2
+    wanted = f"condense: model: no tokenizer in {tmp_path}: tokenizer.save_pretrained('{tmp_path}') adds it\n"
+    assert done.stderr == wanted
+    demo[1].save_pretrained(tmp_path)
+    assert run_here("generate", "hello", "--model", str(tmp_path), "--max-new-tokens", "1").returncode == 0
