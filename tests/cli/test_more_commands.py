@@ -1,9 +1,11 @@
 """Versions, the methods' settings, chat templates, and an interruption during the imports."""
 
-import builtins
 import dataclasses
+import os
+import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import typer
@@ -105,20 +107,30 @@ def test_bad_input_is_one_line(arguments, said):
     assert shown.stderr.count("\n") == 1
 
 
-def test_ctrl_c_during_the_imports_is_one_line(monkeypatch, capsys):
-    stock = builtins.__import__
+IMPORTING = """
+import builtins, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import condense_command
 
-    def interrupted(name, *args, **kwargs):
-        if name == "condense.cli.main":
-            raise KeyboardInterrupt
-        return stock(name, *args, **kwargs)
+stock = builtins.__import__
 
-    monkeypatch.delitem(sys.modules, "condense.cli.main")
-    monkeypatch.setattr(builtins, "__import__", interrupted)
-    with pytest.raises(SystemExit) as done:
-        condense_command.main()
-    assert done.value.code == 130
-    assert capsys.readouterr().err == "condense: interrupted\n"
+def interrupted(name, *args, **kwargs):
+    if name == "condense.cli.main":
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:  # as transformers' lazy import does
+            raise ModuleNotFoundError("could not import") from error
+    return stock(name, *args, **kwargs)
+
+builtins.__import__ = interrupted
+condense_command.main()
+"""
+
+
+def test_ctrl_c_during_the_imports_is_one_line():
+    path = {"PYTHONPATH": str(Path(condense_command.__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", IMPORTING], env=os.environ | path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "condense: interrupted\n")
 
 
 def test_recipes_says_what_each_setting_of_adapt_is(monkeypatch):
@@ -141,3 +153,13 @@ def test_recipes_lists_all_and_shows_each():
         assert "learning_rate" in shown.stdout
     assert tomllib.loads(run_here("recipes", "cca-paper").stdout)["steps"] == 1000
     assert run_here("recipes", "nonsense").stderr.startswith("condense: recipe must be one of adapt, demo_model, smoke")
+
+
+def test_a_folder_without_a_tokenizer(demo, tmp_path):
+    demo[0].save_pretrained(tmp_path)
+    done = run_here("generate", "hello", "--model", str(tmp_path))
+    assert done.returncode == 2
+    wanted = f"condense: model: no tokenizer in {tmp_path}: tokenizer.save_pretrained('{tmp_path}') adds it\n"
+    assert done.stderr == wanted
+    demo[1].save_pretrained(tmp_path)
+    assert run_here("generate", "hello", "--model", str(tmp_path), "--max-new-tokens", "1").returncode == 0

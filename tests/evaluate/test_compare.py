@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 import condense
 from condense.evaluate.compare import Prompt, compare
@@ -38,6 +38,17 @@ def test_layers_that_are_left_out_are_stock(model: Any, tokenizer: PreTrainedTok
     assert not condensed_layers(model)
     with pytest.raises(ValueError, match="layers must be indices from 0 to 1, got 2"):
         compare(model, tokenizer, [{2: METHOD}], PROMPT)
+
+
+def test_a_layer_with_a_sliding_window_counts_with_its_window(tokenizer: PreTrainedTokenizerBase) -> None:
+    sizes = {"vocab_size": 400, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **sliding)).eval()
+    (dense,) = compare(model, tokenizer, [condense.Dense()], PROMPT, max_new_tokens=1)
+    of_a_token = 2 * 16 * 4  # keys and values in float32
+    # the window's keys and the token read last; a layer's counter
+    assert 0 <= dense.cache_bytes - of_a_token * (dense.text_tokens + 1) <= of_a_token * 9 + 8
 
 
 def test_a_condensed_model_is_refused(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

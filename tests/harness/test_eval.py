@@ -40,6 +40,13 @@ def scores(folder):
     return {(x["method"], x["task"], x["metric"], json.dumps(x["by"])): x for x in found}
 
 
+def test_outside_of_a_repository_git_does_not_complain(base, command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--task", "text_loss", "--length", "512", "--limit", "1", "--method", "dense")
+    assert command(*arguments, "--model", base, "--output", tmp_path / "run")[0] == 0
+    assert "fatal" not in capfd.readouterr().err
+
+
 def test_scores_are_the_harness_s_own(base, command, tmp_path):
     import lm_eval
     from lm_eval.tasks import TaskManager

@@ -96,10 +96,22 @@ def load_model(
     if sys.stderr.isatty():
         transformers.logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
     settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    tokenizer = read_saved(model, lambda name: AutoTokenizer.from_pretrained(name, **settings))
+    tokenizer = _read_tokenizer(model, settings)
     settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
     loaded = read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, **settings))
     return (loaded if device_map is not None else loaded.to(chosen)).eval(), tokenizer
+
+
+def _read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or on the hub. Raises ValueError as `read_saved`, and for a folder without one."""
+    try:
+        return read_saved(model, lambda name: AutoTokenizer.from_pretrained(name, **settings))
+    except ValueError as error:
+        folder = Path(model).expanduser()
+        files = [file.name for file in folder.glob("*")]
+        if "config.json" not in files or any(part in name for name in files for part in ("token", "vocab", ".model")):
+            raise
+        raise ValueError(f"model: no tokenizer in {model}: tokenizer.save_pretrained({model!r}) adds it") from error
 
 
 def read_saved(model: str, read: Callable[[str], T]) -> T:

@@ -44,8 +44,8 @@ class Outcome:
     """One method, or one choice of methods by layer, on one prompt, greedy, batch 1.
 
     first_token_s: reading the text and the first question up to its first new token. token_s: median over the
-    further tokens. cache_bytes: allocated after the text. correct: answers that begin with the expected one,
-    None if none is expected.
+    further tokens. cache_bytes: allocated after the text and one token more. correct: answers that begin with the
+    expected one, None if none is expected.
     """
 
     method: MethodChoice
@@ -152,6 +152,16 @@ def _warm_up(model: PreTrainedModel, method: MethodChoice, text: Tensor) -> None
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
+def _bytes_after_a_token(model: PreTrainedModel, cache: DynamicCache, token: Tensor) -> int:
+    """Bytes of a copy of the cache that has read one token more.
+
+    Until then stock layers with a sliding window keep the keys and values of a whole prompt, of which they use the end.
+    """
+    cache = copy.deepcopy(cache)
+    model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache_nbytes(cache)
+
+
 @torch.no_grad()
 def _run(
     model: PreTrainedModel,
@@ -172,7 +182,7 @@ def _run(
             start = now(model.device)
             model(body, past_key_values=cache, use_cache=True, logits_to_keep=1)
             read_s = now(model.device) - start
-        cache_bytes = cache_nbytes(cache)
+        cache_bytes = _bytes_after_a_token(model, cache, text[:, -1:])
         on_step()
         answers, first_s, further_s = [], [], []
         for question in questions or [text[:, -1:]]:

@@ -187,14 +187,16 @@ def _simple_evaluate(
     responses: Path,
     batch_size: int,
 ) -> Any:
-    import lm_eval
+    from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=settings.max_length)
     responses.parent.mkdir(exist_ok=True)
     # from here on the harness warns of things that a user must know, such as prompts that it cuts
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    return lm_eval.simple_evaluate(
+    # git would be asked for the commit of the current folder, and say "fatal" where that is no repository
+    evaluator.get_git_commit_hash = lambda: None
+    return evaluator.simple_evaluate(
         lm,
         tasks=[*tasks.loaded["groups"].values(), *_alone(tasks.loaded)],
         task_manager=tasks.manager,
