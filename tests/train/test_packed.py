@@ -7,13 +7,15 @@ import json
 
 import pytest
 import torch
+from models import small, tiny
+from models.test_families import EXACT, STATED
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.models import use
 from condense.tasks import SequenceBuilder, encode_corpus, load_words
 from condense.train import RECIPES, PhaseConfig, run_training, train_tokenizer
-from condense.train.data import TrainingSequences, WeightedBuilder
+from condense.train.data import TrainingSequences, WeightedBuilder, keeps_documents_apart
 from condense.train.loss import token_loss
 from condense.train.phase import train_phase
 
@@ -153,3 +155,47 @@ def test_the_teacher_reads_the_same_documents(base, train):
     assert logged[1]["condensed_kl"] > 0
     assert "peak_share" not in logged[0]
     assert AutoModelForCausalLM.from_pretrained(config.output).config.condense
+
+
+def leaks(model, method):
+    """Whether a token sees anything of the document before its own in the row."""
+    first, second = 9, 11
+    ids = tiny.tokens(1, first + second) % small.VOCAB
+    positions = torch.cat([torch.arange(first), torch.arange(second)])[None]
+    with torch.no_grad(), use(model, method) if method else contextlib.nullcontext():
+        row = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, first:]
+        own = model(input_ids=ids[:, first:], position_ids=positions[:, first:], use_cache=False).logits
+    # float64 but for parts that models compute in float32
+    return ((row - own).abs().max() > 5e-6 * own.std()).item()
+
+
+# of the last two, one has layers that get no positions, the other a mask that is made without
+SOME = (
+    "llama",
+    "gemma2",
+    "deepseek_v3",
+    "gpt2",
+    "lfm2",
+    "qwen3_next",
+    "bamba",
+    "minimax",
+    "gpt_oss",
+    "llama4_text",
+    "opt",
+)
+REST = [name for name in small.TYPES if STATED.get(name) == EXACT and name not in SOME]
+
+
+@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def test_models_that_mix_documents_are_known(name):
+    model = small.model(name)
+    assert keeps_documents_apart(model.config) == (not leaks(model, None))
+    if keeps_documents_apart(model.config):
+        assert not leaks(model, METHOD)
+
+
+def test_a_model_that_mixes_documents_is_refused_before_any_work(base):
+    small.model("lfm2").save_pretrained(base / "base")
+    with pytest.raises(ValueError, match="packed: wanted a model whose layers all are attention, got lfm2"):
+        run_training(adapted(base))
+    assert not adapted(base).work.exists()

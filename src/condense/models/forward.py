@@ -33,8 +33,9 @@ _MOST_FORWARDS = 4
 class AttentionCall(NamedTuple):
     """One call of the registered attention function: q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
 
-    mask: bool ``[B, 1, 1, n]`` or None. options: further keywords of the call. extras: what the model
-    adds to attention.
+    mask: as `condense.models.masks.condense_mask` makes it: bool ``[B, 1, 1, n]``, True at tokens; int32
+    ``[B, 1, 1, L]``, the numbers of packed documents; or None. options: further keywords of the call. extras: what the
+    model adds to attention.
     """
 
     module: nn.Module
@@ -75,8 +76,14 @@ class Forward:
 
     @property
     def mask(self) -> Tensor | None:
-        """The key mask of the calls, bool ``[B, 1, 1, n]``."""
-        return self._shared[0].get()
+        """The key mask of the calls, bool ``[B, 1, 1, n]``; None if all are real."""
+        return None if self._numbers is not None else self._shared[0].get()
+
+    @property
+    def _numbers(self) -> Tensor | None:
+        """The numbers of packed documents, int32 ``[B, 1, 1, L]``; None if the calls' mask is another."""
+        mask: Tensor | None = self._shared[0].get()
+        return mask if isinstance(mask, Tensor) and mask.dtype == torch.int32 else None
 
     def padding(self, start: int, length: int) -> Padding | None:
         """Padding in columns ``[start, start + length)`` of the mask, None if all are real.
@@ -102,14 +109,19 @@ class Forward:
     def documents(self, *, plain: bool) -> list[int] | None:
         """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
 
-        Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L) or, in a call with neither cache nor mask (``plain``),
-        ``position_ids`` (int ``[B, L]``) that start again.
+        Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L), or the documents' numbers in place of a mask, or, in a
+        call with neither cache nor mask (``plain``), ``position_ids`` (int ``[B, L]``) that start again.
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:
             marks: Tensor | None = self._shared[1].get()
             positions: Tensor | None = self._shared[2].get() if plain else None
-            self._lengths[plain] = self._runs(positions) if marks is None else self._marked(marks)
+            if marks is not None:
+                self._lengths[plain] = self._marked(marks)
+            elif self._numbers is not None:
+                self._lengths[plain] = self._runs(self._numbers[:, 0, 0].diff() != 0)
+            else:
+                self._lengths[plain] = None if positions is None else self._runs(positions.diff() != 1)
         return self._lengths[plain]
 
     def _marked(self, marks: Tensor) -> list[int]:
@@ -122,16 +134,14 @@ class Forward:
             )
         return [n for n in lengths if n]
 
-    def _runs(self, positions: Tensor | None) -> list[int] | None:
-        """Lengths of the runs of positions that rise by 1, cut wherever some row is; None for one run."""
-        if positions is None or self.L < 2:
-            return None
-        starts = (positions.diff() != 1).any(0).nonzero()[:, 0].add(1).tolist()
+    def _runs(self, begins: Tensor) -> list[int] | None:
+        """Lengths of the documents if some row has one that begins at ``1 + i`` (bool ``[B, L - 1]``); None for one."""
+        starts = begins.any(0).nonzero()[:, 0].add(1).tolist()
         if not starts:
             return None
         if self.B != 1:
             raise ValueError(f"packed documents (position_ids that start again) must be one row, got {self.B} rows")
-        return [stop - start for start, stop in itertools.pairwise([0, *starts, positions.shape[1]])]
+        return [stop - start for start, stop in itertools.pairwise([0, *starts, self.L])]
 
 
 class ForwardBoard:

@@ -15,7 +15,8 @@ from transformers.masking_utils import causal_mask_function
 # Transformers composes mask functions from closures, which are recognised by name. These two restrict a causal mask to
 # a sliding window and to the documents of a packed row, which the layers apply themselves; the third to chunks of the
 # text, which layers apply that the configuration names so.
-_RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", "packed_sequence_mask_function.<locals>.inner_mask")
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", _PACKED)
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
 # closures over other mask functions, with the name of the variable that holds them
 _COMPOSED = {
@@ -40,7 +41,8 @@ def condense_mask(
     """The padding mask of all slots up to ``n = kv_offset + kv_length``, bool ``[B, 1, 1, n]``, True at tokens.
 
     Transformers builds it once per forward and, for some caches, passes the result through here again, which keeps this
-    shape. Returns None, "all real", if the caller gave no mask; only then do positions mark packed documents. Unused
+    shape. If the caller gave no mask, all are real: returns the numbers of packed documents, int32 ``[B, 1, 1, L]``,
+    where positions mark several, else None. Some models give positions to no layer, and every layer gets this. Unused
     slots of a static cache count as padding. A mask that is too short is returned too short, and the attention function
     raises; but for one token and a static cache on a GPU, checking would wait for the device, so the missing columns
     count as padding.
@@ -55,7 +57,7 @@ def condense_mask(
             "and and_mask_function make others): call condense.restore(model) to have it honoured"
         )
     if attention_mask is None:
-        return None
+        return _documents(mask_function)
     num_missing = kv_offset + kv_length - attention_mask.shape[1]
     if num_missing > 0 and _covers(attention_mask, q_length, q_offset):
         attention_mask = F.pad(attention_mask, (0, num_missing))
@@ -85,5 +87,24 @@ def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...])
         return name in restrictions
     if torch.compiler.is_compiling():
         return True  # a closure cannot be read there; use_vmap tells what a caller adds to transformers' own masks
-    parts = inspect.getclosurevars(mask_function).nonlocals[_COMPOSED[name]]
-    return all(_is_causal(part, restrictions) for part in (parts if isinstance(parts, tuple) else (parts,)))
+    return all(_is_causal(part, restrictions) for part in _parts(mask_function))
+
+
+def _parts(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """What a mask function of `_COMPOSED` is composed of."""
+    parts = inspect.getclosurevars(mask_function).nonlocals[_COMPOSED[mask_function.__qualname__]]
+    return parts if isinstance(parts, tuple) else (parts,)
+
+
+def _documents(mask_function: Callable[..., Any]) -> Tensor | None:
+    """The numbers of the packed documents that a mask function keeps apart, int32 ``[B, 1, 1, L]``; None without any.
+
+    A closure cannot be read while it is compiled; `condense.models.forward.assert_one_document` looks at positions.
+    """
+    if mask_function is causal_mask_function or torch.compiler.is_compiling():
+        return None
+    if mask_function.__qualname__ == _PACKED:
+        numbers: Tensor = inspect.getclosurevars(mask_function).nonlocals["packed_sequence_mask"]
+        return numbers[:, None, None].to(torch.int32)
+    parts = _parts(mask_function) if mask_function.__qualname__ in _COMPOSED else ()
+    return next((found for part in parts if (found := _documents(part)) is not None), None)

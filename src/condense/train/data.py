@@ -6,11 +6,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from condense.tasks import FORMS, PasskeySequence, SequenceBuilder
 from condense.train.config import PhaseConfig
 
+# types in which transformers makes the mask without positions, so that dense attention reads across documents
+_ACROSS = ("afmoe", "biogpt", "gpt_oss", "opt")
 _SHORTEST = 256  # tokens of a text with hidden numbers that ends early
+
+
+def keeps_documents_apart(config: PreTrainedConfig) -> bool:
+    """True if all layers of such a model begin anew where positions do, with dense and with condensed attention.
+
+    Linear attention, state spaces and convolutions carry a state over the whole row.
+    """
+    text = config.get_text_config(decoder=True)
+    carried = (isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=text).layers)
+    return not any(carried) and text.model_type not in _ACROSS
 
 
 class WeightedBuilder:

@@ -32,7 +32,7 @@ from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.tasks.documents import Skipped
 from condense.train.config import PhaseConfig, TrainConfig
-from condense.train.data import TrainingSequences, WeightedBuilder
+from condense.train.data import TrainingSequences, WeightedBuilder, keeps_documents_apart
 from condense.train.phase import newest_checkpoint, part_size, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
@@ -237,6 +237,11 @@ def _check_model(config: TrainConfig) -> None:
                 pass
             if phase.mix != "dense":
                 check_trainable(phase.method)
+        if phase.packed and not keeps_documents_apart(settings):
+            raise ValueError(
+                "packed: wanted a model whose layers all are attention, got "
+                f"{settings.model_type}, in which others carry a state from one document to the next; leave packed out"
+            )
         positions = max_learned_positions(settings.get_text_config(decoder=True))
         if positions is not None and phase.sequence_length > positions:
             raise ValueError(
