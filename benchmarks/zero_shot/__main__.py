@@ -36,7 +36,8 @@ def main() -> None:
             "--measure",
             default="16384:calibrated,16384:methods,4096:calibrated,4096:methods,4096:heads,4096:adapted",
             help="tokens and part, in this order; parts: calibrated (allocations), methods (in all layers), opened "
-            "(Recall by open groups), heads (in single KV heads), adapted (the first two after 300 distilled steps)",
+            "(Recall by open groups), heads (in single KV heads), adapted (the first two after 300 distilled steps), "
+            "biases (CCA after as many with each)",
         )
         command.add_argument("--texts", type=int, default=8, help="per figure, and with hidden numbers twice as many")
         command.add_argument("--trial", action="store_true", help="a few steps and texts, to try out a machine")

@@ -88,6 +88,16 @@ def rounded_methods(length: int) -> dict[str, Method]:
     return rows
 
 
+def biases(trained: GroupPooling) -> dict[str, GroupPooling]:
+    """What a model is adapted to: the same pooling with other biases, by label."""
+    matched = trained.replace(rep_bias="matched")
+    return {
+        "bias log_size": trained,
+        "bias matched": matched,
+        "bias matched, weighted keys": matched.replace(key_pooling="weighted"),
+    }
+
+
 def opened(length: int) -> dict[str, Method]:
     """Recall with more and more open groups, by label, after dense attention: powers of two around what is needed."""
     most = length // GROUP // 8

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from continued import LAST, FewerBits, measure
 from heads import by_head
-from rows import LATENT, POOLED, SHARES, TRAINED, WINDOW, calibrations, methods, opened, rounded_methods
+from rows import LATENT, POOLED, SHARES, TRAINED, WINDOW, biases, calibrations, methods, opened, rounded_methods
 from training import adapt, device, load_npz, train_dense
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trial import entry_share
@@ -190,15 +190,35 @@ def _heads(model: PreTrainedModel, at: Place) -> dict[str, Any]:
 
 def _adapted(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     """As `_methods` without methods on trial, after a short distilled adaptation of all weights."""
-    student = copy.deepcopy(model).train()
-    corpus = load_npz(at.options.train)
-    folder = at.options.work / "logs" / f"adapted-{at.options.architecture}-s{at.seed}-{at.length}"
-    history = adapt(student, at.seed, at.tokenizer, corpus, at.trained, at.length, folder, trial=at.options.trial)
-    student.eval()
+    student, history = _student(model, at, at.trained, "adapted")
     allocations, goals = _calibrate(student, at, at.trained, "adapted")
     before = _read(model, at, {"dense": condense.Dense()})
     after = _read(student, at, {**methods(at.length, at.trained), **allocations})
     return after | {"history": history, "goals": goals, "before": before}
+
+
+def _biases(model: PreTrainedModel, at: Place) -> dict[str, Any]:
+    """Dense attention, and the model after the same adaptation with each bias, pooled and dense."""
+    content = _read(model, at, {"dense": condense.Dense()})
+    for name, method in biases(at.trained).items():
+        student, _ = _student(model, at, method, name.replace(" ", "-"))
+        read = _read(student, at, {name: method, f"{name}, then dense": condense.Dense()})
+        for key in ("text", "retrieval"):
+            content[key] += read[key]
+        for key in ("choices", "shares"):
+            content[key] |= read[key]
+    return content
+
+
+def _student(
+    model: PreTrainedModel, at: Place, method: GroupPooling, name: str
+) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
+    """A copy of the model after a short distilled adaptation of all weights to a method, and the log of it."""
+    student = copy.deepcopy(model).train()
+    folder = at.options.work / "logs" / f"{name}-{at.options.architecture}-s{at.seed}-{at.length}"
+    corpus = load_npz(at.options.train)
+    history = adapt(student, at.seed, at.tokenizer, corpus, method, at.length, folder, trial=at.options.trial)
+    return student.eval(), history
 
 
 _PARTS: Mapping[str, Callable[[PreTrainedModel, Place], dict[str, Any]]] = {
@@ -207,4 +227,5 @@ _PARTS: Mapping[str, Callable[[PreTrainedModel, Place], dict[str, Any]]] = {
     "opened": _opened,
     "heads": _heads,
     "adapted": _adapted,
+    "biases": _biases,
 }
