@@ -27,6 +27,12 @@ def test_other_groups(g, chosen):  # noqa: F811
     compare(Case((4, 1), settings, 333, 2048, g, 9, widths=(128, 128), dtype=torch.bfloat16), chosen, "hopper")
 
 
+def test_one_index_for_all_heads(chosen):  # noqa: F811
+    settings = IndexSettings("bounds", 16, 8, 8)
+    case = Case((8, 2), settings, 901, 0, 100, 9, (0, 77), widths=(128, 128), dtype=torch.bfloat16, latent=128)
+    compare(case, chosen, "hopper")
+
+
 def test_entries_left_out(chosen):  # noqa: F811
     settings = IndexSettings("bounds", 16, 8, 8)
     case = Case((4, 1), settings, 901, 0, 0, 9, unchosen="drop", widths=(128, 128), dtype=torch.bfloat16)

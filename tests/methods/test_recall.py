@@ -3,9 +3,11 @@
 import pytest
 import torch
 from methods import test_parity as parity
+from test_latent import read_in_steps
 
 import condense
 from condense import Recall
+from condense.latent import UpProjection
 from condense.testing import latent_oracle, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -100,6 +102,26 @@ def test_latents_with_all_groups_open_are_dense(backend):
         for method in (Recall(group_size=4, window=6, num_recall=99), condense.Dense())
     )
     torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("steps", [(41,), (7, 1, 13, 2, 1, 17)], ids=str)
+@pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
+@pytest.mark.parametrize("name", ["bounds-8", "drop", "means", "window0", "weighted", "matched", "a-quarter"])
+def test_latents_are_one_kv_head_however_they_are_read(name, absorb, steps):
+    """By definition: absorbed queries on keys ``[c ; k_rope]`` and values c, with one choice for all heads."""
+    x, d_c = latent_oracle.random(2, 3, 41, (5, 4, 6, 3)), 6
+    up = UpProjection(x.w_uk, x.w_uv)
+    entries, q = torch.cat([x.c, x.k_rope], -1)[:, None], up.absorb(torch.cat([x.q_nope, x.q_rope], -1))
+    want = condense.attention(q, entries, entries[..., :d_c], method=METHODS[name], scale=9**-0.5, backend="reference")
+    got, _ = read_in_steps(METHODS[name], x, steps, absorb=absorb)
+    torch.testing.assert_close(got, up.project_out(want), **EXACT)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stored_latents_in_fewer_bits_are_read_alike(bits):
+    method, x = EVEN["bounds-4"].replace(store_bits=bits), latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
+    absorbed, expanded = (read_in_steps(method, x, (41,), absorb=absorb)[0] for absorb in (True, False))
+    torch.testing.assert_close(absorbed, expanded, **EXACT)
 
 
 def test_settings_survive_and_bad_ones_are_refused():

@@ -41,31 +41,55 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
-def test_the_kernels_of_a_prompt(width, compiled, monkeypatch):  # noqa: F811
-    """Those for Hopper: they fit, and tensor cores multiply."""
-    from condense.ops.hopper import recall as hopper_recall
+@pytest.fixture
+def for_a_gpu(monkeypatch):
+    """Sizes of tiles as on a GPU."""
     from condense.ops.triton import recall_attend, recall_choice, recall_opened
 
     for module, name, place in (
-        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "queries_per_program", 1),
-        (recall_opened, "queries_per_program", 1),
+        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "_wide_tiles", 1),
+        (recall_choice, "queries_per_program", 1), (recall_opened, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, original=original, place=place: original(*a[:place], True, *a[place + 1 :])
         )
+
+
+INDEX = IndexSettings("bounds", 16, 8, 8)
+
+
+def read_prompt(attend, q, k, v, asked, keys):
+    """A prompt whose queries ``asked`` choose by an index of ``keys``."""
+    of_k, of_v = (x.unflatten(2, (-1, 16)).mean(3) for x in (k, v))
+    attend(
+        q, RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0)),
+        IndexChoice(asked, build_index(keys.unflatten(2, (-1, 16)), INDEX), INDEX, 0.1, Quota(8)), scale=0.1,
+        softcap=0.0, pool=True, return_lse=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernels_of_a_prompt(width, compiled, for_a_gpu, monkeypatch):  # noqa: F811
+    """Those for Hopper: they fit, and tensor cores multiply."""
+    from condense.ops.hopper import recall as hopper_recall
+
     monkeypatch.setattr(hopper_recall, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     q, k = (torch.zeros(1, heads, 2048, width, dtype=torch.bfloat16) for heads in (8, 2))
-    groups = k.unflatten(2, (-1, 16))
-    index = IndexSettings("bounds", 16, 8, 8)
-    spans = RuleSpans(UniformRule(16, 64), 0, 0)
-    hopper_recall.attend_recall_hopper(
-        q, RecallSources(Source(groups.mean(3), groups.mean(3)), Source(k, k), Source(k, k), spans),
-        IndexChoice(q, build_index(groups, index), index, 0.1, Quota(8)), scale=0.1, softcap=0.0, pool=True,
-        return_lse=False,
-    )  # fmt: skip
+    read_prompt(hopper_recall.attend_recall_hopper, q, k, k, q, k)
+    assert len(compiled) == 6
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [(192, 128, 576), (96, 64, 288)], ids=str)
+def test_the_kernels_of_a_prompt_on_latents(widths, compiled, for_a_gpu):  # noqa: F811
+    from condense.ops.triton import recall_attend
+
+    q, v, latents = (torch.zeros(1, 4, 2048, width, dtype=torch.bfloat16) for width in widths)
+    read_prompt(recall_attend.attend_recall, q, q, v, latents, latents[:, :1])
     assert len(compiled) == 6
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
     assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2

@@ -38,8 +38,8 @@ _WORDS = 2**29
 def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
     """Tiles by kernel, dtype, width and heads per KV head.
 
-    Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts. Keys of latents (192
-    columns, values 128, a head each): 64 x 32 with 4 warps took 80 ms for 64 x 64's 144 (128K tokens, 16 heads, H200).
+    Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts. Of keys and values
+    expanded from latents, 192 and 128 wide, 32 at a time took 80 ms where 64 took 144 (128K tokens, 16 heads, H200).
     """
     if (small := small_tiles(kernel, dtype, is_cuda, R)) is not None:
         return small
