@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall import index
 from condense.ops.triton.device.entry import (
@@ -51,6 +51,14 @@ class _Ring(NamedTuple):
 _MARGIN = tl.constexpr(index.MARGIN)
 _REACH = tl.constexpr(index.REACH)
 _TINY = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def after_the_last(EARLY: tl.constexpr):
+    """Let the next kernel be launched now, then wait until the one before this one has ended."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

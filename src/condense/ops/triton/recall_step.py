@@ -16,12 +16,10 @@ from condense.ops.recall.state import RecallSettings, RecallState, check_step
 from condense.ops.triton.host import dense_rows, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
-from condense.ops.triton.recall_step_kernels import (
-    recall_attend_kernel,
-    recall_choose_kernel,
-    recall_score_kernel,
-)
+from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
+from condense.ops.triton.recall_step_kernels import recall_attend_kernel
 from condense.ops.triton.recall_step_plan import plan_of, ranked
+from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
 from condense.ops.types import NewToken, numbered_settings
 

@@ -15,7 +15,7 @@ from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_close_kernels import Index
-from condense.ops.triton.recall_step_kernels import Ranking
+from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
 from condense.ops.types import numbered_settings
 
@@ -57,7 +57,7 @@ def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
         return _Table(_Tiles(rows, 8, 1, 1), _Tiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
     if dtype == torch.float32 or width > 128:
         return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 64, early, 0)
-    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 3), 64, early, 4)
+    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 3), 64, early, 5)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:

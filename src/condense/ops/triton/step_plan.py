@@ -35,8 +35,10 @@ class _Tiles(NamedTuple):
     waves: int
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int) -> _Tiles:
-    """Tiles by dtype and the wider of keys and values; neither length nor capacity matters."""
+def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, few: bool) -> _Tiles:
+    """Tiles by dtype, the wider of keys and values, and whether there are few KV heads; length and capacity do not
+    matter.
+    """
     if device.type != "cuda":  # the interpreter
         return _Tiles(64, 16, 4, 1, 1)
     if dtype == torch.float32:  # no tensor cores, and whole rows in registers: more warps, smaller tiles
@@ -45,7 +47,8 @@ def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int) ->
         return _Tiles(32 if latent > 256 else 64, 32, 4, 3, 1)
     if width > 128:
         return _Tiles(64, 32, 4, 3, 2)
-    return _Tiles(64, 64, 4, 3, 2)
+    # many programs share the keys of few KV heads: in smaller tiles, more evenly
+    return _Tiles(64, 32 if few else 64, 4, 3, 2)
 
 
 def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Tiles) -> int:
@@ -96,7 +99,7 @@ def launch_of(
     settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
     gpu = gpu_of(device) if device.type == "cuda" else None
     few = gpu is not None and gpu.multiprocessors >= 16 * B * K  # KV heads
-    R, tiles, rule = H // K, _tiles(device, dtype, max(D, Dv), latent), settings.rule
+    R, tiles, rule = H // K, _tiles(device, dtype, max(D, Dv), latent, few), settings.rule
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
     S = _num_splits(device, row_tiles * B * K, M + W, tiles)

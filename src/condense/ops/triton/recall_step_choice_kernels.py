@@ -1,0 +1,197 @@
+"""Kernel of Recall's decode step that chooses the groups to open, and finds the slots of the store that hold them.
+
+Shapes and names as in `condense.ops.triton.recall_step_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.recall_choice_kernels import wanted_groups
+from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+
+
+class Ranking(NamedTuple):
+    """The constants of a choice. Each name with "tile" is a number as a power of two.
+
+    tile: groups that one program ranks, of which it passes on the best ``passed``; ``candidates``: of all programs.
+    slots: of the store. open_tile: open groups; splits_tile: splits of the scores. heads_tile: query heads at a time.
+    matched: each entry has a bias of its own.
+    """
+
+    tile: int
+    passed: int
+    candidates: int
+    slots: int
+    passed_tile: int
+    candidates_tile: int
+    slots_tile: int
+    open_tile: int
+    splits_tile: int
+    heads_tile: int
+    matched: bool
+
+
+class _Lists(NamedTuple):
+    """Pointers to what one KV head chooses from and writes: keys and groups of candidates; the open groups, where each
+    is read, and offsets of all groups; what slots hold, and their order.
+    """
+
+    key: Any
+    candidate: Any
+    groups: Any
+    place: Any
+    offset: Any
+    held: Any
+    order: Any
+
+
+@triton.jit
+def _threshold(key, valid, wanted):
+    """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>).
+
+    A search among three parts at a time: one sum counts the keys that reach each of two numbers, in 16 bits each, which
+    hold the 2 ** 15 groups that there are at most.
+    """
+    lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
+    hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
+    while lo + 1 < hi:
+        third = tl.maximum((hi - lo) // 3, 1)
+        a, b = lo + third, lo + 2 * third
+        reach = tl.sum((key >= a.to(tl.int32)).to(tl.int32) + ((key >= b.to(tl.int32)).to(tl.int32) << 16), 0)
+        reach_a, reach_b = reach & 0xFFFF, (reach >> 16) & 0xFFFF
+        hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
+        lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
+        # exactly ``wanted`` keys reach it: the search ends
+        hi = tl.where((reach_a == wanted) | (reach_b == wanted), lo + 1, hi)
+    return lo.to(tl.int32)
+
+
+@triton.jit
+def _best(key, valid, wanted):
+    """Which keys are the ``wanted`` best, ties to the first, and the place of each among these, in rising order."""
+    threshold = _threshold(key, valid, wanted)
+    better, equal = valid & (key > threshold), valid & (key == threshold)
+    # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
+    flags = (better.to(tl.int32) << 16) | equal.to(tl.int32)
+    before = tl.cumsum(flags, 0) - flags
+    room = wanted - tl.sum(better.to(tl.int32), 0)
+    is_best = better | (equal & ((before & 0xFFFF) < room))
+    return is_best, (before >> 16) + tl.minimum(before & 0xFFFF, room)
+
+
+@triton.jit
+def _find_slots(lists, num_open, RANKING: tl.constexpr):
+    """Where each open group is read, int32: -1 in the store, ``2 * slot`` in a slot, ``2 * slot + 1`` in the store, to
+    be put into that slot. ``held`` and ``order`` change as `RecallState` says.
+    """
+    s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
+    is_slot, is_open = s < RANKING.slots, i < num_open
+    slot = tl.load(lists.order + s, mask=is_slot, other=0)
+    held = tl.load(lists.held + slot, mask=is_slot, other=-1)
+    group = tl.load(lists.groups + i, mask=is_open, other=-2)
+    found = group[:, None] == held[None, :]
+    is_used, has_slot = tl.max(found.to(tl.int32), 0), tl.max(found.to(tl.int32), 1)
+    is_free = tl.where(is_slot, 1 - is_used, 0)
+    is_missing = tl.where(is_open, 1 - has_slot, 0)
+    num_free, num_missing = tl.sum(is_free, 0), tl.sum(is_missing, 0)
+    num_taken = tl.minimum(num_free, num_missing)
+    # the n-th missing group takes the n-th free slot
+    free_rank = tl.cumsum(is_free, 0) - is_free
+    missing_rank = tl.where(is_missing > 0, tl.cumsum(is_missing, 0) - is_missing, num_taken)
+    is_taken = (is_free > 0) & (free_rank < num_taken)
+    takes = (missing_rank[:, None] == free_rank[None, :]) & is_taken[None, :]
+    where = tl.where(found, 2 * slot[None, :], tl.where(takes, 2 * slot[None, :] + 1, -1))
+    now = tl.max(tl.where(takes, group[:, None], -1), 0)
+    used_rank, num_left = tl.cumsum(is_used, 0) - is_used, num_free - num_taken
+    behind = tl.where(is_used > 0, num_left + used_rank, free_rank - num_taken)
+    behind = tl.where(is_taken, num_left + tl.sum(is_used, 0) + free_rank, behind)
+    # all threads have read `order` and `held` before any writes them
+    tl.debug_barrier()
+    tl.store(lists.place + i, tl.max(where, 1), mask=is_open)
+    tl.store(lists.held + slot, now, mask=is_taken)
+    tl.store(lists.order + behind, slot, mask=is_slot)
+
+
+@triton.jit
+def _choose(lists, num_open, RANKING: tl.constexpr):
+    """The open groups of a KV head in rising order: the best ``num_open`` of its candidates; their offset becomes -inf.
+    With slots also where each is read, see `_find_slots`.
+    """
+    n = tl.arange(0, RANKING.candidates_tile)
+    # other multiprocessors wrote the candidates: they are read past the L1 cache
+    key = tl.load(lists.key + n, mask=n < RANKING.candidates, other=_INT_MIN, cache_modifier=".cg")
+    valid = key > _INT_MIN
+    candidate = tl.load(lists.candidate + n, mask=valid, other=0, cache_modifier=".cg")
+    is_open, place = _best(key, valid, num_open)
+    tl.store(lists.groups + place, candidate, mask=is_open)
+    tl.store(lists.offset + candidate, tl.full(n.shape, float("-inf"), tl.float32), mask=is_open)
+    if RANKING.slots > 0:
+        # all threads of the program read what the others stored
+        tl.debug_barrier()
+        _find_slots(lists, num_open, RANKING)
+
+
+@triton.jit
+def recall_choose_kernel(
+    score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
+    offset_ptr, held_ptr, order_ptr, arrived_ptr, K, R, G, S, window, bias, num_recall, part, of,
+    g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The open groups in rising order, int32 ``[B, K, num_recall]``, as many as `wanted_groups` says; and offset
+    float32 ``[B, K, G]``: -inf for open groups, else ``bias``, or matched each group's own. With slots also where each
+    open group is read.
+
+    Grid (tiles, B * K). Every program finds the best of its tile of groups, in rising order: key int32 ``[B, K, tiles,
+    passed]``, by which groups of all tiles are compared, and group. Beyond the closed groups the key is the lowest
+    int32. The last program of a KV head to finish chooses among these. arrived int32 ``[B, K]``: finished programs.
+    """
+    after_the_last(EARLY)
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _, _, _, closed = row_of_step(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    BG: tl.constexpr = RANKING.tile
+    C: tl.constexpr = RANKING.passed
+    group, s = tile * BG + tl.arange(0, BG), tl.arange(0, RANKING.splits_tile)
+    valid = group < closed
+    share = tl.full([BG], float("-inf"), tl.float32)
+    for start in range(0, R, RANKING.heads_tile):
+        r = start + tl.arange(0, RANKING.heads_tile)
+        row, there = head * R + r, (r < R)[:, None]
+        score = tl.load(score_ptr + row[:, None] * GROUPS + group[None, :], mask=there, other=float("-inf"))
+        split = row[:, None] * S + s[None, :]
+        top = tl.load(top_ptr + split, mask=there & (s < S)[None, :], other=float("-inf"))
+        total = tl.load(total_ptr + split, mask=there & (s < S)[None, :], other=0.0)
+        largest = tl.max(top, 1)
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
+        lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
+        share = tl.maximum(share, tl.max(tl.where(valid[None, :], score, float("-inf")) - lse[:, None], 0))
+    # floats as integers in the same order: of negative ones, all bits but the sign are flipped
+    bits = share.to(tl.int32, bitcast=True)
+    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
+    wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
+    is_best, place = _best(key, valid, wanted)
+    lists = _Lists(
+        key_ptr + head * RANKING.candidates, candidate_ptr + head * RANKING.candidates,
+        groups_ptr + head * num_recall, place_ptr + head * num_recall, offset_ptr + head * G,
+        held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots,
+    )  # fmt: skip
+    at = tile * C
+    tl.store(lists.key + at + place, key, mask=is_best)
+    tl.store(lists.candidate + at + place, group, mask=is_best)
+    i = tl.arange(0, RANKING.passed_tile)
+    tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
+    offset = tl.zeros_like(share) + bias
+    if RANKING.matched:
+        offset = tl.load(biases_ptr + head * G + group, mask=valid, other=0.0) * _LOG2E
+    tl.store(lists.offset + group, offset, mask=valid)
+    # all threads of the program must have stored their candidates before it is counted
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        _choose(lists, wanted_groups(closed, num_recall, part, of), RANKING)

@@ -1,0 +1,190 @@
+"""Kernel of Recall's decode step that scores the index of closed groups.
+
+Shapes and names as in `condense.ops.triton.recall_step_kernels`. F rows of the index per group. Index columns: C stored
+columns per row, PARTS tiles of columns that one stored column holds (2 for 4 bits: the first half of the columns in the
+low bits), PC columns as a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from condense.ops.triton.recall_close_kernels import row_of_step
+
+
+@triton.constexpr_function
+def _first_column(part, D, BITS):
+    """The first key column that the codes of a part hold."""
+    return part if BITS >= 8 else part // 2 + part % 2 * (D // 2)
+
+
+@triton.jit
+def _queries(
+    q_ptr, s_qh, r, R, D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, part: tl.constexpr, BITS: tl.constexpr
+):
+    """Columns ``[BR, P]`` of query heads r of one KV head that go with one part of the index's words."""
+    STRIDE: tl.constexpr = 1 if BITS == 16 else 2
+    d = _first_column(part, D, BITS) + STRIDE * tl.arange(0, P)
+    there = (r < R)[:, None] & (tl.arange(0, P) < C)[None, :]
+    return tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=there, other=0.0)
+
+
+@triton.constexpr_function
+def _half_asm(part, BITS):
+    """Assembly that turns a part's codes of two words into float16: put into the lowest bits of 1024.0, then - 1024."""
+    digits = 0x00FF00FF if BITS == 8 else 0x000F000F
+    return f"""{{
+        .reg .b32 kilo;
+        mov.b32 kilo, 0x64006400;
+        shr.b32 $0, $1, {part * BITS};
+        lop3.b32 $0, $0, {digits}, kilo, 0xEA;
+        sub.rn.f16x2 $0, $0, kilo;
+    }}"""
+
+
+@triton.jit
+def _codes_of(words, part: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """The codes that the words ``int16`` hold at bits ``[part * BITS, (part + 1) * BITS)``."""
+    if ASM and dtype == tl.float16:
+        return tl.inline_asm_elementwise(_half_asm(part, BITS), "=r,r", [words], tl.float16, True, 2)
+    else:
+        return ((words >> (part * BITS)) & (2**BITS - 1)).to(dtype)
+
+
+@triton.jit
+def _index_products(
+    codes_ptr, group, queries, row, F: tl.constexpr, C: tl.constexpr, PC: tl.constexpr, BITS: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Products ``[BG, BR]`` of one row of each group's index with the queries, a tile of columns for each part."""
+    c = tl.arange(0, PC)
+    at = codes_ptr + (group.to(tl.int64) * F + row)[:, None] * C + c[None, :]
+    codes = tl.load(at) if C == PC else tl.load(at, mask=(c < C)[None, :], other=0)
+    if BITS == 16:
+        s = tl.dot(codes, tl.trans(queries[0]), input_precision=PRECISION)
+    else:
+        s = tl.zeros([group.shape[0], queries[0].shape[0]], tl.float32)
+        for part in tl.static_range(16 // BITS):
+            tile = _codes_of(codes, part, BITS, queries[0].dtype, ASM)
+            s = tl.dot(tile, tl.trans(queries[part]), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _positive(queries):
+    return [tl.where(x > 0, x, tl.zeros_like(x)) for x in queries]
+
+
+@triton.jit
+def _negative(queries):
+    return [tl.where(x < 0, x, tl.zeros_like(x)) for x in queries]
+
+
+@triton.jit
+def _grid_of(grid_ptr, group, closed, BITS: tl.constexpr):
+    """Steps and zeros of groups; 0 without closed groups, and for an index of 16 bits."""
+    if BITS < 16:
+        return tl.load(grid_ptr + group * 2, mask=closed > 0, other=0.0), tl.load(
+            grid_ptr + group * 2 + 1, mask=closed > 0, other=0.0
+        )
+    else:
+        return group, group
+
+
+@triton.jit
+def recall_score_kernel(
+    q_ptr, codes_ptr, grid_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr,
+    s_qb, s_qh, K, R, G, window, scale,
+    g: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Index scores of closed groups, float32 ``[B, H, GROUPS]``; of every split the largest and the sum of
+    ``2 ** (score - largest)``.
+
+    Grid (S, B * K, tiles of BR query heads). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q .
+    code)``.
+    """
+    split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    b, kvh = head // K, head % K
+    t, _, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    tiles = tl.cdiv(closed, BG)
+    BITS: tl.constexpr = INDEX.bits
+    BOUNDS: tl.constexpr = INDEX.bounds
+    PC: tl.constexpr = INDEX.words_tile
+    m: tl.constexpr = INDEX.blocks
+    F: tl.constexpr = 2 * m if BOUNDS else m
+    PARTS: tl.constexpr = 16 // BITS
+    C: tl.constexpr = D // PARTS
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    q_ptr += b * s_qb + kvh * R * s_qh
+    codes_ptr += head * G * F * C
+    grid_ptr += head * G * 2
+    queries = ()
+    for part in tl.static_range(PARTS):
+        queries = queries + (_queries(q_ptr, s_qh, r, R, D, C, PC, part, BITS),)  # noqa: RUF005
+    sum_q = tl.zeros([BR], tl.float32)
+    unit = tl.full([BR], 1.0, tl.float32)
+    if BITS < 16:
+        largest = tl.zeros([BR], tl.float32)
+        for part in tl.static_range(PARTS):
+            x = queries[part].to(tl.float32)
+            sum_q += tl.sum(x, 1)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+        if q_ptr.dtype.element_ty == tl.bfloat16:
+            # codes become float16 with half the work of bfloat16; queries are scaled into the range of float16 by a
+            # power of two, which keeps their digits
+            unit = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 2.0**-100))))
+            queries = [(x.to(tl.float32) / unit[:, None]).to(tl.float16) for x in queries]
+    up, down = _positive(queries), _negative(queries)
+    if EARLY:
+        gdc_launch_dependents()
+        if t + 1 - window == all_closed * g:
+            # the kernel before this one closes a group, and writes its index
+            gdc_wait()
+    lo, hi = tiles * split // S, tiles * (split + 1) // S
+    i = tl.arange(0, BG)
+    # loaded one tile ahead; beyond the closed groups, the last one is read again
+    step, zero = _grid_of(grid_ptr, tl.minimum(lo * BG + i, closed - 1), closed, BITS)
+    top = tl.full([BG, BR], float("-inf"), tl.float32)
+    total = tl.zeros([BG, BR], tl.float32)
+    for tile in range(lo, hi):
+        group = tile * BG + i
+        inside, row = group < closed, tl.minimum(group, closed - 1)
+        next_step, next_zero = _grid_of(grid_ptr, tl.minimum(group + BG, closed - 1), closed, BITS)
+        best = tl.full([BG, BR], float("-inf"), tl.float32)
+        mass = tl.zeros([BG, BR], tl.float32)
+        for block in tl.static_range(m):
+            # programmatic launches and this assembly are what a GPU has and the interpreter has not
+            if BOUNDS:
+                s = _index_products(codes_ptr, row, down, block, F, C, PC, BITS, PRECISION, EARLY)
+                s += _index_products(codes_ptr, row, up, m + block, F, C, PC, BITS, PRECISION, EARLY)
+            else:
+                s = _index_products(codes_ptr, row, queries, block, F, C, PC, BITS, PRECISION, EARLY)
+            if BITS < 16:
+                s = s * (step[:, None] * (unit * scale)[None, :]) + zero[:, None] * (sum_q * scale)[None, :]
+            else:
+                s *= scale
+            larger = tl.maximum(best, s)
+            if not BOUNDS:
+                mass = mass * tl.exp2(best - larger) + tl.exp2(s - larger)
+            best = larger
+        if not BOUNDS:
+            best += tl.log2(mass)
+        at = (head * R + r)[None, :] * GROUPS + group[:, None]
+        tl.store(score_ptr + at, best, mask=inside[:, None] & (r < R)[None, :])
+        # largest and sum of every place in a tile, because warps would wait for each other to join them
+        best = tl.where(inside[:, None], best, float("-inf"))
+        larger = tl.maximum(top, best)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp2(top - safe) + tl.exp2(best - safe)
+        top, step, zero = larger, next_step, next_zero
+    larger = tl.max(top, 0)
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    at = (head * R + r) * S + split
+    tl.store(top_ptr + at, larger, mask=r < R)
+    tl.store(total_ptr + at, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=r < R)
+    if EARLY:
+        # a kernel that waits for this one also needs what the one before this one wrote
+        gdc_wait()
