@@ -84,6 +84,7 @@ def _read(
         return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend)
     reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
+    # the new tokens come behind those of the window; chunks that are due are pooled from both
     padding = plan.padding
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
     entries = before.entries

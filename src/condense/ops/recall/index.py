@@ -93,10 +93,6 @@ class GroupIndex(NamedTuple):
         """Groups ``[start, stop)``, a view."""
         return GroupIndex(*(x[:, :, start:stop] for x in self))
 
-    def join(self, newer: GroupIndex) -> GroupIndex:
-        """These groups, then the newer ones."""
-        return GroupIndex(*(torch.cat(pair, dim=2) for pair in zip(self, newer, strict=True)))
-
     def rows(self, settings: IndexSettings, D: int) -> Tensor:
         """The index rows of all groups, decoded: ``[B, K, G, F, D]`` in float32 or wider."""
         codes = self.codes.unflatten(3, (settings.num_rows, -1))

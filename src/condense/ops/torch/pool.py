@@ -31,15 +31,16 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> 
     first = L - (after - before)
     new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
     if lo >= 0 and stride > S:
-        # reads only the queries inside spans
+        # spans with gaps between them: average heads of the queries inside spans only
         return _mean([head_mean(new[:, :, s::stride][:, :, :G], K) for s in range(S)], wide)
     means = head_mean(new, K)
     if lo < 0:
         means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
     if S == stride == 1:
-        return means.to(wide)
+        return means.to(wide)  # each span is one query
     if stride == S:
-        return means.unfold(2, S, stride).mean(-1, dtype=wide)
+        return means.unfold(2, S, stride).mean(-1, dtype=wide)  # spans side by side
+    # spans that overlap, or reach back into the tail with gaps: add their first queries, their second ones, and so on
     return _mean([means[:, :, s::stride][:, :, :G] for s in range(S)], wide)
 
 
@@ -68,6 +69,7 @@ def _ragged(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     start, before, after = (x[:, None] for x in spans.rows(B))
     first = L - (after - before)
+    # new queries before column lo are in no span of any row
     lo = min(L, max(0, int((first + start - before).min())))
     known = torch.cat([tail, head_mean(q[:, :, lo:], K)], dim=2)
     total = known.new_zeros(B, K, spans.num, D, dtype=wide)
