@@ -1,5 +1,6 @@
 """The bundled model and text: small, offline, stock, and good both dense and condensed."""
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import condense
 from condense.cli.compare import DEMO_METHODS
 from condense.demo import demo_prompt
 from condense.evaluate.compare import compare
+from condense.results import plain
+from condense.train.recipes import demo_model as recipe
 
 
 def test_assets_are_small_and_safetensors() -> None:
@@ -26,6 +29,13 @@ def test_demo_model_is_stock() -> None:
     assert model.dtype == torch.bfloat16
     text = "It was 1871, at the café.\n\nTwo lines."
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_the_recipe_is_the_one_that_made_the_model(tmp_path: Path) -> None:
+    report = Path(__file__).parents[1] / "benchmarks" / "results" / "demo-model-seed0-training.json"
+    phases = json.loads(report.read_text(encoding="utf-8"))["results"]["phases"]
+    config = recipe([tmp_path / "text.jsonl"], tmp_path / "model", seed=0)
+    assert [phase["phase"] for phase in phases] == plain(config.phases)
 
 
 @pytest.mark.slow  # cli/test_commands.py asks the same model for one number
