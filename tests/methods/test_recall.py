@@ -133,6 +133,7 @@ def test_settings_survive_and_bad_ones_are_refused():
         ({"index_bits": 3}, "index_bits must be one of 16, 8, 4, got 3"),
         ({"index": "keys"}, "index must be one of 'bounds', 'sub_means', got 'keys'"),
         ({"index_size": 5}, "index_size must divide the group size, 16, got 5"),
+        ({"group_size": 5}, "index_size must be given for a group_size that has no half, .* got group_size=5"),
         ({"unchosen": "keep"}, "unchosen must be one of 'pool', 'drop', got 'keep'"),
     ):
         with pytest.raises(ValueError, match=message):

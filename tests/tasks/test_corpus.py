@@ -39,7 +39,7 @@ def test_records_are_read_plain_and_compressed(tmp_path: Path, name: str) -> Non
 
 
 def test_bad_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ValueError, match=r"paths: wanted an existing text file, got .*missing.txt"):
+    with pytest.raises(ValueError, match=r"data: wanted an existing text file, got .*missing.txt"):
         list(read_documents([tmp_path / "missing.txt"]))
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n{"body": "no text"}\n')
@@ -51,7 +51,7 @@ def test_bad_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
     for name, message in (("bad.txt", "wanted UTF-8 text"), ("bad.jsonl.zst", "wanted a zstd file")):
         path = tmp_path / name
         path.write_bytes(b"caf\xe9")
-        with pytest.raises(ValueError, match=f"paths: {message}, got .*{name}"):
+        with pytest.raises(ValueError, match=f"data: {message}, got .*{name}"):
             list(read_documents([path]))
     with pytest.raises(ValueError, match="documents: wanted at least one"):
         encode_corpus([""], tokenizer)
@@ -76,7 +76,7 @@ def test_bad_records_are_counted_and_named(
             parquet.write_table(Table.from_pylist([{"body": "x"}]), tmp_path / name)
         else:
             (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"paths: wanted a Parquet file with a column text, got .*{name}"):
+        with pytest.raises(ValueError, match=f"data: wanted a Parquet file with a column text, got .*{name}"):
             list(read_documents([tmp_path / name]))
 
 

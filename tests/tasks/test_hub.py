@@ -56,11 +56,11 @@ def test_name_config_and_split(stored):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hf:books", "paths: wanted a dataset as hf:OWNER/NAME or .*, got hf:books$"),
-        ("hf:a/b/c/d", "paths: wanted a dataset as hf:OWNER/NAME or"),
-        ("hf:/books", "paths: wanted a dataset as hf:OWNER/NAME or"),
-        ("hf:ann/none", r"paths: wanted a dataset that can be loaded, got hf:ann/none: Dataset .* doesn't exist$"),
-        ("hf:ann/other", "paths: wanted a dataset with a column text, got hf:ann/other: its columns are id, body$"),
+        ("hf:books", "data: wanted a dataset as hf:OWNER/NAME or .*, got hf:books$"),
+        ("hf:a/b/c/d", "data: wanted a dataset as hf:OWNER/NAME or"),
+        ("hf:/books", "data: wanted a dataset as hf:OWNER/NAME or"),
+        ("hf:ann/none", r"data: wanted a dataset that can be loaded, got hf:ann/none: Dataset .* doesn't exist$"),
+        ("hf:ann/other", "data: wanted a dataset with a column text, got hf:ann/other: its columns are id, body$"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(stored, name, message):
@@ -78,7 +78,7 @@ def test_a_missing_package_is_named(monkeypatch):
         return stock(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    message = r"paths: hf:ann/books needs datasets: pip install 'condense-attention\[datasets\]'"
+    message = r"data: hf:ann/books needs datasets: pip install 'condense-attention\[datasets\]'"
     with pytest.raises(ValueError, match=message):
         list(read_documents(["hf:ann/books"]))
 

@@ -445,7 +445,7 @@ def test_bad_runs(config: TrainConfig, changes: dict[str, Any], message: str) ->
 
 
 def test_bad_data(config: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"paths: wanted an existing text file, got .*none.txt"):
+    with pytest.raises(ValueError, match=r"data: wanted an existing text file, got .*none.txt"):
         run_training(dataclasses.replace(config, data=(tmp_path / "none.txt",)))
     empty = tmp_path / "empty.txt"
     empty.write_text("")

@@ -123,6 +123,11 @@ class Recall(Method):
         check_choice("index", self.index, INDEX_KINDS)
         if self.index_size is not None:
             check_int("index_size", self.index_size, 1)
+        elif self.group_size % max(1, self.group_size // 2):
+            raise ValueError(
+                "index_size must be given for a group_size that has no half, as a divisor of it such as "
+                f"{self.group_size}, got group_size={self.group_size}"
+            )
         check_int("index_bits", self.index_bits, 1)
         if self.index_bits not in INDEX_BITS:
             raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")

@@ -108,7 +108,7 @@ def sha256(path: Path) -> str:
             digest.update(hashlib.sha256(text.encode()).digest())
         return digest.hexdigest()
     if not path.is_file():
-        raise ValueError(f"paths: wanted an existing text file, got {path}")
+        raise ValueError(f"data: wanted an existing text file, got {path}")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

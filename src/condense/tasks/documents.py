@@ -60,7 +60,7 @@ def read_documents(
             if is_record and isinstance(record.get("text"), str):
                 yield record["text"]
             elif skipped is None:
-                raise ValueError(f"paths: wanted a text field in every record, got none: line {number} in {path}")
+                raise ValueError(f"data: wanted records with a text field, got another line {number} in {path}")
             else:
                 skipped.add(f"{path} line {number}")
 
@@ -71,7 +71,7 @@ def _text(path: Path) -> str:
         try:
             return str(stream.read(), "utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"paths: wanted UTF-8 text, got {path}: {error}") from error
+            raise ValueError(f"data: wanted UTF-8 text, got {path}: {error}") from error
 
 
 def _records(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]] | None:
@@ -79,7 +79,7 @@ def _records(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]] | None:
     if is_dataset(path):
         return read_dataset(path, with_kind)
     if not path.is_file():
-        raise ValueError(f"paths: wanted an existing text file, got {path}")
+        raise ValueError(f"data: wanted an existing text file, got {path}")
     suffixes = [suffix for suffix in path.suffixes if suffix != ".zst"]
     if suffixes and suffixes[-1] == ".parquet":
         return _parquet(path, with_kind)
@@ -114,7 +114,7 @@ def _parquet(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ValueError(f"paths: {path} needs pyarrow: pip install 'condense-attention[train]'") from error
+        raise ValueError(f"data: {path} needs pyarrow: pip install 'condense-attention[train]'") from error
     try:
         file = parquet.ParquetFile(path)
         columns = ["text", "kind"] if with_kind else ["text"]
@@ -123,7 +123,7 @@ def _parquet(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]]:
         rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
         yield from enumerate(rows, start=1)
     except (ArrowException, OSError) as error:
-        raise ValueError(f"paths: wanted a Parquet file with a column text, got {path}: {error}") from error
+        raise ValueError(f"data: wanted a Parquet file with a column text, got {path}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -136,9 +136,9 @@ def _opened(path: Path) -> Iterator[Any]:
         try:
             import zstandard
         except ImportError as error:
-            raise ValueError(f"paths: {path} needs zstandard: pip install 'condense-attention[train]'") from error
+            raise ValueError(f"data: {path} needs zstandard: pip install 'condense-attention[train]'") from error
         try:
             with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(file) as stream:
                 yield io.BufferedReader(stream)
         except zstandard.ZstdError as error:
-            raise ValueError(f"paths: wanted a zstd file, got {path}: {error}") from error
+            raise ValueError(f"data: wanted a zstd file, got {path}: {error}") from error

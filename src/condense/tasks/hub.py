@@ -28,19 +28,19 @@ def read_dataset(source: str | Path, with_kind: bool) -> Iterator[tuple[int, Any
     name, _, split = str(source).removeprefix(_PREFIX).partition(":")
     owner, *rest = name.split("/")
     if not 1 <= len(rest) <= 2 or not all((owner, *rest)):
-        raise ValueError(f"paths: wanted a dataset as hf:OWNER/NAME or hf:OWNER/NAME/CONFIG[:SPLIT], got {source}")
+        raise ValueError(f"data: wanted a dataset as hf:OWNER/NAME or hf:OWNER/NAME/CONFIG[:SPLIT], got {source}")
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(f"paths: {source} needs datasets: pip install 'condense-attention[datasets]'") from error
+        raise ValueError(f"data: {source} needs datasets: pip install 'condense-attention[datasets]'") from error
     try:
         rows = load_dataset(f"{owner}/{rest[0]}", *rest[1:], split=split or "train")
     except Exception as error:  # of the many classes that the package and its clients raise
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"paths: wanted a dataset that can be loaded, got {source}: {reason}") from error
+        raise ValueError(f"data: wanted a dataset that can be loaded, got {source}: {reason}") from error
     if "text" not in rows.column_names:
         raise ValueError(
-            f"paths: wanted a dataset with a column text, got {source}: its columns are {', '.join(rows.column_names)}"
+            f"data: wanted a dataset with a column text, got {source}: its columns are {', '.join(rows.column_names)}"
         )
     columns = [name for name in ("text", "kind") if name in rows.column_names and (with_kind or name == "text")]
     number = 0

@@ -44,7 +44,10 @@ class SequenceBuilder:
         if length < 128:
             raise ValueError(f"length: wanted at least 128 tokens, got {length}")
         if len(corpus.tokens) <= length:
-            raise ValueError(f"corpus: wanted more tokens than length {length}, got {len(corpus.tokens)}")
+            raise ValueError(
+                f"corpus: wanted more tokens than length {length}, those of a sequence, got {len(corpus.tokens)}: give "
+                "more text, or ask for shorter sequences"
+            )
         self.length = length
         self._corpus = corpus
         # Text may start at any line that leaves a whole sequence behind it.
