@@ -93,7 +93,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     for number, record in _json_lines(path):
         if not isinstance(record, dict):
-            raise ValueError(f"paths: wanted a JSON object in every line, got none: line {number} in {path}")
+            raise ValueError(f"data: wanted a JSON object in every line, got none: line {number} in {path}")
         yield record
 
 
