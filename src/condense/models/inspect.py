@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from condense.methods import DGA, Method, Recall, SnapKV, SparsePrefill, step_se
 from condense.methods.prompt import FocalPrompt
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.choice import MethodChoice
-from condense.models.counts import in_store, kept, on_host, selects, sum_closed, sum_opened
+from condense.models.counts import first_that, in_store, kept, on_host, selects, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
 from condense.ops.tensors.per_row import PerRow, at_most
 from condense.ops.triton.limits import settings_obstacle
@@ -214,12 +213,11 @@ class _Heads:
         # after a pooling and over the lengths within one chunk, first falls and then rises: a bisection finds where it
         # becomes positive, first among the chunks, then within one.
         chunk, delay = method.layout.rule.chunk, method.layout.summary_delay
-        poolings = range(delay + chunk, limit + 1, chunk)
-        first = bisect_left(poolings, True, key=pays)
-        if first == len(poolings):
+        last = (limit - delay) // chunk
+        first = first_that(1, last + 1, lambda number: pays(delay + number * chunk))
+        if first > last:
             return None
-        lengths = range(poolings[first - 1] if first > 0 else 1, poolings[first])
-        return lengths.start + bisect_left(lengths, True, key=pays)
+        return first_that(delay + (first - 1) * chunk if first > 1 else 1, delay + first * chunk, pays)
 
     def _selection_pays_from(self, method: DGA, limit: int) -> int | None:
         if limit > _MOST_SEARCHED:
