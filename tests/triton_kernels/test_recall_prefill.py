@@ -66,7 +66,7 @@ CASES = {
     "no-window": Case((2, 2), IndexSettings("bounds", 1, 1, 4), L=13, window=0, r=2),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),
     "latents-means": Case((2, 2), MEANS_8, L=9, start=40, latent=288, unchosen="drop"),
-    "one-index-for-two-heads": Case((4, 2), BOUNDS_16, L=25, bias="own", latent=64),
+    "one-index-for-two-heads": Case((4, 2), BOUNDS_16, L=37, pads=(0, 6), latent=64),
 }
 if CUDA:
     of_16, whole_16 = IndexSettings("bounds", 16, 8, 8), IndexSettings("bounds", 16, 16, 16)
@@ -86,7 +86,7 @@ if CUDA:
         for dtype in DTYPES
         for name, (latent, *fields) in {
             "deepseek": (576, (16, 16), of_16, 1300, 0, 100, 20, (0, 301), "pool", 0.5, (192, 128)),
-            "many-heads": (576, (128, 128), of_16, 400, 500, 64, 9, (0,), "pool", 0.5, (192, 128)),
+            "many-heads": (576, (64, 64), of_16, 400, 500, 64, 9, (0,), "pool", 0.5, (192, 128)),
             "minicpm": (288, (40, 40), whole_16, 333, 1024, 64, 9, (0,), "pool", 0.5, (96, 64)),
             "means": (576, (5, 5), IndexSettings("sub_means", 16, 4, 4), 901, 0, 64, 9, (0,), "drop", 0.5, (192, 128)),
         }.items()

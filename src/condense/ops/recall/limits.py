@@ -27,8 +27,8 @@ MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
 
 # float32 tiles have 32 rows
 MAX_HEADS_FLOAT32 = 32
-# latents, of which all heads choose together: widths of keys, and the most heads
-LATENT_WIDTHS, MAX_LATENT_HEADS = (288, 576), 128
+# keys of latents, by which all heads choose together
+LATENT_WIDTHS = (288, 576)
 # keys and values of Hopper's kernels; groups are loaded by rows of eight, and a block of 64 keys holds whole groups
 HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
@@ -61,7 +61,7 @@ def _choice_obstacle(choice: IndexChoice, K: int, *, on_gpu: bool) -> str | None
         return f"takes an index for each of {K} KV heads or one for all, got {choosers}"
     if on_gpu and D not in WIDTHS + LATENT_WIDTHS:
         return f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}"
-    most = MAX_LATENT_HEADS if max(WIDTHS) < D else MAX_HEADS_FLOAT32 if dtype == torch.float32 else MAX_HEADS
+    most = MAX_HEADS_FLOAT32 if dtype == torch.float32 and max(WIDTHS) >= D else MAX_HEADS
     if H // choosers > most:
         return f"chooses for up to {most} query heads of width {D} at once in {dtype}, got {H // choosers}"
     if choice.settings.num_blocks > MAX_BLOCKS:
