@@ -8,6 +8,7 @@ import random
 import pytest
 
 from condense.calibration.allocate import best_within, greedy_path
+from condense.calibration.curve import most_bytes
 
 
 def test_an_example_by_hand():
@@ -84,3 +85,15 @@ def test_sizes_are_rounded_up_to_small_steps():
     # in steps of 2 ** 17 bytes: two large ones need two steps more than their bytes
     assert best_within(costs, sizes, 2**31 + 2) == {0: 0, 1: 1, 2: 1}
     assert sum(best_within(costs, sizes, 2**31 + 2**19).values()) == 1
+
+
+def test_a_share_has_room_for_what_it_is_the_share_of():
+    """Also where the product of share and bytes is rounded to less than that, as 0.29 * 100 is."""
+    lost = 0
+    for tokens in (100, 192, 8192):
+        for kept in range(1, tokens + 1):
+            room = most_bytes(kept / tokens, 64 * tokens)
+            assert room == 64 * kept
+            assert best_within({0: [0.0]}, {0: [64 * kept]}, room) == {0: 0}
+            lost += int(kept / tokens * 64 * tokens) < room
+    assert lost > 0

@@ -41,7 +41,7 @@ class Curve:
         sizes = {i: sizes[i] for i in layers}
         self.path = greedy_path(self._lost, sizes)
         if config.cache is not None:
-            room = int(config.cache * sum(row.dense_bytes for row in reports[0]))
+            room = most_bytes(config.cache, sum(row.dense_bytes for row in reports[0]))
             room -= sum(row.bytes for row in reports[0] if row.layer not in layers)
             best, at = best_within(self._lost, sizes, room), self.small_enough()
             if self._sum(best) < self._sum(self.path[at]):
@@ -106,6 +106,15 @@ class Curve:
         host = sum(row.host_bytes for row in rows)
         flops = sum(row.flops for row in rows) / sum(row.dense_flops for row in rows)
         return sum(row.bytes for row in rows) / dense, host / dense, flops
+
+
+def most_bytes(share: float, dense: int) -> int:
+    """The most bytes that are at most this share of ``dense`` bytes, by the comparison that `check_cache` makes.
+
+    The product alone may lie below a whole number that the quotient equals: 0.29 * 100 < 29, but 29 / 100 <= 0.29.
+    """
+    product = int(share * dense)
+    return next(n for n in (product + 1, product, product - 1) if n / dense <= share)
 
 
 def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationConfig) -> None:
