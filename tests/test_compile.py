@@ -102,6 +102,30 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
         compiled(ids, ids, mask, position_ids=positions % 20)
 
 
+def test_a_compiled_forward_without_a_mask():
+    """Where transformers' mask function, a closure, is not read: rows as without compilation, and no documents."""
+    torch._dynamo.reset()
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens()
+
+    def logits(**kwargs):
+        return model(input_ids=ids, use_cache=False, **kwargs).logits
+
+    compiled = torch.compile(logits, fullgraph=True, backend="eager")
+    positions = torch.arange(ids.shape[1])[None]
+    torch.testing.assert_close(compiled(position_ids=positions), logits(), rtol=1e-12, atol=1e-12)
+    with pytest.raises(RuntimeError, match="several documents"):
+        compiled(position_ids=positions % 20)
+
+
+def test_a_compiled_layer_names_documents_that_its_mask_numbers():
+    """A layer compiled alone gets a mask that was made outside of the graph."""
+    torch._dynamo.reset()
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens(1)
+    model.model.layers[0].forward = torch.compile(model.model.layers[0].forward, backend="eager")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="several documents"):
+        model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None] % 20, use_cache=False)
+
+
 def test_prompts_and_steps_of_generate():
     """Transformers' recipe: a compiled forward, generate over a static cache. The second prompt is not pooled."""
     torch._dynamo.reset()

@@ -51,9 +51,9 @@ def condense_attention(
 ) -> tuple[Tensor, None]:
     """The attention function registered as `condense`.
 
-    query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``, attention_mask bool ``[B, 1, 1, n]`` or
-    None; softcap, s_aux: soft cap and sink logits as in `condense.ops.Extras`, or None. Returns ``[B, L, H, Dv]`` and
-    no weights.
+    query ``[B, H, L, D]``, key ``[B, K, S, D]``, value ``[B, K, S, Dv]``; attention_mask as
+    `condense.models.masks.condense_mask` returns it; softcap, s_aux: soft cap and sink logits as in
+    `condense.ops.Extras`, or None. Returns ``[B, L, H, Dv]`` and no weights.
     Raises ValueError if the model was not prepared by `condense.apply`, for a bias by position, for soft caps and sinks
     over latents, for a sliding window in a condensed layer, for output_attentions and for is_causal=False.
     """
