@@ -99,8 +99,8 @@ def _parts(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
 def _documents(mask_function: Callable[..., Any]) -> Tensor | None:
     """The numbers of the packed documents that a mask function keeps apart, int32 ``[B, 1, 1, L]``; None without any.
 
-    A closure cannot be read while it is compiled. Then `condense.models.forward.assert_one_document` looks at positions,
-    where the model gives any to its layers; where it gives none, several documents are not noticed.
+    A closure cannot be read while it is compiled. Then `condense.models.forward.assert_one_document` looks at the
+    positions, if the model gives any to its layers; if not, several documents are not noticed.
     """
     if mask_function is causal_mask_function or torch.compiler.is_compiling():
         return None
