@@ -1,0 +1,101 @@
+"""Entries as caches keep them: as they are, or in 8 or 4 bits per number.
+
+A row of bytes holds one entry's key, or its value. The channels of a vector form blocks, all of them one block for
+8 bits, 32 a block for 4 bits (the last may have fewer). The row holds, in the dtype of the entries, the steps of the
+blocks and then their zeros; then the codes (`condense.ops.tensors.codes`), and zeros up to a multiple of the dtype's
+size. A row depends on its vector alone.
+
+A number is ``zero + step * code``, computed in float32 or wider and rounded to the dtype of the entries. Steps have 8
+significant bits, so ``step * code`` has 16 and is exact: the sum is rounded once, whether or not multiplication and
+addition are fused, and all backends read the same number.
+
+Shapes: D width of keys or values, n blocks, C bytes of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
+
+ENTRY_BITS = (16, 8, 4)
+# channels that share a step and a zero, in 4 bits
+BLOCK_WIDTH = 32
+# steps are numbers of this dtype, whatever they are stored in
+STEP_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class EntryFormat:
+    """How entries are kept. bits: 16 keeps the dtype of the tokens, whichever it is."""
+
+    bits: int
+
+    def num_blocks(self, D: int) -> int:
+        """Blocks of channels n of a vector of width D; 0 for a width of 0."""
+        return min(D, 1) if self.bits == 8 else -(-D // BLOCK_WIDTH)
+
+    def width(self, D: int, itemsize: int) -> int:
+        """Columns of a row: numbers of the tokens' dtype for 16 bits, else bytes. itemsize: of that dtype.
+
+        Raises ValueError for 4 bits and an odd width.
+        """
+        if self.bits == 16:
+            return D
+        if self.bits == 4 and D % 2:
+            raise ValueError(f"entry_bits=4 needs keys and values of even widths, got {D}: use entry_bits=8")
+        needed = 2 * self.num_blocks(D) * itemsize + D * self.bits // 8
+        return -(-needed // itemsize) * itemsize
+
+    def dtype(self, tokens: torch.dtype) -> torch.dtype:
+        """The dtype of the rows for tokens of a dtype."""
+        return tokens if self.bits == 16 else torch.uint8
+
+    def step_unit(self) -> float:
+        """A step as a fraction of the spread of its block, before it is rounded; for 8 or 4 bits."""
+        return step_unit(self.bits, STEP_DTYPE)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Rows ``[..., C]`` of vectors x ``[..., D]``. In fewer than 16 bits no gradient flows.
+
+        A number's error is at most half of its step, which is (largest - smallest) / (2 ** bits - 1) of its block,
+        rounded up, and then the rounding to its dtype. Raises ValueError as `width` does.
+        """
+        if self.bits == 16:
+            return x
+        D, C = x.shape[-1], self.width(x.shape[-1], x.itemsize)
+        if D == 0:
+            return x.to(torch.uint8)
+        with torch.no_grad():
+            codes, step, zero = quantise(self._blocks(x), -1, self.bits, STEP_DTYPE)
+            numbers = torch.cat([step, zero], dim=-2).flatten(-2).view(torch.uint8)
+            row = torch.cat([numbers, to_bytes(codes.flatten(-2)[..., :D], self.bits)], dim=-1)
+            return F.pad(row, (0, C - row.shape[-1]))
+
+    def unpack(self, rows: Tensor, D: int, dtype: torch.dtype) -> Tensor:
+        """Vectors ``[..., D]`` in ``dtype`` of rows ``[..., C]``."""
+        if self.bits == 16:
+            return rows
+        if D == 0:
+            return rows.to(dtype)
+        n = self.num_blocks(D)
+        first = 2 * n * dtype.itemsize
+        codes = rows[..., first : first + D * self.bits // 8]
+        grid = rows[..., :first].contiguous().view(dtype).unflatten(-1, (2, n))
+        step, zero = grid.repeat_interleave(self._block_width(D), dim=-1)[..., :D].unbind(-2)
+        return dequantise(from_bytes(codes, self.bits), step, zero)
+
+    def _block_width(self, D: int) -> int:
+        """Channels of a block."""
+        return D if self.bits == 8 else min(D, BLOCK_WIDTH)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """``[..., n, channels]`` of x ``[..., D]``; in the last block the last channel may be repeated."""
+        D, n, width = x.shape[-1], self.num_blocks(x.shape[-1]), self._block_width(x.shape[-1])
+        if n * width > D:
+            x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], n * width - D)], dim=-1)
+        return x.unflatten(-1, (n, width))
