@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from condense.ops.entries import BLOCK_WIDTH, EntryFormat
+from condense.ops.entries import BLOCK_WIDTHS, EntryFormat
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-WIDTHS = [2, 10, 32, 64, 80]
+WIDTHS = [2, 10, 64, 80, 192]
 
 
 def vectors(D, dtype):
@@ -17,7 +17,7 @@ def vectors(D, dtype):
 
 
 def blocks(x, bits):
-    return x.split(x.shape[-1] if bits == 8 else BLOCK_WIDTH, dim=-1)
+    return x.split(BLOCK_WIDTHS[bits], dim=-1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,10 +92,11 @@ def test_a_row_is_steps_zeros_and_codes_in_halves():
 
 
 def test_bytes_of_an_entry():
-    """A step and a zero of 2 bytes for each 32 channels of 4 bits, for all channels of 8 bits."""
+    """A step and a zero of 2 bytes for each 32 channels of 4 bits, for 128 of 8 bits."""
     assert [EntryFormat(bits).width(128, 2) for bits in (16, 8, 4)] == [128, 128 + 4, 64 + 16]
     assert [EntryFormat(bits).width(64, 2) for bits in (16, 8, 4)] == [64, 64 + 4, 32 + 8]
     assert EntryFormat(4).width(80, 2) == 40 + 12
+    assert [EntryFormat(bits).width(576, 2) for bits in (8, 4)] == [576 + 20, 288 + 72]  # latents, rope keys apart
     assert EntryFormat(4).width(6, 4) == 12  # rows begin at multiples of the itemsize
     with pytest.raises(ValueError, match="entry_bits=4 needs keys and values of even widths, got 5: use entry_bits=8"):
         EntryFormat(4).width(5, 2)

@@ -1,9 +1,9 @@
 """Entries as caches keep them: as they are, or in 8 or 4 bits per number.
 
-A row of bytes holds one entry's key, or its value. The channels of a vector form blocks, all of them one block for
-8 bits, 32 a block for 4 bits (the last may have fewer). The row holds, in the dtype of the entries, the steps of the
-blocks and then their zeros; then the codes (`condense.ops.tensors.codes`), and zeros up to a multiple of the dtype's
-size. A row depends on its vector alone.
+A row of bytes holds one entry's key, or its value. The channels of a vector form blocks of 128 for 8 bits and of 32 for
+4 bits, the last of which may have fewer. The row holds, in the dtype of the entries, the steps of the blocks and then
+their zeros; then the codes (`condense.ops.tensors.codes`), and zeros up to a multiple of the dtype's size. A row
+depends on its vector alone.
 
 A number is ``zero + step * code``, computed in float32 or wider and rounded to the dtype of the entries. Steps have 8
 significant bits, so ``step * code`` has 16 and is exact: the sum is rounded once, whether or not multiplication and
@@ -23,8 +23,8 @@ from torch import Tensor
 from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
 
 ENTRY_BITS = (16, 8, 4)
-# channels that share a step and a zero, in 4 bits
-BLOCK_WIDTH = 32
+# channels that share a step and a zero, by bits
+BLOCK_WIDTHS = {8: 128, 4: 32}
 # steps are numbers of this dtype, whatever they are stored in
 STEP_DTYPE = torch.bfloat16
 
@@ -37,7 +37,7 @@ class EntryFormat:
 
     def num_blocks(self, D: int) -> int:
         """Blocks of channels n of a vector of width D; 0 for a width of 0."""
-        return min(D, 1) if self.bits == 8 else -(-D // BLOCK_WIDTH)
+        return -(-D // BLOCK_WIDTHS[self.bits])
 
     def width(self, D: int, itemsize: int) -> int:
         """Columns of a row: numbers of the tokens' dtype for 16 bits, else bytes. itemsize: of that dtype.
@@ -91,7 +91,7 @@ class EntryFormat:
 
     def _block_width(self, D: int) -> int:
         """Channels of a block."""
-        return D if self.bits == 8 else min(D, BLOCK_WIDTH)
+        return min(D, BLOCK_WIDTHS[self.bits])
 
     def _blocks(self, x: Tensor) -> Tensor:
         """``[..., n, channels]`` of x ``[..., D]``; in the last block the last channel may be repeated."""
