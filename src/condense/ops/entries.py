@@ -40,16 +40,15 @@ class EntryFormat:
         return -(-D // BLOCK_WIDTHS[self.bits])
 
     def width(self, D: int, itemsize: int) -> int:
-        """Columns of a row: numbers of the tokens' dtype for 16 bits, else bytes. itemsize: of that dtype.
-
-        Raises ValueError for 4 bits and an odd width.
-        """
+        """Columns of a row: numbers of the tokens' dtype for 16 bits, else bytes. itemsize: of that dtype."""
         if self.bits == 16:
             return D
-        if self.bits == 4 and D % 2:
-            raise ValueError(f"entry_bits=4 needs keys and values of even widths, got {D}: use entry_bits=8")
-        needed = 2 * self.num_blocks(D) * itemsize + D * self.bits // 8
+        needed = 2 * self.num_blocks(D) * itemsize + self.code_bytes(D)
         return -(-needed // itemsize) * itemsize
+
+    def code_bytes(self, D: int) -> int:
+        """Bytes of the codes of a row; of 4 bits and an odd width, the last half of a byte is 0."""
+        return D if self.bits == 8 else -(-D // 2)
 
     def dtype(self, tokens: torch.dtype) -> torch.dtype:
         """The dtype of the rows for tokens of a dtype."""
@@ -63,7 +62,7 @@ class EntryFormat:
         """Rows ``[..., C]`` of vectors x ``[..., D]``. In fewer than 16 bits no gradient flows.
 
         A number's error is at most half of its step, which is (largest - smallest) / (2 ** bits - 1) of its block,
-        rounded up, and then the rounding to its dtype. Raises ValueError as `width` does.
+        rounded up, and then the rounding to its dtype.
         """
         if self.bits == 16:
             return x
@@ -72,8 +71,9 @@ class EntryFormat:
             return x.to(torch.uint8)
         with torch.no_grad():
             codes, step, zero = quantise(self._blocks(x), -1, self.bits, STEP_DTYPE)
+            codes = F.pad(codes.flatten(-2)[..., :D], (0, self.code_bytes(D) * 8 // self.bits - D))
             numbers = torch.cat([step, zero], dim=-2).flatten(-2).view(torch.uint8)
-            row = torch.cat([numbers, to_bytes(codes.flatten(-2)[..., :D], self.bits)], dim=-1)
+            row = torch.cat([numbers, to_bytes(codes, self.bits)], dim=-1)
             return F.pad(row, (0, C - row.shape[-1]))
 
     def unpack(self, rows: Tensor, D: int, dtype: torch.dtype) -> Tensor:
@@ -84,10 +84,16 @@ class EntryFormat:
             return rows.to(dtype)
         n = self.num_blocks(D)
         first = 2 * n * dtype.itemsize
-        codes = rows[..., first : first + D * self.bits // 8]
+        codes = from_bytes(rows[..., first : first + self.code_bytes(D)], self.bits)[..., :D]
         grid = rows[..., :first].contiguous().view(dtype).unflatten(-1, (2, n))
         step, zero = grid.repeat_interleave(self._block_width(D), dim=-1)[..., :D].unbind(-2)
-        return dequantise(from_bytes(codes, self.bits), step, zero)
+        return dequantise(codes, step, zero)
+
+    def rounded(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The vectors that ``rows``, which `pack` made of x, stand for, with the gradient of x: as if not rounded."""
+        numbers = self.unpack(rows, x.shape[-1], x.dtype)
+        # x - x is 0, so the numbers stay the same to the bit
+        return numbers + (x - x.detach()) if self.bits < 16 and x.requires_grad else numbers
 
     def _block_width(self, D: int) -> int:
         """Channels of a block."""
