@@ -107,7 +107,7 @@ def _read(
             rounded = tuple(map(form.rounded, new[:2], rows))
             keys_and_values = _append(keys_and_values, rounded, reading, num_prompt)
     bias, extra = split_bias(method, entries, before.prompt_tokens)
-    sources = (Source(*keys_and_values, bias), Source(window_k, window_v))
+    sources = (Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v))
 
     def new_state() -> LayerState:
         num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))

@@ -59,8 +59,8 @@ def _budget(model, method, rows, length, prompt):
 
 
 def _row_bytes(method, dtype):
-    """Bytes of a vector of 8 channels of an entry: of 4 bits, a step, a zero and the codes."""
-    return 2 * dtype.itemsize + 4 if getattr(method, "entry_bits", 16) == 4 else 8 * dtype.itemsize
+    """Bytes of a vector of 8 channels of an entry: of 4 bits, codes, a step and a zero, up to a multiple of 8."""
+    return (4 + 2 * dtype.itemsize + 7) // 8 * 8 if getattr(method, "entry_bits", 16) == 4 else 8 * dtype.itemsize
 
 
 def _dga_entries(method, length, prompt):

@@ -73,7 +73,7 @@ def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
     assert torch.equal(context.sources[0].v, want.v)
     kept = layer.buffers.entries if isinstance(layer, StaticCondensedLayer) else layer.state.entries
     assert [x.dtype for x in kept[:2]] == [torch.uint8] * 2
-    assert [x.shape[3] for x in kept[:2]] == [40 + 3 * 4, 6 + 4]
+    assert [x.shape[3] for x in kept[:2]] == [40 + 3 * 4 + 4, 6 + 4 + 6]
 
 
 def test_entries_in_16_bits_are_those_without_the_setting():

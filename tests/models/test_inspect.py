@@ -112,7 +112,7 @@ def test_what_a_step_of_recall_reads():
     assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark
     assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
     assert report.bytes > report.dense_bytes
-    # a row of 4 bits is a step and a zero of 2 bytes and 8 codes
+    # a row of 4 bits is 8 codes, and a step and a zero of 2 bytes
     report = inspect(tiny.model("llama"), STORED["entries-4"], 100)[0]
     assert f"a step after them reads {(2 * 4 + 8) * 32 * 2 + 21 * 4 * 8 + 23 * index:,} bytes of it" in report.remark
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from condense.ops.entries import BLOCK_WIDTHS, EntryFormat
+from condense.ops.entries import BLOCK_WIDTH, EntryFormat
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 11, 64, 80, 192]
@@ -16,10 +16,6 @@ def vectors(D, dtype):
     return x.to(dtype)
 
 
-def blocks(x, bits):
-    return x.split(BLOCK_WIDTHS[bits], dim=-1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("D", WIDTHS)
@@ -30,7 +26,7 @@ def test_errors_are_at_most_half_a_step_and_a_rounding(bits, dtype, D):
     assert rows.dtype == torch.uint8
     got = form.unpack(rows, D, dtype)
     assert got.dtype == dtype
-    for mine, of in zip(blocks(got.double(), bits), blocks(x.double(), bits), strict=True):
+    for mine, of in zip(*(y.double().split(BLOCK_WIDTH, dim=-1) for y in (got, x)), strict=True):
         # steps are at most (1 + eps)^2 of the range's share, eps of the 8 significant bits that steps have; a position
         # is computed in float32, and off by some 2 ** -24 of up to 255; halves may be rounded at the number's own dtype
         step = (of.amax(-1) - of.amin(-1)) / (2**bits - 1) * (1 + 2**-7) ** 2
@@ -46,7 +42,8 @@ def test_a_step_times_a_code_is_exact(bits, dtype):
     form, D = EntryFormat(bits), 64
     n, wide = form.num_blocks(D), torch.promote_types(dtype, torch.float32)
     rows = form.pack(torch.cat([vectors(D, dtype), (vectors(D, dtype).double() / 1000).to(dtype)]))
-    steps = rows[..., : n * dtype.itemsize].contiguous().view(dtype)
+    start = form.grid_start(D, dtype.itemsize)
+    steps = rows[..., start : start + n * dtype.itemsize].contiguous().view(dtype)
     for code in range(2**bits):
         assert torch.equal((steps.to(wide) * code).double(), steps.double() * code)
     assert torch.equal(steps, steps.to(torch.bfloat16).to(dtype))
@@ -81,22 +78,23 @@ def test_vectors_without_channels_have_empty_rows():
         assert form.unpack(form.pack(x), 0, x.dtype).dtype == x.dtype
 
 
-def test_a_row_is_steps_zeros_and_codes_in_halves():
+def test_a_row_is_codes_in_halves_then_steps_and_zeros():
     form, dtype = EntryFormat(4), torch.bfloat16
     x = vectors(64, dtype)
     row = form.pack(x)[0, 0, 0]
-    steps, zeros = row[:8].view(dtype).reshape(2, 2)
+    steps, zeros = row[32:40].view(dtype).reshape(2, 2)
     assert torch.equal(zeros, x[0, 0, 0].view(2, 32).amin(1))
-    codes = torch.cat([row[8:] & 15, row[8:] >> 4]).float()
+    codes = torch.cat([row[:32] & 15, row[:32] >> 4]).float()
     want = (zeros.float().repeat_interleave(32) + steps.float().repeat_interleave(32) * codes).to(dtype)
     assert torch.equal(form.unpack(row, 64, dtype), want)
+    assert not row[40:].any()
 
 
 def test_bytes_of_an_entry():
-    """A step and a zero of 2 bytes for each 32 channels of 4 bits, for 128 of 8 bits."""
-    assert [EntryFormat(bits).width(128, 2) for bits in (16, 8, 4)] == [128, 128 + 4, 64 + 16]
-    assert [EntryFormat(bits).width(64, 2) for bits in (16, 8, 4)] == [64, 64 + 4, 32 + 8]
-    assert EntryFormat(4).width(80, 2) == 40 + 12
-    assert [EntryFormat(bits).width(576, 2) for bits in (8, 4)] == [576 + 20, 288 + 72]  # latents, rope keys apart
-    assert EntryFormat(4).width(6, 4) == 12  # rows begin at multiples of the itemsize
-    assert EntryFormat(4).width(5, 2) == 3 + 4 + 1
+    """A step and a zero of 2 bytes for each 32 channels; rows begin at multiples of 8 bytes."""
+    assert [EntryFormat(bits).width(128, 2) for bits in (16, 8, 4)] == [128, 128 + 16, 64 + 16]
+    assert [EntryFormat(bits).width(64, 2) for bits in (16, 8, 4)] == [64, 64 + 8, 32 + 8]
+    assert [EntryFormat(bits).width(80, 2) for bits in (8, 4)] == [96, 56]
+    assert [EntryFormat(bits).width(576, 2) for bits in (8, 4)] == [576 + 72, 288 + 72]  # latents: 18 blocks
+    assert EntryFormat(4).width(5, 2) == 8
+    assert EntryFormat(4).grid_start(5, 2) == 4  # where a number of 2 bytes may stand

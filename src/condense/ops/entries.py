@@ -1,8 +1,8 @@
 """Entries as caches keep them: as they are, or in 8 or 4 bits per number.
 
-A row of bytes holds one entry's key, or its value. The channels of a vector form blocks of 128 for 8 bits and of 32 for
-4 bits, the last of which may have fewer. The row holds, in the dtype of the entries, the steps of the blocks and then
-their zeros; then the codes (`condense.ops.tensors.codes`), and zeros up to a multiple of the dtype's size. A row
+A row of bytes holds one entry's key, or its value. The channels of a vector form blocks of 32, the last of which may
+have fewer. The row holds the codes (`condense.ops.tensors.codes`); then, in the dtype of the entries, the steps of the
+blocks and then their zeros; and zeros up to a multiple of 8 bytes, so that kernels load 8 or 16 at a time. A row
 depends on its vector alone.
 
 A number is ``zero + step * code``, computed in float32 or wider and rounded to the dtype of the entries. Steps have 8
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
 
-ENTRY_BITS = (16, 8, 4)
-# channels that share a step and a zero, by bits
-BLOCK_WIDTHS = {8: 128, 4: 32}
+# channels that share a step and a zero
+BLOCK_WIDTH = 32
+# rows begin at multiples of so many bytes
+ROW_UNIT = 8
 # steps are numbers of this dtype, whatever they are stored in
 STEP_DTYPE = torch.bfloat16
 
@@ -37,14 +38,17 @@ class EntryFormat:
 
     def num_blocks(self, D: int) -> int:
         """Blocks of channels n of a vector of width D; 0 for a width of 0."""
-        return -(-D // BLOCK_WIDTHS[self.bits])
+        return -(-D // BLOCK_WIDTH)
 
     def width(self, D: int, itemsize: int) -> int:
         """Columns of a row: numbers of the tokens' dtype for 16 bits, else bytes. itemsize: of that dtype."""
         if self.bits == 16:
             return D
-        needed = 2 * self.num_blocks(D) * itemsize + self.code_bytes(D)
-        return -(-needed // itemsize) * itemsize
+        return _up(self.grid_start(D, itemsize) + 2 * self.num_blocks(D) * itemsize, ROW_UNIT)
+
+    def grid_start(self, D: int, itemsize: int) -> int:
+        """The byte of a row at which its steps begin: the first behind the codes where a number of itemsize may."""
+        return _up(self.code_bytes(D), itemsize)
 
     def code_bytes(self, D: int) -> int:
         """Bytes of the codes of a row; of 4 bits and an odd width, the last half of a byte is 0."""
@@ -73,7 +77,8 @@ class EntryFormat:
             codes, step, zero = quantise(self._blocks(x), -1, self.bits, STEP_DTYPE)
             codes = F.pad(codes.flatten(-2)[..., :D], (0, self.code_bytes(D) * 8 // self.bits - D))
             numbers = torch.cat([step, zero], dim=-2).flatten(-2).view(torch.uint8)
-            row = torch.cat([numbers, to_bytes(codes, self.bits)], dim=-1)
+            packed, start = to_bytes(codes, self.bits), self.grid_start(D, x.itemsize)
+            row = torch.cat([F.pad(packed, (0, start - packed.shape[-1])), numbers], dim=-1)
             return F.pad(row, (0, C - row.shape[-1]))
 
     def unpack(self, rows: Tensor, D: int, dtype: torch.dtype) -> Tensor:
@@ -82,11 +87,10 @@ class EntryFormat:
             return rows
         if D == 0:
             return rows.to(dtype)
-        n = self.num_blocks(D)
-        first = 2 * n * dtype.itemsize
-        codes = from_bytes(rows[..., first : first + self.code_bytes(D)], self.bits)[..., :D]
-        grid = rows[..., :first].contiguous().view(dtype).unflatten(-1, (2, n))
-        step, zero = grid.repeat_interleave(self._block_width(D), dim=-1)[..., :D].unbind(-2)
+        n, start = self.num_blocks(D), self.grid_start(D, dtype.itemsize)
+        codes = from_bytes(rows[..., : self.code_bytes(D)], self.bits)[..., :D]
+        grid = rows[..., start : start + 2 * n * dtype.itemsize].contiguous().view(dtype).unflatten(-1, (2, n))
+        step, zero = grid.repeat_interleave(min(D, BLOCK_WIDTH), dim=-1)[..., :D].unbind(-2)
         return dequantise(codes, step, zero)
 
     def rounded(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -95,13 +99,13 @@ class EntryFormat:
         # x - x is 0, so the numbers stay the same to the bit
         return numbers + (x - x.detach()) if self.bits < 16 and x.requires_grad else numbers
 
-    def _block_width(self, D: int) -> int:
-        """Channels of a block."""
-        return min(D, BLOCK_WIDTHS[self.bits])
-
     def _blocks(self, x: Tensor) -> Tensor:
         """``[..., n, channels]`` of x ``[..., D]``; in the last block the last channel may be repeated."""
-        D, n, width = x.shape[-1], self.num_blocks(x.shape[-1]), self._block_width(x.shape[-1])
+        D, n, width = x.shape[-1], self.num_blocks(x.shape[-1]), min(x.shape[-1], BLOCK_WIDTH)
         if n * width > D:
             x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], n * width - D)], dim=-1)
         return x.unflatten(-1, (n, width))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

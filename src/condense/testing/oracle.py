@@ -92,7 +92,7 @@ def rounded(x: Tensor, bits: int) -> Tensor:
     if bits == 16:
         return x
     parts = []
-    for block in x.detach().split({8: 128, 4: 32}[bits]):
+    for block in x.detach().split(32):
         lowest, levels = block.min(), 2**bits - 1
         # 8 significant bits, and never so few that the largest number is out of reach
         step = ((block.max() - lowest) * (1 + 2**-7) / levels).to(torch.bfloat16).to(x.dtype)
