@@ -28,10 +28,13 @@ class Reading:
     setup_s: float = 0.0
 
 
-def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
+def read_by_loop(
+    model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None, *, cache: str | None = None
+) -> Reading:
     """Plain ``model.generate``, greedy; ids ``[B, L]``. chunk: its ``prefill_chunk_size``.
 
-    A condensed model on CUDA replays its steps (`condense.models.replay`), a stock one takes Hugging Face's loop.
+    A condensed model on CUDA replays its steps (`condense.models.replay`), a stock one takes Hugging Face's loop over a
+    growing cache. cache: ``cache_implementation``; "dynamic" gives a condensed model that loop, too.
     Raises ValueError for a chunk smaller than the prompt where a method looks ahead in it.
     """
     ahead = next((method for method in condensed_layers(model).values() if method.layout.lookahead), None)
@@ -51,6 +54,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
             use_cache=True,
             max_new_tokens=steps + 1,
             do_sample=False,
+            cache_implementation=cache,
             prefill_chunk_size=chunk,
             stopping_criteria=StoppingCriteriaList([watch]),
         )
@@ -84,15 +88,18 @@ def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:
 
 
 class Runner(NamedTuple):
-    """How a model is run. compile: whether the step of a GraphDecoder is compiled first, None: plain generate."""
+    """How a model is run. compile: whether the step of a GraphDecoder is compiled first, None: plain generate, with
+    ``cache`` as its ``cache_implementation``.
+    """
 
     description: str
     compile: bool | None
+    cache: str | None = None
 
     def read(self, model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
         """Read ids ``[B, L]`` in pieces of ``chunk`` tokens (None: at once) and make ``steps`` further tokens."""
         if self.compile is None:
-            return read_by_loop(model, ids, steps, chunk)
+            return read_by_loop(model, ids, steps, chunk, cache=self.cache)
         return read_by_graph(model, ids, steps, chunk, compile=self.compile)
 
 
@@ -108,3 +115,4 @@ RUNNERS = {
 }
 # compiling a large model takes a minute
 DEFAULT_RUNNERS = tuple(name for name, runner in RUNNERS.items() if not runner.compile)
+RUNNERS["condensed_growing"] = Runner("condensed attention, plain generate over a growing cache", None, "dynamic")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class Forward:
 
     def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
         # weak references, so that the board does not keep a caller's mask or cache alive
-        self._shared = [None if x is None else _Shared(x) for x in _shared_by_layers(call, cache)]
+        self._shared = [_Shared(x) for x in _shared_by_layers(call, cache)]
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
@@ -69,7 +69,7 @@ class Forward:
         if layer_idx in self._asked or (call.q.shape[0], call.q.shape[2]) != (self.B, self.L):
             return False
         for held, x in zip(self._shared, _shared_by_layers(call, cache), strict=True):
-            if x is not None if held is None else not held.equals(x):
+            if not held.equals(x):
                 return False
         self._asked.add(layer_idx)
         return True
@@ -77,18 +77,13 @@ class Forward:
     @property
     def mask(self) -> Tensor | None:
         """The key mask of the calls, bool ``[B, 1, 1, n]``; None if all are real."""
-        return None if self._numbers is not None else self._object(0)
+        return None if self._numbers is not None else self._shared[0].get()
 
     @property
     def _numbers(self) -> Tensor | None:
         """The numbers of packed documents, int32 ``[B, 1, 1, L]``; None if the calls' mask is another."""
-        mask = self._object(0)
+        mask: Tensor | None = self._shared[0].get()
         return mask if isinstance(mask, Tensor) and mask.dtype == torch.int32 else None
-
-    def _object(self, index: int) -> Any:
-        """One of the objects that layers share, None if it is none or gone."""
-        held = self._shared[index]
-        return None if held is None else held.get()
 
     def padding(self, start: int, length: int) -> Padding | None:
         """Padding in columns ``[start, start + length)`` of the mask, None if all are real.
@@ -124,8 +119,8 @@ class Forward:
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:
-            marks: Tensor | None = self._object(1)
-            positions: Tensor | None = self._object(2) if plain else None
+            marks: Tensor | None = self._shared[1].get()
+            positions: Tensor | None = self._shared[2].get() if plain else None
             if marks is not None:
                 self._lengths[plain] = self._marked(marks)
             elif self._numbers is not None:
@@ -186,16 +181,22 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
 
 
 class _Shared:
-    """A weak reference to an object that layers share; of a tensor also its version counter then."""
+    """A weak reference to an object that layers share, or to None; of a tensor also its version counter then."""
 
     def __init__(self, x: Any) -> None:
-        self.get = weakref.ref(x)
-        self._version = _version(x)
+        self._is_none, self._version = x is None, _version(x)
+        # returns the object, None if it is gone
+        self.get: Callable[[], Any] = _nothing if x is None else weakref.ref(x)
 
     def equals(self, x: Any) -> bool:
         """True if x is the same object and was not written to since."""
-        same = self.get() is x
-        return same and (self._version is None or x._version == self._version)
+        if x is None:
+            return self._is_none
+        return self.get() is x and (self._version is None or x._version == self._version)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _version(x: Any) -> int | None:
