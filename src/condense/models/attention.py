@@ -254,8 +254,9 @@ class CondensedAttention(nn.Module):
                 "paged caches and continuous batching cannot be condensed: call condense.restore(model), or use "
                 "model.generate"
             )
-        # as config._attn_implementation, which looks for renamed attributes and takes 10 us
-        if object.__getattribute__(self.config, "_attn_implementation_internal") != IMPLEMENTATION:
+        # reading an attribute of a configuration takes some 10 us; the property _attn_implementation would read two
+        config: Any = self.config
+        if config._attn_implementation_internal != IMPLEMENTATION:
             # another implementation was set after condense.apply: use that one
             return super().forward(*args, **kwargs)
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
