@@ -324,6 +324,24 @@ def test_a_copy_goes_its_own_way():
         _agree(layers, 1, 50 + i)
 
 
+def test_tokens_that_are_laid_out_in_turn_in_several_ways(started):
+    """A step is prepared for one way; for another it is prepared anew."""
+    layers = _pair(METHODS["lca"])
+    _agree(layers, 20, 0)
+    for i in range(8):
+        q, k, v = _qkv(1, i)
+        wide = [torch.cat([x, x], dim=3)[..., :D] for x in (q, k, v)]
+        shifted = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x) for x in (q, k, v)]
+        counts = torch.tensor([1, 1 if i == 3 else 0])
+        for new, real in (((q, k, v), None), (wide, None), (shifted, None), ((q, wide[1], v), counts)):
+            outs = [_read(layer, new, real) for layer in layers]
+            rows = slice(B if real is None else int(real.sum()))
+            _close(*(x[rows] for x in outs))
+    _same_numbers(*layers)
+    assert layers[0]._ring is not None
+    assert started
+
+
 def test_a_past_made_in_inference_mode_goes_on_outside():
     layers = _pair(METHODS["lca"])
     with torch.inference_mode():
