@@ -169,7 +169,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
         before = None if fresh else self._state(buffers, request.fetched)
         try:
-            context, after = extend(self.latent_method, before, k, v, request.q, scale=request.scale, plan=plan)
+            context, after = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
         except ValueError:
             # nothing was read: if this was the first call, give back the memory, so that rows and dtype are free again
             self.buffers, self.bias = held
