@@ -21,8 +21,10 @@ from condense.ops.triton.attend_call import not_empty, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_attend import Call, Kernels, attend_recall, operation
-from condense.ops.triton.recall_choice import CELL, Scoring, choice_operation, score
+from condense.ops.triton.recall_attend import Kernels, attend_recall, operation
+from condense.ops.triton.recall_attend_call import Call
+from condense.ops.triton.recall_choice import choice_operation
+from condense.ops.triton.recall_score import CELL, Scoring, score
 
 _SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hopper_kernel)
 _TILE = 2 * ROWS.value

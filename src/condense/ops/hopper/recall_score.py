@@ -1,6 +1,6 @@
 """Recall's index scores for Hopper: one warp loads the index, three warp groups multiply.
 
-Computes the same as `condense.ops.triton.recall_choice_kernels.recall_score_kernel`, for an index of bounds of 16-bit
+Computes the same as `condense.ops.triton.recall_score_kernels.recall_score_kernel`, for an index of bounds of 16-bit
 queries. A persistent program loops over tiles of ``GROUPS * 64`` rows, all of which read the same blocks of the index
 from a ring in shared memory. A group starts the product with its next block as soon as it has taken the best blocks of
 groups from the last one, and only then scales, sums and writes these: no tensor core waits for that.
@@ -22,7 +22,7 @@ from condense.ops.hopper.attend_forward import ROWS, _packed
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import start_of_row, visible
-from condense.ops.triton.recall_choice_kernels import BLOCK, CHUNK, _place
+from condense.ops.triton.recall_score_kernels import BLOCK, CHUNK, place_of_cell
 
 # multiplying warp groups
 GROUPS = gl.constexpr(3)
@@ -238,7 +238,7 @@ def _add(lse, s, t, lines, FORM: gl.constexpr, MASKED: gl.constexpr):
     best = gl.convert_layout(best, _of_best(BC))
     of_rows: gl.constexpr = gl.SliceLayout(1, best.type.layout)
     cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))
-    place = gl.convert_layout(lines.line, of_rows)[:, None] * CHUNK + _place(cell, lines.lines)[None, :]
+    place = gl.convert_layout(lines.line, of_rows)[:, None] * CHUNK + place_of_cell(cell, lines.lines)[None, :]
     gl.store(lines.cell + place, best, mask=gl.convert_layout(lines.real, of_rows)[:, None])
     safe = gl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
     added = _by_thread(gl.exp2(s - safe[:, None, None]), BC, C)
@@ -322,7 +322,7 @@ def recall_score_hopper_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
     R: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.recall_choice_kernels.recall_score_kernel`. tiles: of queries; works: tiles times B
+    """See `condense.ops.triton.recall_score_kernels.recall_score_kernel`. tiles: of queries; works: tiles times B
     times K.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
