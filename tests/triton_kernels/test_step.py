@@ -37,16 +37,21 @@ def plan_of(method):
         weight_scale=getattr(method, "weight_scale", None),
         reads_prompt=method.prompt_reader is not None,
         matched=method.layout.matched,
+        entry_bits=method.layout.entry_bits,
     )
 
 
 def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
-    """Room for ``tokens`` per row, NaN in every slot."""
+    """Room for ``tokens`` per row, NaN in every slot; bytes of entries are 0."""
     rule = method.layout.rule
     M = rule.visible_entries(tokens // rule.chunk) + spare
     W = tokens if rule.window is None else min(tokens, rule.window + rule.chunk + spare)
     sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.layout.num_summary, D))
-    slots = (torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes)
+    slots = [torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes]
+    form = method.layout.entry_format
+    if form.bits < 16:
+        widths = (form.width(x, dtype.itemsize) for x in (D, Dv))
+        slots[:2] = (torch.zeros(B, K, M, width, dtype=torch.uint8, device=DEVICE) for width in widths)
     numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (3,)))
     arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=DEVICE)
     biases = torch.full((B, K, M if method.layout.matched else 0, 1), torch.nan, device=DEVICE)
@@ -583,6 +588,9 @@ def test_refuses_what_it_has_no_kernel_for():
         "makes its entries itself": (q, k, v, state, unknown),
         "contiguous": (q, k, v, columns, plan),
         "values of width 0": (q, k, v, state, plan, 8),
+        "entries_k must be": (q, k, v, state, dataclasses.replace(plan, entry_bits=8)),
+        "single tokens among entries": (q, k, v, state, dataclasses.replace(plan, entry_bits=8, reads_prompt=True)),
+        "latents of 8": (q, k, v[..., :0], state, dataclasses.replace(plan, entry_bits=4), 8),
         "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),
     }.items():
         with pytest.raises(ValueError, match=match):

@@ -27,6 +27,7 @@ from condense.bench.problems import (
     ranking_flops,
     reads_at_once,
     sampled,
+    saved_bytes,
     step_bytes,
     visible_pairs,
 )
@@ -266,8 +267,9 @@ def _step(problem: Problem, method: Method) -> Work:
         cache.read(k, v, read_request(q, scale=scale))
     q, k, v = (x[:, :, -1:].clone() for x in inputs)
     sources = growing.read(k, v, read_request(q, scale=scale))
-    index = sources.entries.k.shape[2] * index_bytes(method, setting)
-    nbytes = step_bytes(setting, visible_pairs(method, sources, 1), index)
+    entries = sources.entries.k.shape[2]
+    more = entries * index_bytes(method, setting) - saved_bytes(method, setting, entries)
+    nbytes = step_bytes(setting, visible_pairs(method, sources, 1), more)
     layers = [layer]
     for _ in range(1, _num_caches(setting.device, nbytes)):
         other = new_layer(method, length + _ROOM)  # type: ignore[arg-type]

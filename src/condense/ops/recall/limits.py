@@ -14,7 +14,7 @@ from condense.ops.recall.sources import RecallSources
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.host import gpu_of
-from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence
+from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence, latent_obstacle
 from condense.ops.types import NewToken
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
@@ -120,14 +120,14 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
     if (missing := absence(k.device)) is not None:
         return missing
     D, Dv, index = k.shape[3], v.shape[3], settings.index
-    if settings.entries.bits < 16:
-        return f"reads entries of 16 bits, got entry_bits={settings.entries.bits}"
     if k.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
     if latent and (latent > MAX_STEP_LATENT or D > MAX_STEP_LATENT + MAX_STEP_WIDTH):
         return (
             f"takes latents of up to {MAX_STEP_LATENT} columns, with up to {MAX_STEP_WIDTH} others, got {latent} of {D}"
         )
+    if settings.pool and (obstacle := latent_obstacle(latent, settings.entries.bits)) is not None:
+        return obstacle
     if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
     if D * index.bits % 16:
