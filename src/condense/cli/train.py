@@ -35,6 +35,13 @@ def train_command(
         str | None,
         typer.Option(help=f"adapt: {METHOD_HELP} summary=prompt and selection=prompt need allow_future=true."),
     ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            help="adapt: which weights: all, qkv or qkvo (projections of attention), or lora. Default: the recipe's, "
+            "else all."
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of every phase. Default: the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Decides first weights and sequences. Default: 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that build sequences. Default: the recipe's.")] = None,
@@ -55,7 +62,8 @@ def train_command(
     if recipe not in RECIPES:
         options = read_recipe(PRESETS.get(recipe, Path(recipe)))
     given = {
-        "data": data, "pretrained": pretrained, "method": method, "seed": seed, "workers": workers, "cache": cache
+        "data": data, "pretrained": pretrained, "method": method, "train": train, "seed": seed, "workers": workers,
+        "cache": cache,
     }  # fmt: skip
     options |= {name: value for name, value in given.items() if value is not None}
     files = options.pop("data", None)
@@ -67,7 +75,7 @@ def train_command(
         read_saved(options["pretrained"], AutoConfig.from_pretrained)
         config = RECIPES["adapt"]([Path(file) for file in files], output, **options)
     else:
-        for name in ("pretrained", "method"):
+        for name in ("pretrained", "method", "train"):
             if name in options:
                 raise ValueError(f"these options belong to adapt: --{name}; got them for {recipe}")
         config = RECIPES[recipe](files, output, **options)

@@ -54,57 +54,67 @@ class Forward:
 
     def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
         # weak references, so that the board does not keep a caller's mask or cache alive
-        self._shared = tuple(map(_Shared, _shared_by_layers(call, cache)))
+        self._shared = [None if x is None else _Shared(x) for x in _shared_by_layers(call, cache)]
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
-        self._plans: dict[tuple[int | None, ...], ForwardPlan] = {}
+        self._plans: dict[int | None, ForwardPlan] = {}
+        self._packed: ForwardPlan | None = None
         self._lengths: dict[bool, list[int] | None] = {}
         # by layer, stored tokens that are being copied to the device for it (`condense.models.layers`)
         self.fetched: dict[int, Tensor | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
-        same = (
-            all(map(_Shared.equals, self._shared, _shared_by_layers(call, cache)))
-            and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
-            and layer_idx not in self._asked
-        )
-        if same:
-            self._asked.add(layer_idx)
-        return same
+        if layer_idx in self._asked or (call.q.shape[0], call.q.shape[2]) != (self.B, self.L):
+            return False
+        for held, x in zip(self._shared, _shared_by_layers(call, cache), strict=True):
+            if x is not None if held is None else not held.equals(x):
+                return False
+        self._asked.add(layer_idx)
+        return True
 
     @property
     def mask(self) -> Tensor | None:
         """The key mask of the calls, bool ``[B, 1, 1, n]``; None if all are real."""
-        return None if self._numbers is not None else self._shared[0].get()
+        return None if self._numbers is not None else self._object(0)
 
     @property
     def _numbers(self) -> Tensor | None:
         """The numbers of packed documents, int32 ``[B, 1, 1, L]``; None if the calls' mask is another."""
-        mask: Tensor | None = self._shared[0].get()
+        mask = self._object(0)
         return mask if isinstance(mask, Tensor) and mask.dtype == torch.int32 else None
+
+    def _object(self, index: int) -> Any:
+        """One of the objects that layers share, None if it is none or gone."""
+        held = self._shared[index]
+        return None if held is None else held.get()
 
     def padding(self, start: int, length: int) -> Padding | None:
         """Padding in columns ``[start, start + length)`` of the mask, None if all are real.
 
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
-        mask = self.mask
-        if mask is None:
-            return None
-        if (start, length) not in self._paddings:
-            check_mask(mask, self.B, max(0, -start, start + length - mask.shape[-1]))
-            self._paddings[start, length] = look_at(mask[:, 0, 0, start : start + length])
-        return self._paddings[start, length]
+        slots = (start, length)
+        if slots not in self._paddings:
+            mask = self.mask
+            if mask is not None:
+                check_mask(mask, self.B, max(0, -start, start + length - mask.shape[-1]))
+            self._paddings[slots] = None if mask is None else look_at(mask[:, 0, 0, start : start + length])
+        return self._paddings[slots]
 
-    def plan(self, padding: Padding | None = None, documents: list[int] | None = None) -> ForwardPlan:
-        """The plan of the new tokens: without padding, aligned by ``padding``, or packed as ``documents``."""
-        key = tuple(None if x is None else id(x) for x in (padding, documents))
-        if key not in self._plans:
-            counts = None if padding is None else padding.counts
-            self._plans[key] = ForwardPlan(self.L, counts, documents=documents)
-        return self._plans[key]
+    def plan(self, start: int | None) -> ForwardPlan:
+        """The plan of the new tokens; start: the column of the mask at which they begin, None: all are real."""
+        if start not in self._plans:
+            padding = None if start is None else self.padding(start, self.L)
+            self._plans[start] = ForwardPlan(self.L, None if padding is None else padding.counts)
+        return self._plans[start]
+
+    def packed_plan(self, lengths: list[int]) -> ForwardPlan:
+        """The plan of packed documents; lengths: as `documents` returns them."""
+        if self._packed is None:
+            self._packed = ForwardPlan(self.L, documents=lengths)
+        return self._packed
 
     def documents(self, *, plain: bool) -> list[int] | None:
         """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
@@ -114,8 +124,8 @@ class Forward:
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:
-            marks: Tensor | None = self._shared[1].get()
-            positions: Tensor | None = self._shared[2].get() if plain else None
+            marks: Tensor | None = self._object(1)
+            positions: Tensor | None = self._object(2) if plain else None
             if marks is not None:
                 self._lengths[plain] = self._marked(marks)
             elif self._numbers is not None:
@@ -176,21 +186,16 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
 
 
 class _Shared:
-    """A weak reference to an object that layers share, or to None; of a tensor also its version counter then."""
+    """A weak reference to an object that layers share; of a tensor also its version counter then."""
 
     def __init__(self, x: Any) -> None:
-        self._reference = None if x is None else weakref.ref(x)
+        self.get = weakref.ref(x)
         self._version = _version(x)
-
-    def get(self) -> Any:
-        """The object, None if it is gone."""
-        return None if self._reference is None else self._reference()
 
     def equals(self, x: Any) -> bool:
         """True if x is the same object and was not written to since."""
-        # `get` also returns None for an object that is gone, which None must not equal
-        same = self._reference is None if x is None else self.get() is x
-        return same and _version(x) == self._version
+        same = self.get() is x
+        return same and (self._version is None or x._version == self._version)
 
 
 def _version(x: Any) -> int | None:

@@ -7,9 +7,11 @@ from condense.ops.api import (
     importance,
     pool,
     pool_groups,
+    prepare_step,
     summarize,
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
+from condense.ops.entries import EntryFormat
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
 from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
@@ -32,6 +34,7 @@ __all__ = [
     "POOLINGS",
     "ArraySpans",
     "Chunks",
+    "EntryFormat",
     "Extras",
     "Hull",
     "NewToken",
@@ -55,6 +58,7 @@ __all__ = [
     "importance",
     "pool",
     "pool_groups",
+    "prepare_step",
     "resolve_backend",
     "resolve_pooling",
     "seen_pairs",
