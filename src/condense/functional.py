@@ -157,15 +157,18 @@ def _append(
 
 
 def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, backend: str) -> Tensor:
-    """Mean queries to keep: as many as later summaries need and `SLACK` more, ``[B, K, Q, D]`` in the dtype of q."""
+    """Mean queries to keep: as many as later summaries need and `SLACK` more, ``[B, K, Q, D]`` in the dtype of q.
+
+    tail ``[B, K, Q, D]``: those kept before the new tokens.
+    """
     if num_summary <= 1:
         return detach_compact(tail)
     (B, _, Q, _), L = tail.shape, q.shape[2]
     count = min(Q + L, num_summary - 1 + SLACK)
     n = min(L, count)
-    # `summarize` makes the means that are kept too: summaries are bit-equal whether a prompt comes whole or in chunks
+    # the means that are kept are made by `summarize` too, so that a prompt in chunks gets the same bits as a whole one
     new = summarize(newest(q.detach(), n), tail[:, :, :0], SummarySpans(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
-    # padding among the newest n columns, which rows with fewer than n real tokens have
+    # padding in these n columns: rows with fewer than n real tokens have some
     padding = at_least(padding - (L - n), 0)
     if isinstance(padding, Tensor) or padding > 0:
         pad = torch.arange(n) < as_rows(padding, B)[:, None]

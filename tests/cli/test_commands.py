@@ -245,7 +245,7 @@ def test_analyze_deviation_reads_as_the_model_was_saved(saved: Path, story: Path
     [
         (
             ("analyze", "deviation"),
-            ("One of cca, lca, also with settings", "Default: the shortest text"),
+            ("One that pools groups, such as lca", "Default: the shortest text"),
             ("dga", "streaming_llm", "longest"),
         ),
         (("train",), ("summary=prompt and selection=prompt need allow_future=true",), ()),

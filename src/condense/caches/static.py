@@ -3,8 +3,8 @@
 Its buffers have room for the entries of ``max_cache_len`` tokens and for the window, a ring. A single new token is one
 `condense.ops.decode_step`. Several tokens are read by `condense.functional.extend`, and the new state is written back.
 
-A method that reads prompts at once (`condense.Method.prompt_reader`) makes another number of entries from a prompt than
-from as many tokens in chunks. If the prompt comes first, the buffers are sized for it and the chunks that can follow.
+A method that reads prompts at once (`condense.Method.prompt_reader`) does not make as many entries from a prompt as
+from the same tokens in chunks. If the prompt comes first, the buffers are sized for it and the chunks that can follow.
 If a step comes first, as before a CUDA graph is captured, they are sized for the prompt that needs most: for DGA about
 ``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.types`.
 """

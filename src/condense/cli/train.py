@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from transformers import AutoConfig
 
-from condense.cli.options import METHOD_HELP, read_saved
+from condense.cli.options import METHOD_HELP, plain_console, read_saved
 
 
 def train_command(
@@ -51,6 +49,8 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
 ) -> None:
     """Train a model by a recipe, from scratch or from a saved model; options override a recipe file."""
+    from transformers import AutoConfig
+
     try:
         from condense.train import PRESETS, RECIPES, read_recipe, run_training
     except ImportError as error:
@@ -87,4 +87,4 @@ def train_command(
         if config.work.exists():
             print("condense: --resume goes on from the last checkpoint", file=sys.stderr)
         raise
-    Console(stderr=True).print(f"Model, tokenizer and training.json are in {folder}", highlight=False)
+    plain_console(stderr=True).print(f"Model, tokenizer and training.json are in {folder}")
