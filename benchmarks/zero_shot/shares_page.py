@@ -3,11 +3,10 @@
 ``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
 ``methods+calibrated``. Of these two ``{{picture ARCHITECTURE LENGTH}}`` is a picture and ``{{equal ...}}`` a table of
 the best of each kind at equal bytes; ``{{goals ...}}`` stands for a table of the study's goals, ``{{chosen ...}}`` for
-one of what calibrated allocations gave each layer, ``{{filled ...}}`` for one of what filling a size gains, ``{{heads
-...}}`` for one of `Recall` in single KV heads, ``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups,
-``{{needed ARCHITECTURE ...}}`` for one of the groups that must be open, ``{{training ARCHITECTURE}}`` for one of the
-training, and ``{{origin}}`` for text. Each is of the first result file that has it all; after the length a file may be
-named by a part of its name.
+one of what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads, ``{{opened
+ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups that must be
+open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the first result
+file that has it all; after the length a file may be named by a part of its name.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ def write_page(results: Sequence[Path], output: Path) -> None:
         "equal": lambda *of: shares_tables.equal(rows(*of)),
         "goals": lambda *of: shares_tables.goals(pick("calibrated", *of)),
         "chosen": lambda *of: shares_tables.chosen(pick("calibrated", *of)),
-        "filled": lambda *of: shares_tables.filled(pick("calibrated", *of)),
         "heads": lambda *of: shares_tables.heads(pick("heads", *of)),
         "opened": lambda *of: shares_tables.opened(pick("opened", *of)),
         "needed": lambda *of: shares_tables.needed({name: pick("opened", name) for name in of}),

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from filled import sums
 from readings import KNOWN, Row, Runs, by_label
 from rows import BUDGET, GROUP, SHARES, WINDOW
 
@@ -127,21 +126,6 @@ def chosen(runs: Runs) -> str:
             missed = {goal: text for goal, text in record.items() if isinstance(text, str)}
             cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), *[""] * 6, missed[goal]) for goal in missed]
     return _table(head, sorted(cells, key=lambda row: (*_goal(row[0]), row[1])))
-
-
-def filled(runs: Runs) -> str:
-    """By size and seed: losses of the layers added up, on text and on answers, by the path alone and filled."""
-    cells = []
-    for place, name in (("host", "host store"), ("device", "no host store")):
-        seeds = [sums(run, place) for run in runs]
-        for share in seeds[0]:
-            columns = [
-                ", ".join(f"{getattr(seed[share][filled], kind):.4f}" for seed in seeds)
-                for kind in ("text", "answers")
-                for filled in (0, 1)
-            ]
-            cells.append((f"{name}, {share:.0%}", *columns))
-    return _table(("at most", "text, by the path", "filled", "answers, by the path", "filled"), cells)
 
 
 def _held_out(goals: Mapping[str, Any], label: str) -> tuple[str, ...]:

@@ -10,13 +10,11 @@ import torch
 from models import tiny
 
 import condense
-from condense.models import described
 from condense.models.inspect import inspect
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "zero_shot"))
 
 import continued
-import filled
 import readings
 import rows
 import shares_page
@@ -200,22 +198,6 @@ def test_seeds_that_meet_the_goals_are_counted():
     for run in runs:
         run["text"][1]["loss"] += 0.02  # 0.03 above dense attention
     assert "| 0 of 3 | 1 of 3 |" in shares_tables.goals(runs)
-
-
-def test_what_filling_a_size_gains_by_the_losses_of_layers():
-    candidates = rows.calibrations(16384, 2, 0, rows.POOLED)["host"][0].candidates
-    lost = {1: (0.1, 0.2), 4: (3.0, 0.3), 6: (4.0, 0.9)}  # recall in 11 %, pooled in 8 %, a window in 2 %; by layer
-    layers = [
-        {"layer": i, "method": described(candidates[n]), "kl": [of[i], 0.0], "answers_kl": [of[i] / 2, 0.0]}
-        for n, of in lost.items()
-        for i in (0, 1)
-    ]
-    found = filled.sums({"length": 16384, "goals": {"host": {"layers": layers}}}, "host")
-    # in 9 and 16 % the path has what loses least: recall in one layer or both
-    assert found[0.09] == ((pytest.approx(1.0), pytest.approx(0.5)),) * 2
-    assert found[0.16] == ((pytest.approx(0.3), pytest.approx(0.15)),) * 2
-    # in 5 % it has windows, where the first layer can be pooled
-    assert [allocation.text for allocation in found[0.05]] == [pytest.approx(4.9), pytest.approx(3.9)]
 
 
 def _opened(seed, length, **losses):
