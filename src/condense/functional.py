@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
-from condense.ops import Source, SummarySpans, summarize
+from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, max_row
@@ -87,7 +87,8 @@ def _read(
     # the new tokens come behind those of the window; chunks that are due are pooled from both
     padding = plan.padding
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
-    entries = before.entries
+    entries, form = before.entries, method.layout.entry_format
+    keys_and_values = _unpacked(form, entries, k, v)
     if reading.num_chunks > 0:
         summary = None
         if reading.summaries is not None:
@@ -97,9 +98,16 @@ def _read(
             window_k, window_v, reading.columns, reading.num_chunks, method.layout.rule.chunk, reading.numbers
         )
         new = method.represent(chunks, summary, scale=scale, backend=backend)
-        entries = _append(before.entries, new, reading, prompt_entries(method, before.prompt_tokens))
+        num_prompt = prompt_entries(method, before.prompt_tokens)
+        rows = tuple(map(form.pack, new[:2]))
+        entries = _append(before.entries, (*rows, *new[2:]), reading, num_prompt)
+        if form.bits == 16:
+            keys_and_values = entries[:2]
+        else:
+            rounded = tuple(map(form.rounded, new[:2], rows))
+            keys_and_values = _append(keys_and_values, rounded, reading, num_prompt)
     bias, extra = split_bias(method, entries, before.prompt_tokens)
-    sources = (Source(entries[0], entries[1], bias), Source(window_k, window_v))
+    sources = (Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v))
 
     def new_state() -> LayerState:
         num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
@@ -123,6 +131,13 @@ def _read_prompt(
     prompt, before = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
     tokens = plan.num_tokens - plan.padding
     return prompt.context, lambda: before._replace(entries=prompt.kept(), prompt_tokens=tokens)
+
+
+def _unpacked(form: EntryFormat, entries: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values of kept entries in the widths and dtype of the tokens k and v."""
+    if entries[0].shape[2] == 0:  # before the first entries, they have the width of the tokens
+        return entries[:2]
+    return tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in zip(entries, (k, v), strict=False))
 
 
 def _append(

@@ -22,6 +22,7 @@ METHODS = tiny.METHODS | {
     "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
     "g-1": condense.LCA(group_size=1, window=3),
     "no-window-streaming": condense.LCA(group_size=5, window=0),
+    "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
     "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
     "select": tiny.SELECT,
     "select-random": tiny.SELECT.replace(focal="random", window=0),

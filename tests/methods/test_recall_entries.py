@@ -16,6 +16,7 @@ METHODS = {
     "select-max": Recall(**SMALL, key_pooling="select", value_pooling="max", rep_bias="none"),
     "matched": Recall(**SMALL, rep_bias="matched"),
     "matched-weighted": Recall(**SMALL, key_pooling="weighted", value_pooling="weighted", rep_bias="matched"),
+    "matched-8-bits": Recall(**SMALL, rep_bias="matched", entry_bits=8),
 }
 
 
@@ -36,7 +37,7 @@ def test_output_and_gradients_are_the_definition_s(name, backend):
 @pytest.mark.parametrize("name", METHODS)
 def test_no_group_open_is_pooled_attention(name):
     method, inputs = METHODS[name].replace(num_recall=0), oracle.random_qkv(1, 4, 2, 34, 6, 5)
-    fields = ("group_size", "window", "key_pooling", "value_pooling", "rep_bias")
+    fields = ("group_size", "window", "key_pooling", "value_pooling", "rep_bias", "entry_bits")
     pooled = condense.CCA(summary="streaming", **{field: getattr(method, field) for field in fields})
     got, want = (condense.attention(*inputs, method=each) for each in (method, pooled))
     torch.testing.assert_close(got, want, **EXACT)

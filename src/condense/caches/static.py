@@ -85,7 +85,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
         widths = (k.shape[3], v.shape[3])
         self.backend = step_backend(k.device, k.dtype, widths, self.settings, latent=self.latent_width)
         self.bias = static_bias(self.method, k.shape[0], M, k.device)
-        return empty_buffers(k, v, M, W, self.settings.num_summary, matched=self.settings.matched)
+        return empty_buffers(k, v, M, W, self.settings.num_summary, self.settings)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True unless the next tokens are a prompt to be read at once, as in `CondensedLayer`."""

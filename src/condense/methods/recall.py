@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from condense.config import check_choice, check_int
+from condense.config import check_bits, check_choice, check_int
 from condense.methods.base import Context, Method, matched_bias
 from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import Layout
@@ -35,9 +35,7 @@ from condense.ops import (
     pool_groups,
 )
 from condense.ops.recall import (
-    INDEX_BITS,
     INDEX_KINDS,
-    STORE_BITS,
     EntrySettings,
     GroupIndex,
     IndexChoice,
@@ -80,8 +78,11 @@ class Recall(Method):
     rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
     "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
 
+    entry_bits: bits per number of an entry: 16 keeps the dtype of the tokens, 8 or 4 round it once, when it is made
+    (`condense.ops.EntryFormat`). All queries see the rounded entry; gradients flow as if it had not been rounded.
+
     unchosen: what queries see of groups that are not open. "pool": their entries; "drop": nothing (as in Quest), so no
-    entries are made, and key_pooling, value_pooling and rep_bias have no effect.
+    entries are made, and key_pooling, value_pooling, rep_bias and entry_bits have no effect.
 
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
     proposes) are read with dense attention, and only single tokens with Recall. Then a prompt loses nothing and takes
@@ -105,6 +106,7 @@ class Recall(Method):
     key_pooling: Pooling = "mean"
     value_pooling: Pooling = "mean"
     rep_bias: RepBias = "log_size"
+    entry_bits: int = 16
     unchosen: Unchosen = "pool"
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
@@ -128,19 +130,16 @@ class Recall(Method):
                 "index_size must be given for a group_size that has no half, as a divisor of it such as "
                 f"{self.group_size}, got group_size={self.group_size}"
             )
-        check_int("index_bits", self.index_bits, 1)
-        if self.index_bits not in INDEX_BITS:
-            raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
+        check_bits("index_bits", self.index_bits)
         check_choice("key_pooling", self.key_pooling, POOLINGS)
         check_choice("value_pooling", self.value_pooling, POOLINGS)
         check_choice("rep_bias", self.rep_bias, REP_BIASES)
+        check_bits("entry_bits", self.entry_bits)
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
         check_choice("prompt", self.prompt, ("recall", "exact"))
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
-        check_int("store_bits", self.store_bits, 1)
-        if self.store_bits not in STORE_BITS:
-            raise ValueError(f"store_bits must be one of {', '.join(map(str, STORE_BITS))}, got {self.store_bits!r}")
+        check_bits("store_bits", self.store_bits)
         _ = self.quota  # cached now, because torch.compile cannot trace how it is computed
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
@@ -158,6 +157,7 @@ class Recall(Method):
             num_summary=self.group_size if scored else 0,
             bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
             matched=matched,
+            entry_bits=self.entry_bits,
         )
 
     @property
@@ -194,7 +194,7 @@ class Recall(Method):
         layout = self.layout
         entries = EntrySettings(
             self.key_pooling, self.value_pooling, layout.bias[0] if layout.bias else 0.0, layout.num_summary,
-            layout.matched,
+            layout.matched, layout.entry_bits,
         )  # fmt: skip
         return RecallSettings(
             layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool", self.store_bits

@@ -87,11 +87,11 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
     entries, tail = kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
-    extra_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    saved = heads.entry_numbers * itemsize - heads.entry_bytes(method, itemsize)
+    extra_bytes = heads.bias_bytes(method, length, itemsize) - int(num_entries(method, length)) * saved
     if isinstance(method, Recall):
         saved = heads.entry_numbers * itemsize - heads.stored_bytes(method, itemsize)
-        extra_bytes -= in_store(method, length) * saved
-    extra_bytes += heads.bias_bytes(method, length, itemsize)
+        extra_bytes += heads.index_bytes(method, length, itemsize) - in_store(method, length) * saved
     slots = method.store_slots if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
@@ -271,9 +271,20 @@ class _Heads:
         """Bytes of one token of all KV heads in Recall's store."""
         if not isinstance(method, Recall) or method.store_bits == 16:
             return self.entry_numbers * itemsize
+        return self.num_cached * method.store_format.width(*self._kept_widths, itemsize)
+
+    def entry_bytes(self, method: Method, itemsize: int) -> int:
+        """Bytes of one entry of all KV heads."""
+        form = method.layout.entry_format
+        if form.bits == 16:
+            return self.entry_numbers * itemsize
+        return self.num_cached * sum(form.width(width, itemsize) for width in self._kept_widths)
+
+    @property
+    def _kept_widths(self) -> tuple[int, int]:
+        """Widths of a cached head's keys and values; latents have no values of their own."""
         D = self.cached_widths[0]
-        # latents have no values of their own
-        return self.num_cached * method.store_format.width(D, self.entry_numbers // self.num_cached - D, itemsize)
+        return D, self.entry_numbers // self.num_cached - D
 
     def bias_bytes(self, method: Method, length: int, itemsize: int) -> int:
         """Bytes of the matched biases of all entries, in float32 or wider; 0 if the method has none."""
@@ -291,6 +302,7 @@ class _Heads:
         groups = int(num_entries(method, length))
         unopened = groups - method.quota.at(groups)
         opened = (groups - unopened) * method.group_size
-        keys = length - groups * method.group_size + (unopened if method.unchosen == "pool" else 0)
+        entries = unopened * self.entry_bytes(method, itemsize) if method.unchosen == "pool" else 0
+        window = (length - groups * method.group_size) * self.entry_numbers * itemsize
         of_groups = self.index_bytes(method, length, itemsize) + opened * self.stored_bytes(method, itemsize)
-        return keys * self.entry_numbers * itemsize + of_groups + self.bias_bytes(method, length, itemsize)
+        return entries + window + of_groups + self.bias_bytes(method, length, itemsize)

@@ -120,6 +120,8 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
     if (missing := absence(k.device)) is not None:
         return missing
     D, Dv, index = k.shape[3], v.shape[3], settings.index
+    if settings.entries.bits < 16:
+        return f"reads entries of 16 bits, got entry_bits={settings.entries.bits}"
     if k.dtype not in DTYPES:
         return f"takes {', '.join(map(str, DTYPES))}, got {k.dtype}"
     if latent and (latent > MAX_STEP_LATENT or D > MAX_STEP_LATENT + MAX_STEP_WIDTH):

@@ -85,6 +85,8 @@ def step_obstacle(
 def settings_obstacle(settings: StepSettings) -> str | None:
     """Why the decode step kernel cannot run a method's steps on any device, None if it can."""
     focal, chunk, num_summary = settings.num_focal, settings.rule.chunk, settings.num_summary
+    if settings.entry_bits < 16:
+        return f"reads entries of 16 bits, got entry_bits={settings.entry_bits}"
     if settings.key_pooling is None or settings.value_pooling is None:
         return "supports built-in pooling only in a decode step, and this method makes its entries itself"
     if settings.rule.entries != focal + 1:
