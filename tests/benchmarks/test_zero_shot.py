@@ -186,11 +186,21 @@ def test_seeds_that_meet_the_goals_are_counted():
     runs = [_calibrated(0, 0.99, 99), _calibrated(1, 0.98, 98), _calibrated(2, 1.0, 98)]
     table = shares_tables.goals(runs)
     losses = "+0.010, +0.010, +0.010 | +0.000, +0.000, +0.000"
-    row = f"{losses} | 0.990, 0.980, 1.000 | 0.990, 0.980, 0.980 | 2 of 3 | 1 of 3 |"
-    assert f"| host store, 9 % | 50.0%, 50.0%, 50.0% | {row}" in table
+    row = f"{losses} | 0.990, 0.980, 1.000 | 2 of 3 | 0.990, 0.980, 0.980 | 1 of 3 |"
+    assert f"| host store, 9 %: calibrated | 50.0%, 50.0%, 50.0% | {row}" in table
     for run in runs:
         run["text"][1]["loss"] += 0.02  # 0.03 above dense attention
-    assert "| 0 of 3 | 1 of 3 |" in shares_tables.goals(runs)
+    assert "| 0 of 3 | 0.990, 0.980, 0.980 | 1 of 3 |" in shares_tables.goals(runs)
+
+
+def test_goals_may_be_met_by_one_method_in_all_layers():
+    label = "recall finer index, entries of 4 bits"
+    nearest = [_run(seed, dense=(3, 2, 1), **{label: (3.03, 2, 1)}) | {"part": "nearest"} for seed in (0, 1)]
+    nearest[1]["retrieval"][1]["exact"]["share"] *= 0.98
+    table = shares_tables.goals([*nearest, _calibrated(0, 1.0, 99), _calibrated(1, 1.0, 99)])
+    row = "+0.010, +0.010 | +0.000, +0.000 | 1.000, 0.980 | 1 of 2 |  |  |"
+    assert f"| host store, 9 %: `Recall` in all layers | 50.0%, 50.0% | {row}" in table
+    assert "| host store, 9 %: calibrated | 50.0%, 50.0% |" in table
 
 
 def _opened(seed, length, **losses):
