@@ -1,9 +1,9 @@
 """Entries as caches keep them: as they are, or in 8 or 4 bits per number.
 
 A row of bytes holds one entry's key, or its value. The channels of a vector form blocks of 32, the last of which may
-have fewer. The row holds the codes (`condense.ops.tensors.codes`); then, in the dtype of the entries, the steps of the
-blocks and then their zeros; and zeros up to a multiple of 8 bytes, so that kernels load 8 or 16 at a time. A row
-depends on its vector alone.
+have fewer. The row holds the codes (`condense.ops.tensors.codes`), then a step and a zero of each block in the dtype of
+the entries; these begin at a multiple of their size, and rows at multiples of 8 bytes, so that kernels load whole
+words. What lies between is 0. A row depends on its vector alone.
 
 A number is ``zero + step * code``, computed in float32 or wider and rounded to the dtype of the entries. Steps have 8
 significant bits, so ``step * code`` has 16 and is exact: the sum is rounded once, whether or not multiplication and
@@ -46,13 +46,13 @@ class EntryFormat:
             return D
         return _up(self.grid_start(D, itemsize) + 2 * self.num_blocks(D) * itemsize, ROW_UNIT)
 
-    def grid_start(self, D: int, itemsize: int) -> int:
-        """The byte of a row at which its steps begin: the first behind the codes where a number of itemsize may."""
-        return _up(self.code_bytes(D), itemsize)
-
     def code_bytes(self, D: int) -> int:
         """Bytes of the codes of a row; of 4 bits and an odd width, the last half of a byte is 0."""
         return D if self.bits == 8 else -(-D // 2)
+
+    def grid_start(self, D: int, itemsize: int) -> int:
+        """The byte of a row at which the first step and zero stand."""
+        return _up(self.code_bytes(D), 2 * itemsize)
 
     def dtype(self, tokens: torch.dtype) -> torch.dtype:
         """The dtype of the rows for tokens of a dtype."""
@@ -76,9 +76,9 @@ class EntryFormat:
         with torch.no_grad():
             codes, step, zero = quantise(self._blocks(x), -1, self.bits, STEP_DTYPE)
             codes = F.pad(codes.flatten(-2)[..., :D], (0, self.code_bytes(D) * 8 // self.bits - D))
-            numbers = torch.cat([step, zero], dim=-2).flatten(-2).view(torch.uint8)
-            packed, start = to_bytes(codes, self.bits), self.grid_start(D, x.itemsize)
-            row = torch.cat([F.pad(packed, (0, start - packed.shape[-1])), numbers], dim=-1)
+            grid = torch.cat([step, zero], dim=-1).flatten(-2).view(torch.uint8)
+            between = self.grid_start(D, x.itemsize) - self.code_bytes(D)
+            row = torch.cat([F.pad(to_bytes(codes, self.bits), (0, between)), grid], dim=-1)
             return F.pad(row, (0, C - row.shape[-1]))
 
     def unpack(self, rows: Tensor, D: int, dtype: torch.dtype) -> Tensor:
@@ -89,8 +89,8 @@ class EntryFormat:
             return rows.to(dtype)
         n, start = self.num_blocks(D), self.grid_start(D, dtype.itemsize)
         codes = from_bytes(rows[..., : self.code_bytes(D)], self.bits)[..., :D]
-        grid = rows[..., start : start + 2 * n * dtype.itemsize].contiguous().view(dtype).unflatten(-1, (2, n))
-        step, zero = grid.repeat_interleave(min(D, BLOCK_WIDTH), dim=-1)[..., :D].unbind(-2)
+        grid = rows[..., start : start + 2 * n * dtype.itemsize].contiguous().view(dtype).unflatten(-1, (n, 2))
+        step, zero = grid.repeat_interleave(min(D, BLOCK_WIDTH), dim=-2)[..., :D, :].unbind(-1)
         return dequantise(codes, step, zero)
 
     def rounded(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -108,4 +108,5 @@ class EntryFormat:
 
 
 def _up(size: int, unit: int) -> int:
+    """The first multiple of ``unit`` that is not below ``size``."""
     return -(-size // unit) * unit

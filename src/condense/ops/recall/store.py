@@ -20,8 +20,6 @@ from torch import Tensor
 
 from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
 
-STORE_BITS = (16, 8, 4)
-
 
 @dataclass(frozen=True)
 class StoreFormat:
