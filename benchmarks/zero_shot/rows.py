@@ -42,7 +42,7 @@ def stored(length: int) -> Recall:
 
 
 def methods(length: int, pooled: GroupPooling) -> dict[str, Method]:
-    """By the labels of the rows; dense attention, which all others are compared to, first."""
+    """By the labels of the rows, but `nearest`; dense attention, which all others are compared to, first."""
     windows = {share: StreamingLLM(sink=SINKS, window=round(share * length) - SINKS) for share in SHARES}
     rows: dict[str, Method] = {
         "dense": Dense(),
@@ -51,7 +51,7 @@ def methods(length: int, pooled: GroupPooling) -> dict[str, Method]:
         "lca of its paper": LCA(**_PLACED),
     }
     hosted, kept = recall(length), stored(length)
-    rows |= {"recall 4-bit store": kept, "recall 4-bit store, drop": _dropping(kept)}
+    rows["recall 4-bit store"] = kept
     if isinstance(pooled, LCA):
         return rows
     fine = hosted.replace(index_size=GROUP // 2)
@@ -59,16 +59,14 @@ def methods(length: int, pooled: GroupPooling) -> dict[str, Method]:
         "cca of its paper": CCA(**_PLACED),
         "dga of its paper": DGA(**_PLACED),
         "recall": hosted,
-        "recall finer index": fine,
         "recall fewer open": fine.replace(num_recall=hosted.num_recall // 2, slots=hosted.slots // 2),
         "recall g=32": coarse(length),
         "recall drop": hosted.replace(unchosen="drop"),
         "recall drop, finer index": fine.replace(unchosen="drop"),
-        "recall drop, more open": hosted.replace(unchosen="drop", num_recall=2 * hosted.num_recall),
         "quest": hosted.replace(index_bits=16, unchosen="drop"),
         "recall 8-bit store": kept.replace(store_bits=8),
-        **{f"cca entries of {bits} bits": pooled.replace(entry_bits=bits) for bits in (8, 4)},
-        **{f"recall entries of {bits} bits": hosted.replace(entry_bits=bits) for bits in (8, 4)},
+        "cca entries of 4 bits": pooled.replace(entry_bits=4),
+        "recall entries of 4 bits": hosted.replace(entry_bits=4),
     }
 
 

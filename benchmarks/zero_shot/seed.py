@@ -191,11 +191,12 @@ def _heads(model: PreTrainedModel, at: Place) -> dict[str, Any]:
 
 
 def _adapted(model: PreTrainedModel, at: Place) -> dict[str, Any]:
-    """As `_methods`, after a short distilled adaptation of all weights."""
+    """As the other parts, after a short distilled adaptation of all weights."""
     student, history = _student(model, at, at.trained, "adapted")
     allocations, goals = _calibrate(student, at, at.trained, "adapted")
     before = _read(model, at, {"dense": condense.Dense()})
-    after = _read(student, at, {**methods(at.length, at.trained), **allocations})
+    others = methods(at.length, at.trained) | nearest(at.length, at.trained)
+    after = _read(student, at, {**others, **allocations})
     return after | {"history": history, "goals": goals, "before": before}
 
 

@@ -77,7 +77,7 @@ def test_what_is_chosen_from_reaches_the_goals(length):
 
 def test_what_is_measured_on_latents_can_be():
     model = tiny.model("deepseek_v3")
-    for method in (*rows.methods(1024, rows.LATENT).values(), *rows.nearest(1024, rows.LATENT).values()):
+    for method in {**rows.methods(1024, rows.LATENT), **rows.nearest(1024, rows.LATENT)}.values():
         assert inspect(model, method, 1024)
     assert list(rows.calibrations(1024, 2, 0, rows.LATENT)) == ["device"]
 
