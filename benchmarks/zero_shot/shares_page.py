@@ -4,9 +4,9 @@
 ``methods+calibrated``. Of such parts ``{{goals ...}}`` is a table of the study's goals, ``{{equal ...}}`` one of the
 best of each kind at equal bytes, and ``{{picture ...}}`` a picture. ``{{chosen ARCHITECTURE LENGTH}}`` stands for a
 table of what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads,
-``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups that
-must be open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the first
-result file that has it all; after the length a file may be named by a part of its name.
+``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups
+that must be open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the
+first result file that has it all; after the length a file may be named by a part of its name.
 """
 
 from __future__ import annotations
