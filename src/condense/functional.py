@@ -128,6 +128,7 @@ def _read_prompt(
 ) -> tuple[Context, Callable[[], LayerState]]:
     """As `_read`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
     assert method.prompt_reader is not None
+    assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
     prompt, before = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
     tokens = plan.num_tokens - plan.padding
     return prompt.context, lambda: before._replace(entries=prompt.kept(), prompt_tokens=tokens)

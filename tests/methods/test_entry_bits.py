@@ -30,9 +30,9 @@ def inputs(dtype):
 def test_what_is_read_is_what_is_kept_to_the_bit(method, bits, dtype):
     q, k, v = inputs(dtype)
     form, method = EntryFormat(bits), method.replace(entry_bits=bits)
-    exact = read_whole(method.replace(entry_bits=16), k, v, q, scale=SCALE).sources[0]
-    whole = read_whole(method, k, v, q, scale=SCALE).sources[0]
-    context, state = extend(method, None, k, v, q, scale=SCALE)
+    exact = read_whole(method.replace(entry_bits=16), k=k, v=v, q=q, scale=SCALE).sources[0]
+    whole = read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
+    context, state = extend(method, None, k=k, v=v, q=q, scale=SCALE)
     for i, width in enumerate((80, 11)):
         rows = form.pack(exact[i])
         assert torch.equal(state.entries[i], rows)
@@ -51,7 +51,7 @@ def test_a_rounded_entry_has_the_gradient_of_the_pooled_one(method, bits):
     for entry_bits in (bits, 16):
         leaves = [x.requires_grad_() for x in inputs(torch.float64)]
         q, k, v = leaves
-        entries = read_whole(method.replace(entry_bits=entry_bits), k, v, q, scale=SCALE).sources[0]
+        entries = read_whole(method.replace(entry_bits=entry_bits), k=k, v=v, q=q, scale=SCALE).sources[0]
         weights = torch.linspace(-1, 1, entries.k.numel(), dtype=k.dtype).view_as(entries.k)
         loss = (entries.k * weights).sum() + (entries.v * weights[..., :11]).sum()
         results.append((entries, torch.autograd.grad(loss, (k, v))))
@@ -65,7 +65,7 @@ def test_a_rounded_entry_has_the_gradient_of_the_pooled_one(method, bits):
 )
 def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
     method, (q, k, v) = POOLED.replace(entry_bits=4), inputs(torch.bfloat16)
-    layer, want = layer(method), read_whole(method, k, v, q, scale=SCALE).sources[0]
+    layer, want = layer(method), read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
     for start, stop in ((0, 9), (9, 30), (30, 41)):
         part = [x[:, :, start:stop] for x in (q, k, v)]
         context = layer.read(*part[1:], read_request(part[0], scale=SCALE))
@@ -80,7 +80,7 @@ def test_entries_in_16_bits_are_those_without_the_setting():
     q, k, v = inputs(torch.bfloat16)
     method = condense.CCA(group_size=4, window=6)
     assert method.replace(entry_bits=16) == method
-    assert extend(method, None, k, v, q, scale=SCALE)[1].entries[0].dtype == torch.bfloat16
+    assert extend(method, None, k=k, v=v, q=q, scale=SCALE)[1].entries[0].dtype == torch.bfloat16
 
 
 def test_dga_has_no_such_setting():
