@@ -108,6 +108,13 @@ def check_int(name: str, value: object, minimum: int) -> None:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
+def check_bits(name: str, value: object) -> None:
+    """Raise ValueError unless ``value``, bits per number, is the int 16, 8 or 4."""
+    check_int(name, value, 1)
+    if value not in (16, 8, 4):
+        raise ValueError(f"{name} must be one of 16, 8, 4, got {value!r}")
+
+
 def check_number(name: str, value: object, minimum: float, maximum: float) -> None:
     """Raise ValueError unless ``value`` is a finite number (not a bool) from ``minimum`` to ``maximum``."""
     if not _is_number(value) or not minimum <= value <= maximum or not math.isfinite(value):

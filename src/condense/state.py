@@ -23,8 +23,9 @@ SLACK = 20
 class LayerState(NamedTuple):
     """The tensors and numbers that one layer keeps between calls; the numbers are on the host, so no step waits.
 
-    entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, then the
-    method's own tensors as `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v
+    entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, with fewer than
+    16 bits rows of bytes (`condense.ops.EntryFormat`), then the method's own tensors as `condense.Method.represent`
+    makes them. window_k ``[B, K, N, D]``, window_v
     ``[B, K, N, Dv]``: exact tokens, right-aligned. summary_q ``[B, K, Q, D]``: the newest summary queries,
     right-aligned. seen: real tokens per row since its prompt; prompt_tokens: those of a prompt that was read at once
     before, whose entries come first. Both are an int where the rows agree, else int64 CPU ``[B]``.

@@ -16,6 +16,7 @@ METHODS = {
     "streaming-256": condense.CCA(group_size=16, window=256, summary="streaming"),
     "streaming-1024": condense.CCA(group_size=16, window=1024, summary="streaming"),
     "lca-256": condense.LCA(group_size=16, window=256),
+    "entries-4": condense.CCA(group_size=16, window=256, entry_bits=4),
     "dga": condense.DGA(),
     "dga-streaming": condense.DGA(gamma=0.3, window=5, summary="streaming"),
     "dga-select": condense.DGA(selection="prompt"),
@@ -47,13 +48,19 @@ def _model(name, dtype):
 
 def _budget(model, method, rows, length, prompt):
     if method.name == "dga":
-        entries = _dga_entries(method, length, prompt)
+        entries, exact = _dga_entries(method, length, prompt), 0
     else:
-        entries = (length - method.window) / method.group_size + method.window + method.group_size
+        entries, exact = (length - method.window) / method.group_size, method.window + method.group_size
     heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     # a latent and a rope key for all heads, or a key and a value for each
     numbers = 12 + 4 if hasattr(model.config, "kv_lora_rank") else heads * 2 * 8
-    return 1.15 * entries * rows * numbers * model.dtype.itemsize * 2
+    of_entries, of_tokens = numbers // 8 * _row_bytes(method, model.dtype), numbers * model.dtype.itemsize
+    return 1.15 * 2 * rows * (entries * of_entries + exact * of_tokens)
+
+
+def _row_bytes(method, dtype):
+    """Bytes of a vector of 8 channels of an entry: of 4 bits, codes, a step and a zero, up to a multiple of 8."""
+    return (4 + 2 * dtype.itemsize + 7) // 8 * 8 if getattr(method, "entry_bits", 16) == 4 else 8 * dtype.itemsize
 
 
 def _dga_entries(method, length, prompt):
@@ -101,14 +108,16 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
     model = condense.apply(_model("llama", torch.float32), method)
     cache = StaticCache(model.config, max_cache_len=4096)
     g, focal = method.group_size, math.ceil(Fraction(str(getattr(method, "gamma", 0))) * method.group_size)
-    entries = (focal + 1) * ((4096 - method.layout.summary_delay) // (g + focal)) + method.window + g + focal
+    entries = (focal + 1) * ((4096 - method.layout.summary_delay) // (g + focal))
+    numbers = 2 * (method.window + g + focal) + method.layout.num_summary
     for L in (20, 1, 300):
         with torch.no_grad():
             model(tiny.tokens(1, L), past_key_values=cache)
-        # two layers of two heads of width 8 in float32, and numbers: two counters and three of a prompt in int64; in
+        # two layers of two heads of width 8 in float32, and counters: two counters and three of a prompt in int64; in
         # int32 how many parts of a step are done, by head and in all
-        numbers = 5 * 8 + (2 + 1) * 4
-        assert condense.cache_nbytes(cache) == 2 * (2 * (2 * entries + method.layout.num_summary) * 8 * 4 + numbers)
+        counters = 5 * 8 + (2 + 1) * 4
+        of_heads = 2 * (2 * entries * _row_bytes(method, torch.float32) + numbers * 8 * 4)
+        assert condense.cache_nbytes(cache) == 2 * (of_heads + counters)
 
 
 def test_bytes_of_a_stock_cache():

@@ -16,7 +16,8 @@ from condense.caches import CondensedLayer, read_request
 from condense.state import SLACK
 
 METHODS = tiny.METHODS | {
-    "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9)
+    "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
+    "entries-8": condense.CCA(group_size=4, window=6, summary="streaming", entry_bits=8),
 }
 B, H, K, D = 2, 4, 2, 6
 SCALE = 0.7

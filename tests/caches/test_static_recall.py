@@ -23,6 +23,7 @@ METHODS = {
     "none-open": condense.Recall(group_size=4, window=6, num_recall=0),
     "matched": condense.Recall(group_size=4, window=6, num_recall=3, value_pooling="weighted", rep_bias="matched"),
     "store-8": condense.Recall(group_size=4, window=6, num_recall=3, store_bits=8),
+    "entries-4": condense.Recall(group_size=4, window=6, num_recall=3, entry_bits=4),
     "a-fifth": condense.Recall(group_size=4, window=6, num_recall=0.2),
     "all-open": condense.Recall(group_size=4, window=6, num_recall=999),
 }

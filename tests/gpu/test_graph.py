@@ -11,6 +11,7 @@ import condense
 METHODS = {
     "cca": condense.CCA(group_size=16, window=64),
     "streaming": condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size"),
+    "entries-4": condense.CCA(group_size=16, window=64, summary="streaming", rep_bias="log_size", entry_bits=4),
     "streaming-llm": condense.StreamingLLM(sink=4, window=60),
     "dga": condense.DGA(rep_bias="log_size"),
 }

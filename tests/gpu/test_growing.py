@@ -16,6 +16,7 @@ from condense.testing import oracle
 METHODS = {
     "cca": condense.CCA(group_size=16, window=64),
     "lca": condense.LCA(group_size=16, window=64),
+    "entries-8": condense.LCA(group_size=16, window=64, rep_bias="matched", entry_bits=8),
     "streaming-llm": condense.StreamingLLM(sink=4, window=60),
     "dga": condense.DGA(rep_bias="log_size"),
     "dga-prompt": condense.DGA(selection="prompt", min_focal=40, rep_bias="log_size"),

@@ -37,6 +37,8 @@ def no_waiting():
 
 METHODS = {
     "lca": condense.LCA(group_size=16, window=64),
+    "lca-8-bits": condense.LCA(group_size=16, window=64, entry_bits=8),
+    "cca-4-bits": condense.CCA(group_size=16, window=64, entry_bits=4),
     "dga": condense.DGA(rep_bias="log_size"),
     "dga-streaming": condense.DGA(gamma=0.5, window=64, summary="streaming"),
 }

@@ -22,6 +22,7 @@ METHODS = {
     "matched": Recall(group_size=4, window=5, num_recall=2, rep_bias="matched"),
     "matched-select": Recall(group_size=3, window=0, num_recall=1, key_pooling="select", rep_bias="matched"),
     "store-8": Recall(group_size=4, window=6, num_recall=2, store_bits=8),
+    "entries-4": Recall(group_size=4, window=6, num_recall=2, entry_bits=4),
     "a-quarter": Recall(group_size=4, window=6, num_recall=0.25),
 }
 # two numbers share a byte, so keys have an even width
@@ -76,6 +77,7 @@ def test_later_tokens_change_nothing_before_them(method):
 @pytest.mark.parametrize("method", EVEN.values(), ids=EVEN)
 def test_each_past_token_counts_once(method):
     """Equal keys and no queries: with the log of its size a group counts as its tokens, open or not."""
+    method = method.replace(entry_bits=16)
     if method.unchosen == "drop" or method.rep_bias == "none":
         method = method.replace(unchosen="pool", rep_bias="log_size")
     L = 50

@@ -16,6 +16,7 @@ METHODS = {
     "select-max": Recall(**SMALL, key_pooling="select", value_pooling="max", rep_bias="none"),
     "matched": Recall(**SMALL, rep_bias="matched"),
     "matched-weighted": Recall(**SMALL, key_pooling="weighted", value_pooling="weighted", rep_bias="matched"),
+    "matched-8-bits": Recall(**SMALL, rep_bias="matched", entry_bits=8),
 }
 
 
@@ -36,7 +37,7 @@ def test_output_and_gradients_are_the_definition_s(name, backend):
 @pytest.mark.parametrize("name", METHODS)
 def test_no_group_open_is_pooled_attention(name):
     method, inputs = METHODS[name].replace(num_recall=0), oracle.random_qkv(1, 4, 2, 34, 6, 5)
-    fields = ("group_size", "window", "key_pooling", "value_pooling", "rep_bias")
+    fields = ("group_size", "window", "key_pooling", "value_pooling", "rep_bias", "entry_bits")
     pooled = condense.CCA(summary="streaming", **{field: getattr(method, field) for field in fields})
     got, want = (condense.attention(*inputs, method=each) for each in (method, pooled))
     torch.testing.assert_close(got, want, **EXACT)
@@ -48,7 +49,7 @@ def test_stored_bits_are_those_of_the_open_groups(bits, backend):
     """What is read of an open group are the stored tokens; entries and window are those of the exact ones."""
     q, k, v = oracle.random_qkv(1, 4, 2, 34, 6, 4)
     method, exact = (Recall(**SMALL, store_bits=n) for n in (bits, 16))
-    context = read_whole(method, k, v, q, scale=0.7)
+    context = read_whole(method, q, k, v, scale=0.7)
     *index, store = context.extra
     tokens = torch.cat(method.store_format.unpack(store, 6, 4, k.dtype), dim=3)
     out = condense.attention(q, k, v, method=method, scale=0.7, backend=backend)

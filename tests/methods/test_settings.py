@@ -51,6 +51,7 @@ BAD = [
     (CCA, "key_pooling", ("avg", None, 1)),
     (CCA, "value_pooling", ("", "SELECT")),
     (CCA, "rep_bias", ("log", None, 2.77, True)),
+    (CCA, "entry_bits", (0, 2, 12, "4", 8.0, True, None)),
     (CCA, "allow_future", (None, 0, 1, "yes")),
     (LCA, "group_size", (0, True)),
     (LCA, "window", (-5,)),

@@ -60,6 +60,9 @@ def recall_flops(name, method, length):
 
 
 STORED = RECALLS | {
+    "entries-4": condense.Recall(group_size=4, window=8, num_recall=2, entry_bits=4),
+    "entries-8-matched": condense.Recall(group_size=4, window=8, num_recall=2, entry_bits=8, rep_bias="matched"),
+    "entries-8-pooled": condense.CCA(group_size=4, window=8, entry_bits=8),
     "store-8": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=8),
     "store-4-matched": condense.Recall(group_size=6, window=5, num_recall=2, store_bits=4, rep_bias="matched"),
 }
@@ -109,6 +112,9 @@ def test_what_a_step_of_recall_reads():
     assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark
     assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
     assert report.bytes > report.dense_bytes
+    # a row of 4 bits is 8 codes, and a step and a zero of 2 bytes
+    report = inspect(tiny.model("llama"), STORED["entries-4"], 100)[0]
+    assert f"a step after them reads {(2 * 4 + 8) * 32 * 2 + 21 * 4 * 8 + 23 * index:,} bytes of it" in report.remark
 
 
 def test_a_store_in_host_memory_is_counted_apart():

@@ -1,4 +1,6 @@
-"""Models with matched biases, and with Recall that opens a share of the groups: all modes agree, settings survive."""
+"""Models with matched biases, entries in fewer bits, and Recall that opens a share of the groups: all modes agree,
+settings survive.
+"""
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ METHODS = {
     "cca": condense.CCA(group_size=4, window=8, rep_bias="matched"),
     "lca": condense.LCA(group_size=4, window=6, rep_bias="matched"),
     "dga": condense.DGA(group_size=4, gamma=0.3, window=5, rep_bias="matched"),
-    "store-4": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=4),
+    "lca-entries-4": condense.LCA(group_size=4, window=6, rep_bias="matched", entry_bits=4),
+    "store-and-entries-4": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=4, entry_bits=4),
     "store-8-host": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=8, store="host", slots=3),
     "recall": condense.Recall(group_size=4, window=8, num_recall=0.3, key_pooling="weighted", rep_bias="matched"),
 }
+SAVED = ["cca", "lca-entries-4", "recall"]
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
@@ -28,7 +32,7 @@ def test_full_forward_chunks_and_steps_agree(name, method, static):
         torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, cache), full, **tiny.exact(model))
 
 
-@pytest.mark.parametrize("method", [METHODS["cca"], METHODS["recall"]], ids=["cca", "recall"])
+@pytest.mark.parametrize("method", [METHODS[name] for name in SAVED], ids=SAVED)
 def test_a_saved_model_has_the_same_settings(method, tmp_path):
     model, ids = condense.apply(tiny.model("llama"), method), tiny.tokens()
     model.save_pretrained(tmp_path)

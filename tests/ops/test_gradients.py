@@ -18,7 +18,11 @@ def leaves(*shape, **options):
     return tuple(x.requires_grad_() for x in oracle.random_qkv(*shape, **options))
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+# rounded entries do not change under a small difference; their gradients are compared with the definition's below
+SMOOTH = {name: method for name, method in METHODS.items() if method.layout.entry_bits == 16}
+
+
+@pytest.mark.parametrize("method", SMOOTH.values(), ids=SMOOTH)
 def test_gradcheck(backend, method):
     padding = torch.tensor([2])
 

@@ -59,8 +59,10 @@ def empty_state(
     wide, form = torch.promote_types(dtype, torch.float32), settings.store_format
     C, stored = form.width(*widths, dtype.itemsize), form.dtype(dtype)
     codes = dtype if settings.index.bits == 16 else torch.uint8
+    entries = settings.entries.format
+    of_entries = [entries.width(x, dtype.itemsize) if settings.pool else 0 for x in widths]
     return RecallState(
-        *(torch.zeros(rows, K, G, x if settings.pool else 0, dtype=dtype, device=device) for x in widths),
+        *(torch.zeros(rows, K, G, x, dtype=entries.dtype(dtype), device=device) for x in of_entries),
         torch.zeros(rows, K, G, num_codes, dtype=codes, device=device),
         torch.zeros(rows, K, G, num_grid, dtype=wide, device=device),
         torch.zeros(rows, K, G * g, C, dtype=stored, device=device),

@@ -70,6 +70,7 @@ def test_the_ring_fits_a_page(method, slots, ring):
         (condense.CCA(summary="prompt"), "summary='streaming'"),
         (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
         (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
+        (STREAMING.replace(entry_bits=4), "pages hold entries of 16 bits, got .*: use entry_bits=16"),
     ],
     ids=str,
 )

@@ -29,6 +29,7 @@ METHODS = {
     "lca": condense.LCA(group_size=4, window=6),
     "lca-9-queries": condense.LCA(group_size=4, window=3, num_summary_queries=9, rep_bias="log_size"),
     "lca-1-query": condense.LCA(group_size=4, window=6, num_summary_queries=1),
+    "lca-8-bits": condense.LCA(group_size=4, window=6, entry_bits=8),
     "no-scores": condense.CCA(group_size=4, window=8, key_pooling="max", value_pooling="mean"),
     "prompt-summary": condense.CCA(group_size=4, window=6, summary="prompt"),
     "dga": condense.DGA(group_size=4, gamma=0.5, rep_bias="log_size"),

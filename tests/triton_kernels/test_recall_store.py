@@ -1,4 +1,4 @@
-"""Recall's decode step over stores in 8 and 4 bits, and with entries of any pooling and biases of their own.
+"""Recall's decode step over stores and entries in 8 and 4 bits, with entries of any pooling and biases of their own.
 
 Against the PyTorch step on the same state; interpreted in float32 on a CPU, compiled for every dtype on a GPU.
 """
@@ -25,6 +25,9 @@ ENTRIES = {
     "matched-means": EntrySettings(num_summary=4, matched=True),
     "matched-weighted": EntrySettings("weighted", "weighted", num_summary=4, matched=True),
     "select-max": EntrySettings("select", "max", bias=1.0, num_summary=4),
+    # of poolings without sums, whose order would decide some codes
+    "select-max-8-bits": EntrySettings("select", "max", bias=1.0, num_summary=4, bits=8),
+    "matched-max-select-4-bits": EntrySettings("max", "select", num_summary=4, matched=True, bits=4),
 }
 
 
@@ -43,13 +46,13 @@ def test_entries_that_a_summary_weighs(entries, scratch):  # noqa: F811
     compare(*random_qkv(1, 4, 2, 33, 16, 24), with_fields("bounds-8", entries=entries), scratch)
 
 
-@pytest.mark.parametrize(("latent", "D"), [(16, 24), (512, 576), (256, 288)] if CUDA else [(16, 24)], ids=str)
-@pytest.mark.parametrize("bits", [16, 8])
-def test_latents(latent, D, bits, scratch):  # noqa: F811
+@pytest.mark.parametrize(("latent", "D"), [(32, 48), (512, 576), (256, 288)] if CUDA else [(32, 48)], ids=str)
+@pytest.mark.parametrize(("bits", "pooling"), [(16, "weighted"), (8, "select"), (4, "max")])
+def test_latents(latent, D, bits, pooling, scratch):  # noqa: F811
     """Values are columns of the keys, entries pooled whole, one KV head for all query heads, of which there are two
     tiles.
     """
-    entries = EntrySettings("weighted", num_summary=4, matched=True)
+    entries = EntrySettings(pooling, num_summary=4, matched=True, bits=bits)
     settings = with_fields("bounds-8", store_bits=bits, entries=entries)
     compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
 
@@ -77,21 +80,24 @@ def test_slots_hold_pieces(bits, scratch):  # noqa: F811
 
 
 def exactly(state, settings, D, Dv, dtype):
-    """The state in float64, its store as the numbers that are read of it."""
-    numbers = torch.cat(settings.store_format.unpack(state.store, D, Dv, dtype), dim=3)
-    state = state._replace(store=numbers, slots=state.slots[:, :, :0], held=state.held[..., :0])
+    """The state in float64, store and entries as the numbers that are read of them."""
+    numbers, form = torch.cat(settings.store_format.unpack(state.store, D, Dv, dtype), dim=3), settings.entries.format
+    entries_k, entries_v = form.unpack(state.entries_k, D, dtype), form.unpack(state.entries_v, Dv, dtype)
+    state = state._replace(entries_k=entries_k, entries_v=entries_v, store=numbers)
+    state = state._replace(slots=state.slots[:, :, :0], held=state.held[..., :0])
     return type(state)(*(x.double() if x.is_floating_point() else x.clone() for x in state))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float32], ids=str)
 def test_outputs_are_within_the_error_budget(bits, dtype, scratch):  # noqa: F811
-    """Twice the error of the same step in PyTorch, all of them over one quantised store."""
+    """Twice the error of the same step in PyTorch, all of them over one quantised store and its quantised entries."""
     g, w, L, (D, Dv) = (16, 40, 420, (128, 128)) if CUDA else (4, 6, 40, (16, 24))
-    entries = EntrySettings("weighted", "mean", num_summary=g, matched=True)
+    entries = EntrySettings("weighted", "mean", num_summary=g, matched=True, bits=bits)
     case = (g, w, "bounds", g // 2, 8, 3)
     settings = dataclasses.replace(settings_of(case), store_bits=bits, entries=entries)
-    exact, qkv, results = dataclasses.replace(settings, store_bits=16), random_qkv(2, 8, 2, L, D, Dv, dtype=dtype), []
+    exact = dataclasses.replace(settings, store_bits=16, entries=entries._replace(bits=16))
+    qkv, results = random_qkv(2, 8, 2, L, D, Dv, dtype=dtype), []
     state = empty_state(settings, L, 2, rows=2, widths=(D, Dv), dtype=dtype, device=DEVICE)
     for t in range(L):
         new = new_token(qkv, t)

@@ -87,7 +87,7 @@ class Setting:
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
     """The sources that queries of whole sequences attend to: `condense.functional.read_whole`."""
     q, k, v = inputs
-    return read_whole(method, k, v, q, scale=inputs.scale, backend=backend)
+    return read_whole(method, q, k, v, scale=inputs.scale, backend=backend)
 
 
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
@@ -172,11 +172,20 @@ def index_bytes(method: Method, setting: Setting) -> int:
     return codes * per_code + grid * torch.promote_types(setting.dtype, torch.float32).itemsize
 
 
-def step_bytes(setting: Setting, keys: int, index: int = 0) -> int:
+def saved_bytes(method: Method, setting: Setting, entries: int) -> int:
+    """Bytes that a row's entries in fewer than 16 bits save per KV head, but for those of groups that are open."""
+    heads, itemsize, form = setting.shape, setting.dtype.itemsize, method.layout.entry_format
+    if isinstance(method, Recall):
+        entries = 0 if method.unchosen == "drop" else entries - method.quota.at(entries)
+    kept = sum(form.width(width, itemsize) for width in (heads.width, heads.value_width))
+    return 0 if form.bits == 16 else entries * ((heads.width + heads.value_width) * itemsize - kept)
+
+
+def step_bytes(setting: Setting, keys: int, more: int = 0) -> int:
     """Bytes that one decode step must move: per row the query and its output, and per KV head ``keys`` keys and values.
 
-    index: bytes of `condense.Recall`'s index that a row reads per KV head, on top.
+    more: bytes that a row reads per KV head on top, as of `condense.Recall`'s index; negative where it reads fewer.
     """
     heads = setting.shape
     vectors = (heads.num_kv * keys + heads.num_q) * (heads.width + heads.value_width)
-    return setting.batch * (vectors * setting.dtype.itemsize + heads.num_kv * index)
+    return setting.batch * (vectors * setting.dtype.itemsize + heads.num_kv * more)

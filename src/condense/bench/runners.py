@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,15 +69,13 @@ def read_by_graph(
     start = now(ids.device)
     decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps, compile=compile)
     decoder.prefill(ids[:, :1])
-    marks = [now(ids.device)]
-    setup_s = marks[0] - start
+    watch = Stopwatch(ids.device)
     tokens = decoder.prefill(ids, chunk=chunk).argmax(-1)
-    marks.append(now(ids.device))
+    watch.note()
     for _ in range(steps):
         tokens = decoder.step(tokens).argmax(-1)
-        marks.append(now(ids.device))
-    first_s, *further = (b - a for a, b in itertools.pairwise(marks))
-    return Reading(first_s, further, *_bytes(decoder.cache, ids.device), setup_s)
+        watch.note()
+    return Reading(watch.first_s, watch.further_s, *_bytes(decoder.cache, ids.device), watch.times[0] - start)
 
 
 def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from condense.caches.token_store import new_store, read_tokens, write_tokens
 from condense.methods import Method, Recall, entry_bias
-from condense.ops import StepState
+from condense.ops import StepSettings, StepState
 from condense.ops.recall import RecallState
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.right_aligned import per_entry
@@ -21,13 +21,15 @@ from condense.state import LayerState, num_entries
 Buffers = StepState | RecallState
 
 
-def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, *, matched: bool) -> StepState:
+def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, settings: StepSettings) -> StepState:
     """Buffers full of zeros, with rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v; Q query slots.
 
-    matched: entries have biases of their own.
+    settings: how entries are kept, and whether they have biases of their own.
     """
-    (B, K, _, D), Dv = k.shape, v.shape[3]
-    buffers = [k.new_zeros(B, K, *size) for size in ((M, D), (M, Dv), (W, D), (W, Dv), (Q, D))]
+    (B, K, _, D), Dv, form = k.shape, v.shape[3], settings.entry_format
+    widths, matched = [form.width(x, k.itemsize) for x in (D, Dv)], settings.matched
+    entries = [k.new_zeros(B, K, M, width, dtype=form.dtype(k.dtype)) for width in widths]
+    buffers = [*entries, *(k.new_zeros(B, K, *size) for size in ((W, D), (W, Dv), (Q, D)))]
     numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (3,))]
     arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=k.device)
     biases = k.new_zeros(B, K, M if matched else 0, 1, dtype=torch.promote_types(k.dtype, torch.float32))
@@ -46,14 +48,15 @@ def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *
     codes = k.dtype if index.bits == 16 else torch.uint8
     form = method.store_format
     width, stored_dtype = form.width(D, Dv, k.dtype.itemsize), form.dtype(k.dtype)
-    of_entries = (D, Dv) if method.unchosen == "pool" else (0, 0)
+    of_entries = method.layout.entry_format
+    entry_widths = [of_entries.width(x, k.itemsize) if method.unchosen == "pool" else 0 for x in (D, Dv)]
 
     def zeros(columns: int, width: int, dtype: torch.dtype = k.dtype) -> Tensor:
         return k.new_zeros(B, K, columns, width, dtype=dtype)
 
     return RecallState(
-        entries_k=zeros(M, of_entries[0]),
-        entries_v=zeros(M, of_entries[1]),
+        entries_k=zeros(M, entry_widths[0], of_entries.dtype(k.dtype)),
+        entries_v=zeros(M, entry_widths[1], of_entries.dtype(k.dtype)),
         codes=zeros(M, num_codes, codes),
         grid=zeros(M, num_grid, torch.promote_types(k.dtype, torch.float32)),
         store=new_store(k, stored * g, width, stored_dtype, on_host=method.store == "host"),

@@ -68,7 +68,7 @@ class RingState:
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
         queries = max(self.settings.num_summary, self._most_queries)
-        return empty_buffers(k, v, M, W, queries, matched=self.settings.matched)
+        return empty_buffers(k, v, M, W, queries, self.settings)
 
     @property
     def seen(self) -> PerRow:

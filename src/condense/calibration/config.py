@@ -67,10 +67,10 @@ def _check_candidate(method: Method) -> None:
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     """Dense attention, Recall with its store in host memory, with entries and without, pooling and a window, for texts
-    of ``length`` tokens; from 4,096 tokens on the last four keep at most 18, 9, 11 and 4 % of the dense cache.
+    of ``length`` tokens; of 4,096 tokens the last four keep 11, 9, 6 and 4 % of the dense cache, of more tokens less.
 
     Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens a sixteenth of the groups, at most 64, and
-    without entries twice as many, and keeps slots for a sixty-fourth, at most 64.
+    without entries twice as many, and keeps slots for a sixty-fourth, at most 64. Index and entries are of 4 bits.
     latents: for models with latents (MLA), which Recall stores on the device: in 4 bits and without entries, in groups
     of 32, an eighth of them open, at most 128.
     """
@@ -82,9 +82,9 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
             window=window, group_size=32, num_recall=num_recall, unchosen="drop", index_bits=4, store_bits=4
         )
         return Dense(), recall, LCA(window=window, rep_bias="log_size"), base
-    pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
+    pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
     num_recall = min(64, math.ceil(length / 16 / 16))
     slots = min(64, math.ceil(length / 16 / 64))
-    recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots)
-    dropping = recall.replace(unchosen="drop", index_bits=4, num_recall=2 * num_recall)
+    recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots, index_bits=4, entry_bits=4)
+    dropping = recall.replace(unchosen="drop", num_recall=2 * num_recall, entry_bits=16)
     return Dense(), recall, dropping, pooled, base

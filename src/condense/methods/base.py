@@ -39,8 +39,8 @@ class Context(NamedTuple):
     """The sources that queries attend to, and their spans.
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
-    its `Method.represent` made for its `Method.attend`. projection: of a model with latents, where the sources are keys
-    and values of its heads; ``extra`` was made of latents still. Else None.
+    its `Method.represent` made for its `Method.attend`. projection: the up-projections of a model with latents, if the
+    sources are keys and values of its heads, made from latents; ``extra`` holds latents in that case too. Else None.
     """
 
     sources: tuple[Source, ...]
@@ -119,6 +119,7 @@ class Method(MethodConfig):
         ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`; if the layout is ``matched``,
         the first of these holds the entries' biases, float32 or wider ``[B, K, G * p, 1]``. By default every token is
         its own entry. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
+        Who calls it rounds the keys and values as the layout's ``entry_format`` says.
         """
         k, v = chunks.tokens()
         return k.flatten(2, 3), v.flatten(2, 3)
@@ -247,8 +248,9 @@ def matched_bias(summary: Tensor, k: Tensor, lse: Tensor, *, scale: float, backe
     """Biases that make entries weigh for their summary query what their tokens weigh together, ``[B, K, G, 1]``.
 
     ``ln sum_i exp(scale * summary . k_i) - scale * summary . k``: lse ``[B, K, G]`` is the first term and k
-    ``[B, K, G, D]`` the entries' keys, as they are stored; summary ``[B, K, G, D]``. For weighted keys this is the
-    entropy of the weights: ln(g) for equal scores, 0 where one token has all the weight. float32 or wider.
+    ``[B, K, G, D]`` the entries' keys in the dtype of the tokens, before they are rounded to fewer bits; summary
+    ``[B, K, G, D]``. For weighted keys this is the entropy of the weights: ln(g) for equal scores, 0 where one token
+    has all the weight. float32 or wider.
     """
     return (lse - group_scores(summary, k[..., None, :], scale=scale, backend=backend)[..., 0])[..., None]
 
@@ -259,9 +261,11 @@ def step_settings(method: Method) -> StepSettings:
     fixed = (layout.rule, layout.summary_delay, layout.num_summary)
     reads_prompt = method.prompt_reader is not None
     if layout.pooling is None:
-        return StepSettings(*fixed, None, None, 0.0, reads_prompt=reads_prompt, matched=layout.matched)
-    bias = layout.bias[-1] if layout.bias else 0.0
-    key, value, num_focal, weight_scale = layout.pooling
+        key, value, bias, num_focal, weight_scale = None, None, 0.0, 0, None
+    else:
+        key, value, num_focal, weight_scale = layout.pooling
+        bias = layout.bias[-1] if layout.bias else 0.0
     return StepSettings(
-        *fixed, key, value, bias, num_focal, weight_scale, reads_prompt=reads_prompt, matched=layout.matched
-    )
+        *fixed, key, value, bias, num_focal, weight_scale, reads_prompt=reads_prompt, matched=layout.matched,
+        entry_bits=layout.entry_bits,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from condense.config import check_bool, check_choice, check_int
+from condense.config import check_bits, check_bool, check_choice, check_int
 from condense.methods.base import Method, matched_bias
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
 from condense.ops import POOLINGS, Chunks, Pooling, UniformRule, pool_groups
@@ -39,6 +39,9 @@ class GroupPooling(Method):
     rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
     "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
 
+    entry_bits: bits per number of an entry: 16 keeps the dtype of the tokens, 8 or 4 round it once, when it is made
+    (`condense.ops.EntryFormat`). All queries see the rounded entry; gradients flow as if it had not been rounded.
+
     Raises ValueError for a field out of range.
     """
 
@@ -49,6 +52,7 @@ class GroupPooling(Method):
     key_pooling: Pooling = "weighted"
     value_pooling: Pooling = "weighted"
     rep_bias: RepBias = "none"
+    entry_bits: int = 16
     allow_future: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +64,7 @@ class GroupPooling(Method):
         check_choice("key_pooling", self.key_pooling, POOLINGS)
         check_choice("value_pooling", self.value_pooling, POOLINGS)
         check_choice("rep_bias", self.rep_bias, REP_BIASES)
+        check_bits("entry_bits", self.entry_bits)
         check_bool("allow_future", self.allow_future)
 
     @property
@@ -82,6 +87,7 @@ class GroupPooling(Method):
             pooling=None if is_overridden else ChunkPooling(self.key_pooling, self.value_pooling),
             bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
             matched=matched,
+            entry_bits=self.entry_bits,
             lookahead=Lookahead(self.allow_future, "summary='streaming'") if looks_ahead else None,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from condense.ops import Pooling, UniformRule
+from condense.ops import EntryFormat, Pooling, UniformRule
 
 
 class ChunkPooling(NamedTuple):
@@ -44,7 +44,8 @@ class Layout:
     pooled, at most the window. num_summary: number of queries whose mean weighs a chunk, the last of them
     ``summary_delay`` tokens after the chunk's last; 0: none needed. pooling: how kernels make the entries; None if only
     the method's `represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
-    matched: each entry has a bias of its own, which `represent` returns. lookahead: None for a causal method.
+    matched: each entry has a bias of its own, which `represent` returns. entry_bits: 16, or 8 or 4 for entries that are
+    rounded when they are made, which `represent` leaves to its callers. lookahead: None for a causal method.
     """
 
     rule: UniformRule
@@ -53,7 +54,13 @@ class Layout:
     pooling: ChunkPooling | None = None
     bias: tuple[float, ...] = ()
     matched: bool = False
+    entry_bits: int = 16
     lookahead: Lookahead | None = None
+
+    @property
+    def entry_format(self) -> EntryFormat:
+        """How entries are rounded and kept."""
+        return EntryFormat(self.entry_bits)
 
 
 # a chunk of one token, whose mean is the token itself

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from condense.config import check_choice, check_int
+from condense.config import check_bits, check_choice, check_int
 from condense.methods.base import Context, Method, matched_bias
 from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import Layout
@@ -35,9 +34,7 @@ from condense.ops import (
     pool_groups,
 )
 from condense.ops.recall import (
-    INDEX_BITS,
     INDEX_KINDS,
-    STORE_BITS,
     EntrySettings,
     GroupIndex,
     IndexChoice,
@@ -52,9 +49,6 @@ from condense.ops.recall import (
     build_index,
 )
 from condense.ops.tensors.per_row import max_row
-
-# largest denominator of a share of the groups, so that a number of groups times its numerator fits into int64
-_MAX_DENOMINATOR = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +74,11 @@ class Recall(Method):
     rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
     "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
 
+    entry_bits: bits per number of an entry: 16 keeps the dtype of the tokens, 8 or 4 round it once, when it is made
+    (`condense.ops.EntryFormat`). All queries see the rounded entry; gradients flow as if it had not been rounded.
+
     unchosen: what queries see of groups that are not open. "pool": their entries; "drop": nothing (as in Quest), so no
-    entries are made, and key_pooling, value_pooling and rep_bias have no effect.
+    entries are made, and key_pooling, value_pooling, rep_bias and entry_bits have no effect.
 
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
     proposes) are read with dense attention, and only single tokens with Recall. Then a prompt loses nothing and takes
@@ -105,6 +102,7 @@ class Recall(Method):
     key_pooling: Pooling = "mean"
     value_pooling: Pooling = "mean"
     rep_bias: RepBias = "log_size"
+    entry_bits: int = 16
     unchosen: Unchosen = "pool"
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
@@ -128,19 +126,16 @@ class Recall(Method):
                 "index_size must be given for a group_size that has no half, as a divisor of it such as "
                 f"{self.group_size}, got group_size={self.group_size}"
             )
-        check_int("index_bits", self.index_bits, 1)
-        if self.index_bits not in INDEX_BITS:
-            raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.index_bits!r}")
+        check_bits("index_bits", self.index_bits)
         check_choice("key_pooling", self.key_pooling, POOLINGS)
         check_choice("value_pooling", self.value_pooling, POOLINGS)
         check_choice("rep_bias", self.rep_bias, REP_BIASES)
+        check_bits("entry_bits", self.entry_bits)
         check_choice("unchosen", self.unchosen, ("pool", "drop"))
         check_choice("prompt", self.prompt, ("recall", "exact"))
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
-        check_int("store_bits", self.store_bits, 1)
-        if self.store_bits not in STORE_BITS:
-            raise ValueError(f"store_bits must be one of {', '.join(map(str, STORE_BITS))}, got {self.store_bits!r}")
+        check_bits("store_bits", self.store_bits)
         _ = self.quota  # cached now, because torch.compile cannot trace how it is computed
         _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
 
@@ -158,6 +153,7 @@ class Recall(Method):
             num_summary=self.group_size if scored else 0,
             bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
             matched=matched,
+            entry_bits=self.entry_bits,
         )
 
     @property
@@ -168,15 +164,8 @@ class Recall(Method):
 
     @cached_property
     def quota(self) -> Quota:
-        """How many of the closed groups a query opens, in exact arithmetic: 0.55 of 100 is 55, not 56.
-
-        A share is the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
-        """
-        if isinstance(self.num_recall, int):
-            return Quota(self.num_recall)
-        share = Fraction(str(self.num_recall)).limit_denominator(_MAX_DENOMINATOR)
-        part, of = max(share, Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
-        return Quota(part=part, of=of)
+        """How many of the closed groups a query opens."""
+        return Quota(self.num_recall) if isinstance(self.num_recall, int) else Quota.of_share(self.num_recall)
 
     @property
     def store_format(self) -> StoreFormat:
@@ -194,7 +183,7 @@ class Recall(Method):
         layout = self.layout
         entries = EntrySettings(
             self.key_pooling, self.value_pooling, layout.bias[0] if layout.bias else 0.0, layout.num_summary,
-            layout.matched,
+            layout.matched, layout.entry_bits,
         )  # fmt: skip
         return RecallSettings(
             layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool", self.store_bits
@@ -247,27 +236,20 @@ class Recall(Method):
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
-        codes, grid, store = context.extra
-        projection = context.projection
-        if projection is None:
-            asked, tokens = q.detach(), self._unpack(store, context.window)
-        else:
-            with torch.no_grad():
-                asked = projection.absorb(q)
-            tokens = Source(*projection.expand(self._unpack_keys(store, asked.shape[3], q.dtype)))
+        trains = torch.is_grad_enabled() and q.requires_grad
+        if self.store_bits < 16 and trains:
+            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
+        if self.prompt == "exact" and q.shape[2] > 1:
+            if trains:
+                raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
+            sources, spans = self._all_tokens(q, context)
+            return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
+        codes, grid, _ = context.extra
+        asked, tokens = self._asked_and_tokens(q, context)
         # where no query sees entries, the first tokens of the groups stand in their place
         entries = context.entries
         if self.unchosen == "drop":
             entries = Source(*(x[:, :, :: self.group_size] for x in tokens[:2]))
-        if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
-            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
-        if self.prompt == "exact" and q.shape[2] > 1:
-            if torch.is_grad_enabled() and q.requires_grad:
-                raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
-            return attend(
-                q, (tokens, context.window), self._all_tokens(context.spans), scale=scale, backend=backend,
-                return_lse=return_lse, extras=extras,
-            )  # fmt: skip
         return attend_recall(
             q,
             RecallSources(entries, tokens, context.window, context.spans),
@@ -278,6 +260,15 @@ class Recall(Method):
             return_lse=return_lse,
             extras=extras,
         )
+
+    def _asked_and_tokens(self, q: Tensor, context: Context) -> tuple[Tensor, Source]:
+        """The queries that score the index, and the tokens in the store; of latents, absorbed and expanded."""
+        store, projection = context.extra[2], context.projection
+        if projection is None:
+            return q.detach(), self._unpack(store, context.window)
+        with torch.no_grad():
+            asked = projection.absorb(q)
+        return asked, Source(*projection.expand(self._unpack_keys(store, asked.shape[3], q.dtype)))
 
     def _unpack(self, store: Tensor, window: Source) -> Source:
         """The tokens in a store ``[B, K, N, C]``, in the dtype and widths of those in the window."""
@@ -292,13 +283,17 @@ class Recall(Method):
         """The keys ``[B, K, n, D]`` in a store of keys alone, which latents are."""
         return self.store_format.unpack(store, D, 0, dtype)[0]
 
-    def _all_tokens(self, spans: Spans) -> Spans:
-        """Spans of store and window for dense attention: a query sees all stored tokens of closed groups.
+    def _all_tokens(self, q: Tensor, context: Context) -> tuple[tuple[Source, Source], Spans]:
+        """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.
 
         If the window holds every row from its first token on, it holds the tokens of closed groups too, and exactly.
-        Then it alone is seen, because attention over one source is faster.
+        Then it alone is seen and the store is not read.
         """
+        spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        window_holds_all = max_row(spans.window_start) <= 0
-        rule = UniformRule(self.group_size, None if window_holds_all else self.window, entries=self.group_size)
-        return dataclasses.replace(spans, rule=rule)
+        if max_row(spans.window_start) <= 0:
+            window, tokens = None, Source(k[:, :, :0], v[:, :, :0])
+        else:
+            window, tokens = self.window, self._asked_and_tokens(q, context)[1]
+        rule = UniformRule(self.group_size, window, entries=self.group_size)
+        return (tokens, context.window), dataclasses.replace(spans, rule=rule)

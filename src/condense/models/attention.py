@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
-from condense.caches import CondensedLayer, StaticCondensedLayer
+from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
 from condense.caches.token_store import join_writes
 from condense.methods import Method, Recall
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
@@ -175,7 +175,7 @@ class CacheProxy:
     def _is_plain_prompt(self) -> bool:
         """True for the first tokens of a static layer that is known to get them without padding."""
         layer = self.cache.layers[self.layer_idx] if isinstance(self.cache, StaticCache) else None
-        return isinstance(layer, StaticCondensedLayer) and layer.expects_plain_prompt
+        return isinstance(layer, StaticCondensedLayer) and layer.expected is Expected.PLAIN_PROMPT
 
     def _forward_of(self, call: AttentionCall) -> Forward:
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]

@@ -12,6 +12,7 @@ from condense.config import check_int
 from condense.methods import DGA, Method, Recall, SnapKV, SparsePrefill, step_settings
 from condense.methods.prompt import FocalPrompt
 from condense.models.apply import attention_layers, chosen_methods
+from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
 from condense.models.counts import first_that, in_store, kept, on_host, selects, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
@@ -87,11 +88,12 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
     entries, tail = kept(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
-    extra_bytes = heads.index_bytes(method, length, itemsize) if isinstance(method, Recall) else 0
+    cached, token_bytes = heads.cached, heads.entry_numbers * itemsize
+    saved = int(num_entries(method, length)) * (token_bytes - cached.entry_bytes(method, itemsize))
+    extra_bytes = cached.bias_bytes(method, length, itemsize) - saved
     if isinstance(method, Recall):
-        saved = heads.entry_numbers * itemsize - heads.stored_bytes(method, itemsize)
-        extra_bytes -= in_store(method, length) * saved
-    extra_bytes += heads.bias_bytes(method, length, itemsize)
+        saved = in_store(method, length) * (token_bytes - cached.stored_bytes(method, itemsize))
+        extra_bytes += cached.index_bytes(method, length, itemsize) - saved
     slots = method.store_slots if isinstance(method, Recall) else 0
     return LayerReport(
         layer=index,
@@ -102,22 +104,22 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         entries=entries,
         dense_bytes=dense_bytes,
         # a slot has two numbers of its own
-        bytes=numbers * itemsize + extra_bytes + heads.num_cached * slots * 8,
+        bytes=numbers * itemsize + extra_bytes + cached.num * slots * 8,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
         remark=_remark(heads, method, length, itemsize),
-        host_bytes=on_host(method, length) * heads.stored_bytes(method, itemsize),
+        host_bytes=on_host(method, length) * heads.cached.stored_bytes(method, itemsize),
     )
 
 
 def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | None:
     if isinstance(method, Recall):
-        read = f"a step after them reads {heads.recalled_bytes(method, length, itemsize):,} bytes"
+        read = f"a step after them reads {heads.cached.recalled_bytes(method, length, itemsize):,} bytes"
         if method.prompt == "exact":
             read = f"the prompt is read with dense attention; {read}"
         if method.store == "host":
-            host = on_host(method, length) * heads.stored_bytes(method, itemsize)
+            host = on_host(method, length) * heads.cached.stored_bytes(method, itemsize)
             return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
         larger = ", so the cache is larger than a dense one" if method.store_bits == 16 else ""
         return f"recall: all {length} tokens stay on the device{larger}; {read} of it"
@@ -169,9 +171,11 @@ class _Heads:
         return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, (width, width), num_q * width, 0)
 
     @property
-    def num_cached(self) -> int:
-        """Heads that are cached: KV heads, one for latents."""
-        return self.scored // self.cached_widths[0]
+    def cached(self) -> CachedHeads:
+        """The heads that are cached: KV heads, one for latents."""
+        D = self.cached_widths[0]
+        num = self.scored // D
+        return CachedHeads(num, D, self.entry_numbers // num - D)
 
     def dense_flops(self, length: int, window: int | None = None) -> int:
         least = length if window is None else min(length, window)
@@ -266,31 +270,3 @@ class _Heads:
         if method.layout.num_summary > 0:
             pooled += made * rule.chunk * 2 * self.scored + length * self.summary_flops
         return visible * self._per_key + asked + pooled + (made + groups * rule.chunk) * self.entry_flops
-
-    def stored_bytes(self, method: Method, itemsize: int) -> int:
-        """Bytes of one token of all KV heads in Recall's store."""
-        if not isinstance(method, Recall) or method.store_bits == 16:
-            return self.entry_numbers * itemsize
-        D = self.cached_widths[0]
-        # latents have no values of their own
-        return self.num_cached * method.store_format.width(D, self.entry_numbers // self.num_cached - D, itemsize)
-
-    def bias_bytes(self, method: Method, length: int, itemsize: int) -> int:
-        """Bytes of the matched biases of all entries, in float32 or wider; 0 if the method has none."""
-        return int(num_entries(method, length)) * self.num_cached * max(4, itemsize) if method.layout.matched else 0
-
-    def index_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """Bytes of the index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
-        D = self.cached_widths[0]
-        num_codes, num_grid = method.index_settings.widths(D)
-        code_bytes = num_codes * (itemsize if method.index_bits == 16 else 1)
-        return int(num_entries(method, length)) * self.num_cached * (code_bytes + num_grid * max(4, itemsize))
-
-    def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """Bytes that a step after ``length`` tokens reads: index, entries and their biases, open groups, the window."""
-        groups = int(num_entries(method, length))
-        unopened = groups - method.quota.at(groups)
-        opened = (groups - unopened) * method.group_size
-        keys = length - groups * method.group_size + (unopened if method.unchosen == "pool" else 0)
-        of_groups = self.index_bytes(method, length, itemsize) + opened * self.stored_bytes(method, itemsize)
-        return keys * self.entry_numbers * itemsize + of_groups + self.bias_bytes(method, length, itemsize)

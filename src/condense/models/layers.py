@@ -50,7 +50,7 @@ def read_tokens(
     cache, scale = target.cache, target.call.scale
     if cache is None:
         method = method if latent_width is None else method.for_latents(latent_width)
-        return read_whole(method, k, v, q, scale=scale, plan=target.plan)
+        return read_whole(method, q, k, v, scale=scale, plan=target.plan)
     assert target.plan is not None
     condensed_layer(cache, target.layer_idx, method)
     trailing = q.shape[2] if target.padding is None else target.padding.trailing

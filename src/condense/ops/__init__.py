@@ -11,6 +11,7 @@ from condense.ops.api import (
     summarize,
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
+from condense.ops.entries import EntryFormat
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
 from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
@@ -33,6 +34,7 @@ __all__ = [
     "POOLINGS",
     "ArraySpans",
     "Chunks",
+    "EntryFormat",
     "Extras",
     "Hull",
     "NewToken",

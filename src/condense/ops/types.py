@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from condense.ops.entries import EntryFormat
 from condense.ops.spans import UniformRule
 from condense.ops.tensors.per_row import PerRow, as_rows, int_if_equal
 from condense.ops.tensors.right_aligned import chunks
@@ -159,7 +160,8 @@ class Problem(NamedTuple):
 class StepState(NamedTuple):
     """Buffers of decode steps, at fixed addresses. All their values are finite, also those that no query sees.
 
-    entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``: entries, left-aligned, made by the step that pools a chunk.
+    entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``: entries, left-aligned, made by the step that pools a chunk;
+    with fewer than 16 ``entry_bits`` rows of bytes, uint8 ``[B, K, M, C]`` (`condense.ops.entries.EntryFormat`).
     ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
     W is at least window + chunk, or the most tokens that a row can have if that is less.
     ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
@@ -224,6 +226,7 @@ class StepSettings(Numbered):
     earlier; they come first, in order of position. The others are pooled. weight_scale: scale of a chunk's scores,
     None: attention's. reads_prompt: True if the method reads prompts at once, so that ``StepState.prompt`` is used.
     matched: each entry has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
+    entry_bits: of `condense.ops.entries.EntryFormat`; of 8 or 4 bits, an entry is rounded when it is made.
     """
 
     rule: UniformRule
@@ -236,6 +239,12 @@ class StepSettings(Numbered):
     weight_scale: float | None = None
     reads_prompt: bool = False
     matched: bool = False
+    entry_bits: int = 16
+
+    @property
+    def entry_format(self) -> EntryFormat:
+        """How entries are kept."""
+        return EntryFormat(self.entry_bits)
 
     @property
     def bias_differs(self) -> bool:

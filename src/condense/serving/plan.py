@@ -86,6 +86,8 @@ def serving_plan(method: Method) -> ServingPlan:
         )
     if method.rep_bias == "matched":
         raise ValueError(f"pages have no room for the biases of {method}: use rep_bias='log_size'")
+    if method.entry_bits < 16:
+        raise ValueError(f"pages hold entries of 16 bits, got {method}: use entry_bits=16")
     settings = step_settings(method)
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
     if g < 2:

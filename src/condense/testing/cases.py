@@ -34,6 +34,7 @@ PLANS: dict[str, Method] = {
     "lca-3-queries": LCA(group_size=4, window=6, num_summary_queries=3),
     "lca-9-queries": LCA(group_size=4, window=3, num_summary_queries=9),
     "lca-mean-max": LCA(group_size=4, window=6, key_pooling="mean", value_pooling="max"),
+    "lca-4-bits": LCA(group_size=4, window=6, rep_bias="log_size", entry_bits=4),
     "dga": DGA(group_size=4, gamma=0.3),
     "dga-window0": DGA(group_size=4, window=0, gamma=0.1),
     "dga-no-focal-log_size": DGA(group_size=5, window=5, gamma=0, rep_bias="log_size"),

@@ -123,8 +123,10 @@ def _row(
                 if j not in made:
                     positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
                     summary = q[:, list(positions)].mean(1)
-                    made[j] = _expand(*representative(method, j, summary, c, k_rope, w_uk, scale), w_uk, w_uv)
-                    biases[j] = _bias(method, j, made[j][0], summary, [key for key, _ in own], scale)
+                    pooled = representative(method, j, summary, c, k_rope, w_uk, scale)
+                    entry = _key(*pooled, w_uk)
+                    biases[j] = _bias(method, j, entry, summary, [key for key, _ in own], scale)
+                    made[j] = _expand(*_rounded(method, pooled), w_uk, w_uv)
         seen = [made[j] for j in groups] + [own[i] for i in exact]
         keys, values = (torch.stack(parts, 1) for parts in zip(*seen, strict=True))
         logits = scale * (q[:, t, None] * keys).sum(-1)
@@ -155,6 +157,12 @@ def representative(
         oracle.pool(c[members], scores, method.value_pooling),
         oracle.pool(k_rope[members], scores, method.key_pooling),
     )
+
+
+def _rounded(method: Any, entry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Latent and rope key as queries see them: rounded as the one vector that a cache keeps."""
+    whole = oracle.rounded(torch.cat(entry), getattr(method, "entry_bits", 16))
+    return whole[: len(entry[0])], whole[len(entry[0]) :]
 
 
 def _dga(method: Any, q: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float) -> oracle_dga.Row:

@@ -69,6 +69,12 @@ def representative(
     return pool(k[members], scores, method.key_pooling), pool(v[members], scores, method.value_pooling)
 
 
+def rounded_entry(method: Any, entry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A key and value as queries see them, in the method's ``entry_bits``."""
+    bits = getattr(method, "entry_bits", 16)
+    return rounded(entry[0], bits), rounded(entry[1], bits)
+
+
 def entry_bias(
     method: Any, j: int, entry: Tensor, qbar: Tensor, k: Tensor, scale: float, prompt: int | None = None
 ) -> Tensor:
@@ -79,6 +85,19 @@ def entry_bias(
     positions = summary_positions(method, j, len(k) if prompt is None else prompt)
     summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
     return match(summary, k[j * g : (j + 1) * g], entry, scale)
+
+
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """The vector x ``[width]`` as an entry of 8 or 4 bits holds it; gradients as if it were x."""
+    if bits == 16:
+        return x
+    parts = []
+    for block in x.detach().split(32):
+        lowest, levels = block.min(), 2**bits - 1
+        # 8 significant bits, and never so few that the largest number is out of reach
+        step = ((block.max() - lowest) * (1 + 2**-7) / levels).to(torch.bfloat16).to(x.dtype)
+        parts.append(lowest + step * ((block - lowest) / step.clamp(min=1e-30) + 0.5).floor())
+    return x + (torch.cat(parts) - x.detach())
 
 
 def match(summary: Tensor, keys: Tensor, entry: Tensor, scale: float) -> Tensor:
@@ -153,8 +172,9 @@ def _row(
         groups, exact = visible(method, t)
         for j in groups:
             if j not in made:
-                made[j] = representative(method, j, qbar, k, v, scale, prompt)
-                biases[j] = entry_bias(method, j, made[j][0], qbar, k, scale, prompt)
+                pooled = representative(method, j, qbar, k, v, scale, prompt)
+                biases[j] = entry_bias(method, j, pooled[0], qbar, k, scale, prompt)
+                made[j] = rounded_entry(method, pooled)
         keys = torch.stack([made[j][0] for j in groups] + [k[i] for i in exact])
         values = torch.stack([made[j][1] for j in groups] + [v[i] for i in exact])
         logits = scale * q[:, t] @ keys.T
@@ -175,7 +195,7 @@ def _recall_row(
 
     def entry(j: int) -> tuple[Tensor, Tensor, Tensor]:
         key, value = representative(method, j, qbar, k, v, scale)
-        return key, value, entry_bias(method, j, key, qbar, k, scale)
+        return *rounded_entry(method, (key, value)), entry_bias(method, j, key, qbar, k, scale)
 
     return oracle_recall.row(method, q, k, v, scale, entry)
 
@@ -199,7 +219,10 @@ def pooled_groups(
     """Per row, head and group key and value."""
     B, K = k.shape[:2]
     return [
-        [[representative(method, j, qbar[b, h], k[b, h], v[b, h], scale) for j in groups] for h in range(K)]
+        [
+            [rounded_entry(method, representative(method, j, qbar[b, h], k[b, h], v[b, h], scale)) for j in groups]
+            for h in range(K)
+        ]
         for b in range(B)
     ]
 

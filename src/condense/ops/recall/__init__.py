@@ -10,15 +10,13 @@ from condense.ops.recall.choice import (
     chosen_groups,
     index_scores,
 )
-from condense.ops.recall.index import INDEX_BITS, INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
+from condense.ops.recall.index import INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
 from condense.ops.recall.sources import RecallSources
 from condense.ops.recall.state import EntrySettings, RecallSettings, RecallState
-from condense.ops.recall.store import STORE_BITS, StoreFormat
+from condense.ops.recall.store import StoreFormat
 
 __all__ = [
-    "INDEX_BITS",
     "INDEX_KINDS",
-    "STORE_BITS",
     "ArrayChoice",
     "Choice",
     "EntrySettings",

@@ -16,9 +16,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from condense.config import check_bits
+
 IndexKind = Literal["bounds", "sub_means"]
 INDEX_KINDS: tuple[IndexKind, ...] = ("bounds", "sub_means")
-INDEX_BITS = (16, 8, 4)
 
 # Grid positions (at most 255) are computed in float32 with an error below 2 ** -14. Before they are rounded, bounds are
 # moved outwards by the larger MARGIN, so that they stay bounds. The grid is longer than the spread of the keys by the
@@ -45,8 +46,7 @@ class IndexSettings:
     def __post_init__(self) -> None:
         if self.kind not in INDEX_KINDS:
             raise ValueError(f"index must be one of {', '.join(map(repr, INDEX_KINDS))}, got {self.kind!r}")
-        if self.bits not in INDEX_BITS:
-            raise ValueError(f"index_bits must be one of {', '.join(map(str, INDEX_BITS))}, got {self.bits!r}")
+        check_bits("index_bits", self.bits)
         if self.size < 1 or self.group_size % self.size:
             raise ValueError(f"index_size must divide the group size, {self.group_size}, got {self.size}")
 

@@ -14,7 +14,7 @@ from condense.ops.recall.sources import RecallSources
 from condense.ops.recall.state import RecallSettings, RecallState
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.host import gpu_of
-from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence
+from condense.ops.triton.limits import DTYPES, MAX_STEP_LATENT, MAX_STEP_WIDTH, WIDTHS, absence, latent_obstacle
 from condense.ops.types import NewToken
 
 # one program ranks all groups of a KV head and packs two counts of groups into 32 bits
@@ -126,6 +126,8 @@ def store_obstacle(k: Tensor, v: Tensor, settings: RecallSettings, *, latent: in
         return (
             f"takes latents of up to {MAX_STEP_LATENT} columns, with up to {MAX_STEP_WIDTH} others, got {latent} of {D}"
         )
+    if settings.pool and (obstacle := latent_obstacle(latent, settings.entries.bits)) is not None:
+        return obstacle
     if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
     if D * index.bits % 16:

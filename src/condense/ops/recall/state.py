@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.entries import EntryFormat
 from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex, IndexSettings
 from condense.ops.recall.store import StoreFormat
@@ -40,7 +41,8 @@ class RecallState(NamedTuple):
     """Buffers of decode steps, at fixed addresses. All their values are finite, also those that no query sees.
 
     entries_k ``[B, K, G, D]``, entries_v ``[B, K, G, Dv]``: an entry per closed group, left-aligned; of width 0
-    where no query sees them (`RecallSettings.pool`).
+    where no query sees them (`RecallSettings.pool`); with fewer than 16 bits rows of bytes, uint8 ``[B, K, G, C]``
+    (`condense.ops.entries.EntryFormat`).
     codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for G.
     store ``[B, K, N, C]``, N >= G * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
     16 bits a key and its value side by side, C = D + Dv. On the device of the other buffers or in pinned host memory.
@@ -93,7 +95,8 @@ class EntrySettings(NamedTuple):
 
     key_pooling, value_pooling: as in `condense.ops.pool_groups`; bias: added to the scaled score of every entry, 0.0
     for none; num_summary: queries whose mean scores the tokens of a group, 0 for none; matched: each entry has a bias
-    of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
+    of its own (`condense.methods.base.matched_bias`) in place of ``bias``; bits: of
+    `condense.ops.entries.EntryFormat`: of 8 or 4, an entry is rounded when it is made.
     """
 
     key_pooling: Pooling = "mean"
@@ -101,6 +104,12 @@ class EntrySettings(NamedTuple):
     bias: float = 0.0
     num_summary: int = 0
     matched: bool = False
+    bits: int = 16
+
+    @property
+    def format(self) -> EntryFormat:
+        """How entries are kept."""
+        return EntryFormat(self.bits)
 
 
 @dataclass(frozen=True)
@@ -131,13 +140,14 @@ def check_step(token: NewToken, state: RecallState, settings: RecallSettings) ->
     num_codes, num_grid = settings.index.widths(D)
     W, S, codes = state.ring_k.shape[2], state.held.shape[2], q.dtype if settings.index.bits == 16 else torch.uint8
     width, stored = form.width(D, Dv, q.dtype.itemsize), form.dtype(q.dtype)
-    of_entries = (D, Dv) if settings.pool else (0, 0)
+    of_entries = [entries.format.width(x, q.dtype.itemsize) if settings.pool else 0 for x in (D, Dv)]
+    of_entry = entries.format.dtype(q.dtype)
     for name, x, shape, dtype in (
         ("q", q, (B, q.shape[1] // K * K, 1, D), q.dtype),
         ("k", k, (B, K, 1, D), q.dtype),
         ("v", v, (B, K, 1, Dv), q.dtype),
-        ("entries_k", state.entries_k, (B, K, G, of_entries[0]), q.dtype),
-        ("entries_v", state.entries_v, (B, K, G, of_entries[1]), q.dtype),
+        ("entries_k", state.entries_k, (B, K, G, of_entries[0]), of_entry),
+        ("entries_v", state.entries_v, (B, K, G, of_entries[1]), of_entry),
         ("codes", state.codes, (B, K, G, num_codes), codes),
         ("grid", state.grid, (B, K, G, num_grid), torch.float32),
         ("store", state.store, (B, K, max(G * g, state.store.shape[2]), width), stored),

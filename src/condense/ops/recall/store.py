@@ -4,8 +4,7 @@ In fewer bits, keys have a step and a zero per channel of a group, because some 
 values one per token (after KIVI, arXiv:2402.02750). A number is ``zero + step * code``, rounded to the dtype of the
 tokens. A group is one piece of bytes, which depends on that group alone: in the dtype of the tokens the steps of its
 keys' D channels, their zeros, the steps of its g values and their zeros; then the codes of its keys, token by token,
-and those of its values; of 4 bits, byte c of a row holds column c in its low half and column c + half the width in its
-high half. The piece counts as g rows of C bytes.
+and those of its values (`condense.ops.tensors.codes`). The piece counts as g rows of C bytes.
 
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
 """
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-STORE_BITS = (16, 8, 4)
+from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,8 @@ class StoreFormat:
         return tokens if self.bits == 16 else torch.uint8
 
     def step_unit(self, dtype: torch.dtype) -> float:
-        """A step as a fraction of the spread of the numbers, before it is rounded to their ``dtype``; for 8 or 4 bits.
-
-        Slightly above 1 / (2 ** bits - 1), so that after rounding the highest code still reaches the largest number.
-        """
-        return (1 + torch.finfo(dtype).eps) / (2**self.bits - 1)
+        """`condense.ops.tensors.codes.step_unit` for numbers of a dtype, in which steps are stored; for 8 or 4 bits."""
+        return step_unit(self.bits, dtype)
 
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``.
@@ -93,22 +89,12 @@ class StoreFormat:
         """Codes, and steps and zeros ``[B, K, G, 2, n]`` in the dtype of x, which are the same along ``dim``."""
         if x.shape[4] == 0:
             return x.to(torch.uint8), x.new_zeros(*x.shape[:3], 2, 0)
-        levels, wide = 2**self.bits - 1, torch.promote_types(x.dtype, torch.float32)
-        zero, largest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-        spread = largest.to(wide) - zero.to(wide)
-        step = (spread * self.step_unit(x.dtype)).to(x.dtype).clamp(min=torch.finfo(x.dtype).tiny)
-        position = (x.to(wide) - zero.to(wide)) / step.to(wide)
-        codes = (position + 0.5).floor().clamp(0, levels).to(torch.uint8)
-        if self.bits == 4:
-            low, high = codes.chunk(2, dim=-1)
-            codes = low | (high << 4)
-        return codes, torch.stack([step.flatten(3), zero.flatten(3)], dim=3)
+        codes, step, zero = quantise(x, dim, self.bits, x.dtype)
+        return to_bytes(codes, self.bits), torch.stack([step.flatten(3), zero.flatten(3)], dim=3)
 
     def _decode(self, codes: Tensor, grid: Tensor) -> Tensor:
         """Numbers ``[B, K, G * g, width]`` of codes ``[B, K, G, g, C]``; grid: steps and zeros, in the dtype of the
         numbers, along dimension 3.
         """
-        if self.bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-        step, zero = grid.to(torch.promote_types(grid.dtype, torch.float32)).unbind(3)
-        return (zero + step * codes.to(step.dtype)).to(grid.dtype).flatten(2, 3)
+        step, zero = grid.unbind(3)
+        return dequantise(from_bytes(codes, self.bits), step, zero).flatten(2, 3)

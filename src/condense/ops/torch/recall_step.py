@@ -77,13 +77,15 @@ def _put_entry(
 ) -> None:
     """Write the pooled key and value of ``tokens`` as the entry of ``group``, and its bias if matched."""
     (k, v), of_entries, g = tokens, settings.entries, settings.rule.chunk
+    form = of_entries.format
     scores = torch.zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)[:, :, None]
     if of_entries.num_summary > 0:
         summary = newest_mean(state.ring_q, seen, of_entries.num_summary, g)
         scores = group_scores(summary, k[:, :, None], scale=scale)
     entry = pool(k[:, :, None], scores, how=of_entries.key_pooling)
-    write_columns(state.entries_k, group, entry, closes)
-    write_columns(state.entries_v, group, pool(v[:, :, None], scores, how=of_entries.value_pooling), closes)
+    value = pool(v[:, :, None], scores, how=of_entries.value_pooling)
+    write_columns(state.entries_k, group, form.pack(entry), closes)
+    write_columns(state.entries_v, group, form.pack(value), closes)
     if of_entries.matched:
         bias = scores.logsumexp(-1) - group_scores(summary, entry[..., None, :], scale=scale)[..., 0]
         write_columns(state.biases, group, bias[..., None], closes)
@@ -116,7 +118,9 @@ def _attend(
     ]
     if settings.pool:
         pooled = (torch.arange(G, device=q.device) < closed[:, None])[:, None] & ~chosen[:, :, 0]
-        sources.insert(0, (state.entries_k, state.entries_v, pooled))
+        form, Dv = settings.entries.format, state.ring_v.shape[3]
+        entries = form.unpack(state.entries_k, D, q.dtype), form.unpack(state.entries_v, Dv, q.dtype)
+        sources.insert(0, (*entries, pooled))
     k, v, masks = zip(*sources, strict=True)
     keys, sees = torch.cat(k, dim=2), torch.cat(masks, dim=2)[:, :, None]
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))

@@ -79,7 +79,8 @@ def _append_entry(
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (read_columns(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
     new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk[:, None]), summary, scale=scale, backend="torch")
-    for buffer, entries in zip(state.entries, new, strict=True):
+    kept = settings.entry_format.pack(new[0]), settings.entry_format.pack(new[1]), *new[2:]
+    for buffer, entries in zip(state.entries, kept, strict=True):
         write_columns(buffer, first, entries, due)
 
 
@@ -146,7 +147,11 @@ def _attend(
     sees_token = (position >= first_token) & (position >= 0)
     sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
     empty = ~(alive & sees.any(1))[:, None, None, None]
-    keys = torch.cat([state.entries_k, state.ring_k], dim=2)
-    values = keys[..., :latent] if latent else torch.cat([state.entries_v, state.ring_v], dim=2)
+    form, D, Dv = settings.entry_format, state.ring_k.shape[3], state.ring_v.shape[3]
+    keys = torch.cat([form.unpack(state.entries_k, D, q.dtype), state.ring_k], dim=2)
+    if latent:
+        values = keys[..., :latent]
+    else:
+        values = torch.cat([form.unpack(state.entries_v, Dv, q.dtype), state.ring_v], dim=2)
     block = BlockKeys(keys, values, sees[:, None, None] | empty, empty, entry_bias)
     return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from condense.ops.entries import BLOCK_WIDTH
 from condense.ops.types import Problem, StepSettings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,6 +80,16 @@ def step_obstacle(
         )
     if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
+    return latent_obstacle(latent, settings.entry_bits)
+
+
+def latent_obstacle(latent: int, entry_bits: int) -> str | None:
+    """Why decode step kernels cannot round entries of latents of this width to so many bits, None if they can."""
+    if entry_bits < 16 and latent % BLOCK_WIDTH:
+        return (
+            f"rounds entries in blocks of {BLOCK_WIDTH} channels, whole ones of latents, got latents of {latent} "
+            f"columns and entry_bits={entry_bits}"
+        )
     return None
 
 
@@ -89,6 +100,8 @@ def settings_obstacle(settings: StepSettings) -> str | None:
         return "supports built-in pooling only in a decode step, and this method makes its entries itself"
     if settings.rule.entries != focal + 1:
         return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}"
+    if settings.entry_bits < 16 and (focal > 0 or settings.reads_prompt):
+        return f"keeps single tokens among entries in 16 bits, got entry_bits={settings.entry_bits}"
     if focal > 0 and chunk > MAX_FOCAL_CHUNK:
         return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"
     if focal > 0 and not (focal < chunk and num_summary > 0):

@@ -20,13 +20,11 @@ from condense.ops.triton.device.entry import (
     Chunk,
     Pages,
     Queries,
-    load_row,
     make_entries,
     mean_query,
-    store_row,
     summary_query,
 )
-from condense.ops.triton.device.parts import load_rows
+from condense.ops.triton.device.parts import load_row, load_rows, store_row
 from condense.ops.triton.device.softmax import add_keys, empty_softmax, join_parts, key_products, store_part
 
 

@@ -12,17 +12,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall import index
+from condense.ops.triton.device.codes import row_width
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
     Queries,
-    load_row,
     make_entries,
     matched_bias,
     mean_query,
-    store_row,
+    put_entry,
     summary_query,
 )
+from condense.ops.triton.device.parts import load_row, store_row
 from condense.ops.triton.recall_store_kernels import put_keys, put_values, ring_tokens
 
 
@@ -177,13 +178,10 @@ def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, clo
         if KIND.scored:
             summary = summary_query(mean, past_queries, chunk.t, chunk.size, KIND.D0, KIND.D1)
         key, value = make_entries(entries, ring, chunk, summary, 0.0, 0, False, scale, KIND)
-        at = group.to(tl.int64)
-        store_row(entries.k + at * entries.s_k, key, KIND.D0, KIND.D1)
-        if not KIND.latent:
-            store_row(entries.v + at * entries.s_v, value, KIND.V0, KIND.V1)
+        put_entry(entries, group, key, value, True, KIND)
         if KIND.matched:
             bias = matched_bias(ring, chunk, summary, 0.0, key, scale, KIND)
-            tl.store(biases_ptr + at + tl.arange(0, 1), bias)
+            tl.store(biases_ptr + group.to(tl.int64) + tl.arange(0, 1), bias)
 
 
 @triton.jit
@@ -241,6 +239,8 @@ def recall_close_kernel(
         chunk = Chunk(first, g, t, k, v)
         heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
         past_queries = Queries(ring_q_ptr + head * Q * D, D, Q)
-        entries = Buffer(entries_k_ptr + head * G * D, entries_v_ptr + head * G * DV, D, DV, G)
+        ROW: tl.constexpr = row_width(D, KIND.entry_bits, k_ptr.dtype.element_ty)
+        ROW_V: tl.constexpr = row_width(DV, KIND.entry_bits, k_ptr.dtype.element_ty)
+        entries = Buffer(entries_k_ptr + head * G * ROW, entries_v_ptr + head * G * ROW_V, ROW, ROW_V, G)
         ring = Buffer(ring_k_ptr, ring_v_ptr, D, DV, W)
         _put_entry(heads, past_queries, entries, ring, biases_ptr + head * G, group, chunk, closes, scale, KIND)

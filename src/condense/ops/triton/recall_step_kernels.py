@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from condense.ops.triton.device.codes import load_vectors, row_width
+from condense.ops.triton.device.entry import Buffer
 from condense.ops.triton.device.parts import add_weighted, load_rows, parts, tile_width
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import (
@@ -53,13 +55,36 @@ def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
+def _add_entries(
+    softmax, q, entries, offset_ptr, lo, hi, scale, FORM: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Adds tiles ``[lo, hi)`` of entries in fewer than 16 bits, whose scores get an offset each; no tile is empty."""
+    dtype: tl.constexpr = q[0].dtype
+    BN: tl.constexpr = softmax.total.shape[1]
+    for tile in range(lo, hi):
+        n = tile * BN + tl.arange(0, BN)
+        at = tl.minimum(n, entries.size - 1).to(tl.int64)
+        if tile == lo:
+            # as in `recall_attend_kernel`
+            after_the_last(EARLY)
+        offset = tl.load(offset_ptr + n, mask=n < entries.size, other=float("-inf"))
+        k = load_vectors(entries.k, at * entries.s_k, dtype, FORM.D0, FORM.D1, BITS)
+        v = (k[0],)
+        if FORM.DV > 0:
+            v = load_vectors(entries.v, at * entries.s_v, dtype, FORM.V0, FORM.V1, BITS)
+        softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
+    return softmax
+
+
+@triton.jit
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
     offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, part, of,
     scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
-    POOL: tl.constexpr, OWN: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr,
-    EARLY: tl.constexpr,
+    POOL: tl.constexpr, BITS: tl.constexpr, OWN: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
+    CAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
@@ -67,7 +92,7 @@ def recall_attend_kernel(
 
     A split has its share of the tiles of entries, whose scores get an offset each (-inf where the group is open), and
     of the ring's tokens of groups that are not closed, counted through; then its share of the open groups, BT tokens at
-    a time.
+    a time. BITS: of `condense.ops.entries.EntryFormat`.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -88,8 +113,10 @@ def recall_attend_kernel(
             # there is nothing to choose from: the kernel before this one writes the new token to the ring
             gdc_wait()
     offset_ptr += head * G
-    entries_k_ptr += head * G * D
-    entries_v_ptr += head * G * DV
+    ROW: tl.constexpr = row_width(D, BITS, q_ptr.dtype.element_ty)
+    ROW_V: tl.constexpr = row_width(DV, BITS, q_ptr.dtype.element_ty)
+    entries_k_ptr += head * G * ROW
+    entries_v_ptr += head * G * ROW_V
     ring_k_ptr += head * W * D
     ring_v_ptr += head * W * DV
     softmax = empty_softmax(BR, FORM.V0, FORM.V1, BN)
@@ -97,6 +124,12 @@ def recall_attend_kernel(
     lo, hi = tiles * share // (S - OWN), tiles * (share + 1) // (S - OWN)
     if OWN > 0:
         hi = tl.where(split < OWN, lo, hi)
+    if BITS < 16:
+        # entries are read by themselves, the tokens in the loop below
+        keys = Buffer(entries_k_ptr, entries_v_ptr, ROW, ROW_V, entries)
+        last = tl.minimum(hi, entry_tiles)
+        softmax = _add_entries(softmax, q, keys, offset_ptr, lo, last, scale, FORM, BITS, CAP, PRECISION, EARLY)
+        lo = tl.maximum(lo, entry_tiles)
     lane, oldest = tl.arange(0, BN), first % W
     offset = tl.zeros([BN], tl.float32)
     for tile in range(lo, hi):
@@ -113,13 +146,13 @@ def recall_attend_kernel(
             offset = tl.load(offset_ptr + lo * BN + lane, mask=lo * BN + lane < entries, other=0.0)
         # loaded one tile ahead; 0 for tokens
         next_offset = tl.load(offset_ptr + (tile + 1) * BN + lane, mask=(tile + 1) * BN + lane < entries, other=0.0)
-        k_at = tl.where(is_entry, entries_k_ptr, ring_k_ptr) + at * D
+        k_at = (tl.where(is_entry, entries_k_ptr, ring_k_ptr) if BITS == 16 else ring_k_ptr) + at * D
         k = parts(_load_part(k_at, 0, FORM.D0), None)
         if FORM.D1 > 0:
             k = parts(k[0], _load_part(k_at, FORM.D0, FORM.D1))
         v = (k[0],)
         if DV > 0:
-            v_at = tl.where(is_entry, entries_v_ptr, ring_v_ptr) + at * DV
+            v_at = (tl.where(is_entry, entries_v_ptr, ring_v_ptr) if BITS == 16 else ring_v_ptr) + at * DV
             v = parts(_load_part(v_at, 0, FORM.V0), None)
             if FORM.V1 > 0:
                 v = parts(v[0], _load_part(v_at, FORM.V0, FORM.V1))

@@ -114,6 +114,7 @@ def _kind(settings: RecallSettings, parts: tuple[int, int, int, int], latent: in
         *parts, latent > 0, entries.num_summary > 0, entries.key_pooling, of_values,
         focal=0, tile=1, period=0, has_prompt=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
         joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=entries.matched,
+        entry_bits=entries.bits,
     )  # fmt: skip
 
 
@@ -180,7 +181,8 @@ def plan_of(
         ),
         (
             (S1, B * K, head_tiles), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
-            (S, form, BR, of_attend.rows, BT, settings.pool, own, has_real, precision, softcap * LOG2E, early),
+            (S, form, BR, of_attend.rows, BT, settings.pool, settings.entries.bits, own, has_real, precision,
+             softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
         ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early), chained),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device.codes import codes_of, unpacked
 from condense.ops.triton.device.parts import parts, tile_width
 
 
@@ -59,12 +60,6 @@ def _step(zero, largest, dtype: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, step, zero, FORM: tl.constexpr):
-    position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
-    return tl.minimum(tl.maximum(tl.floor(position + 0.5), 0.0), 2.0**FORM.bits - 1).to(tl.int32)
-
-
-@triton.jit
 def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: tl.constexpr):
     """The keys of the group that begins at position ``first``, quantised; P columns hold what a row of bytes does."""
     PARTS: tl.constexpr = 8 // FORM.bits
@@ -91,7 +86,7 @@ def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: t
         codes = tl.zeros([T, P], tl.int32)
         for part in tl.static_range(PARTS):
             x = ring_tokens(ring_ptr, new_ptr, first + start + i, t, W, inside, part * C, FORM.D, P)
-            codes += _codes(x, steps[part][None, :], zeros[part][None, :], FORM) << (part * FORM.bits)
+            codes += codes_of(x, steps[part][None, :], zeros[part][None, :], FORM.bits) << (part * FORM.bits)
         at = (start + i)[:, None] * C + c[None, :]
         tl.store(codes_ptr + at, codes.to(tl.uint8), mask=inside[:, None] & (c < C)[None, :])
 
@@ -121,7 +116,7 @@ def put_values(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P:
         codes = tl.zeros([T, P], tl.int32)
         for part in tl.static_range(PARTS):
             x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, inside, part * C, FORM.DV, P)
-            codes += _codes(x, step[:, None], zero[:, None], FORM) << (part * FORM.bits)
+            codes += codes_of(x, step[:, None], zero[:, None], FORM.bits) << (part * FORM.bits)
         tl.store(codes_ptr + i[:, None] * C + c[None, :], codes.to(tl.uint8), mask=inside[:, None] & is_column)
 
 
@@ -153,9 +148,7 @@ def _load_codes(ptr, copy_ptr, i, there, copies, d, WIDTH: tl.constexpr, FORM: t
     codes = tl.load(ptr + at, mask=there, other=0)
     if COPY:
         tl.store(copy_ptr + at, codes, mask=there & (d < C)[None, :] & copies)
-    if FORM.bits < 8:
-        codes = (codes.to(tl.int32) >> (d // C * FORM.bits)[None, :]) & (2**FORM.bits - 1)
-    return codes.to(tl.float32)
+    return unpacked(codes, d, C, FORM.bits)
 
 
 @triton.jit

@@ -59,19 +59,21 @@ def _check(token: NewToken, state: StepState, settings: StepSettings, latent: in
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     B, K, M, W = k.shape[0], k.shape[1], state.entries_k.shape[2], state.ring_k.shape[2]
     dtype, device, Q = q.dtype, q.device, max(settings.num_summary, state.ring_q.shape[2])
-    for name, x, wanted in (
-        ("k", k, (B, K, 1, D)),
-        ("v", v, (B, K, 1, Dv)),
-        ("q", q, (B, q.shape[1] // K * K, 1, D)),
-        ("entries_k", state.entries_k, (B, K, M, D)),
-        ("entries_v", state.entries_v, (B, K, M, Dv)),
-        ("ring_k", state.ring_k, (B, K, W, D)),
-        ("ring_v", state.ring_v, (B, K, W, Dv)),
-        ("ring_q", state.ring_q, (B, K, Q, D)),
+    form = settings.entry_format
+    of_entry, (C, Cv) = form.dtype(dtype), (form.width(x, dtype.itemsize) for x in (D, Dv))
+    for name, x, wanted, kind in (
+        ("k", k, (B, K, 1, D), dtype),
+        ("v", v, (B, K, 1, Dv), dtype),
+        ("q", q, (B, q.shape[1] // K * K, 1, D), dtype),
+        ("entries_k", state.entries_k, (B, K, M, C), of_entry),
+        ("entries_v", state.entries_v, (B, K, M, Cv), of_entry),
+        ("ring_k", state.ring_k, (B, K, W, D), dtype),
+        ("ring_v", state.ring_v, (B, K, W, Dv), dtype),
+        ("ring_q", state.ring_q, (B, K, Q, D), dtype),
     ):
-        if x.shape != wanted or x.dtype != dtype or x.device != device:
+        if x.shape != wanted or x.dtype != kind or x.device != device:
             raise ValueError(
-                f"{name} must be {wanted} in {dtype} on {device}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
+                f"{name} must be {wanted} in {kind} on {device}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
             )
     for name, x, size, number in (
         ("seen", state.seen, (B,), torch.int64),
@@ -91,6 +93,8 @@ def _check(token: NewToken, state: StepState, settings: StepSettings, latent: in
     for name, x in zip(state._fields, state[:5], strict=False):
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
+        if x.dtype == torch.uint8 and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
 
 
 class PreparedStep:

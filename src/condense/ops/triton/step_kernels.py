@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from condense.ops.triton.device.codes import load_vectors, row_width
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
@@ -25,15 +26,14 @@ from condense.ops.triton.device.entry import (
     chunk_keys,
     chunk_values,
     focal_tokens,
-    load_row,
     make_entries,
     matched_bias,
     mean_query,
+    put_entry,
     row_products,
-    store_row,
     summary_query,
 )
-from condense.ops.triton.device.parts import load_rows
+from condense.ops.triton.device.parts import load_row, load_rows, store_row
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import (
     Softmax,
@@ -99,7 +99,8 @@ class _Places(NamedTuple):
 def _attend_keys(
     softmax, q, source, lo, hi, count, first, scale, bias, moment, PERIOD: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
+    """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty. In a
+    buffer of bytes they are entries in fewer than 16 bits.
 
     PERIOD > 0: only pooled entries get the bias: those of a prompt from ``moment.prompt_focal`` on, and after these the
     last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
@@ -111,7 +112,7 @@ def _attend_keys(
         # beyond the last key, it is read again: loads without a mask take fewer instructions
         at = first + tl.minimum(i, count - 1)
         at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
-        k = load_rows(source.k, at * source.s_k, None, KIND.D0, KIND.D1)
+        k = load_vectors(source.k, at * source.s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits)
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
@@ -123,7 +124,9 @@ def _attend_keys(
         else:
             s += bias
         s = tl.where(inside[None, :], s, float("-inf"))
-        v = (k[0],) if KIND.latent else load_rows(source.v, at * source.s_v, None, KIND.V0, KIND.V1)
+        v = (k[0],)
+        if not KIND.latent:
+            v = load_vectors(source.v, at * source.s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits)
         softmax = add_keys(softmax, s, v, PRECISION)
     return softmax
 
@@ -174,14 +177,10 @@ def _new_token(
             summary = summary_query(mean, past_queries, moment.t, num_summary, KIND.D0, KIND.D1)
         if KIND.focal > 0:
             ranked = all_scores(ring, chunk, summary, scores.weigh, KIND)
-        entry_k, entry_v = make_entries(entries, ring, chunk, summary, ranked, moment.slot, writes, scores.weigh, KIND)
-        if writes:
-            at = (moment.slot + KIND.focal).to(tl.int64)
-            store_row(entries.k + at * entries.s_k, entry_k, KIND.D0, KIND.D1)
-            if not KIND.latent:
-                store_row(entries.v + at * entries.s_v, entry_v, KIND.V0, KIND.V1)
+        key, value = make_entries(entries, ring, chunk, summary, ranked, moment.slot, writes, scores.weigh, KIND)
+        entry_k, entry_v = put_entry(entries, moment.slot + KIND.focal, key, value, writes, KIND)
         if KIND.matched:
-            bias = matched_bias(ring, chunk, summary, ranked, entry_k, scores.weigh, KIND)
+            bias = matched_bias(ring, chunk, summary, ranked, key, scores.weigh, KIND)
             if writes:
                 # the focal tokens, which come first, have none
                 j = tl.arange(0, KIND.tile)
@@ -308,6 +307,13 @@ def step_kernel(
     new = _New(k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
     entries = Buffer(entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M)
+    if KIND.entry_bits < 16:
+        # contiguous rows of bytes, whose width the compiler knows: it loads whole words
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        ROW: tl.constexpr = row_width(KIND.D0 + KIND.D1, KIND.entry_bits, dtype)
+        ROW_V: tl.constexpr = row_width(0 if KIND.latent else KIND.V0 + KIND.V1, KIND.entry_bits, dtype)
+        first = head.to(tl.int64) * M
+        entries = Buffer(entries_k_ptr + first * ROW, entries_v_ptr + first * ROW_V, ROW, ROW_V, M)
     ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
     places = _Places(part_ptr, lse_ptr, head * R, S)
     scores = _Scores(scale, score_scale, bias, biases_ptr + head.to(tl.int64) * M)

@@ -125,6 +125,7 @@ def launch_of(
         joined_columns=columns if joins else 1,
         matched=settings.matched,
         softcap=softcap * LOG2E,
+        entry_bits=settings.entry_bits,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
     weight_scale = scale if settings.weight_scale is None else settings.weight_scale

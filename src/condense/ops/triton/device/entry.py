@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device.codes import put_vector
 from condense.ops.triton.device.parts import load_rows, store_rows, tile_width, zeros
 from condense.ops.types import Pooling
 
@@ -29,6 +30,7 @@ class Kind(NamedTuple):
     heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
     page: slots of a page, where a chunk's tokens lie in `Pages`; 0: they lie in a ring.
     matched: each entry has a bias of its own. softcap: of attention's scores, base 2, 0.0 for none.
+    entry_bits: of `condense.ops.entries.EntryFormat`.
     """
 
     D0: int
@@ -55,6 +57,7 @@ class Kind(NamedTuple):
     page: int = 0
     matched: bool = False
     softcap: float = 0.0
+    entry_bits: int = 16
 
 
 class Buffer(NamedTuple):
@@ -109,18 +112,6 @@ class _Weights(NamedTuple):
     alpha: Any
     chosen: Any
     better: Any
-
-
-@triton.jit
-def load_row(ptr, D0: tl.constexpr, D1: tl.constexpr):
-    """The row that begins at ``ptr``, ``[1, P]``."""
-    return load_rows(ptr, tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), D0, D1)
-
-
-@triton.jit
-def store_row(ptr, x, D0: tl.constexpr, D1: tl.constexpr):
-    """Store the row x ``[1, P]`` at ``ptr``, as `load_row` reads it."""
-    store_rows(ptr, tl.zeros([1], tl.int32), x, tl.full([1], True, tl.int1), D0, D1)
 
 
 @triton.jit
@@ -339,6 +330,17 @@ def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIN
         return key, (key[0],)
     else:
         return key, _finish(value, total, count, VALUE, VALUE, chunk.k[0].dtype)
+
+
+@triton.jit
+def put_entry(entries, at, key, value, writes, KIND: tl.constexpr):
+    """Write an entry in slot ``at`` if ``writes``; key and value as they are read from there."""
+    at = at.to(tl.int64)
+    key = put_vector(entries.k + at * entries.s_k, key, writes, KIND.D0, KIND.D1, KIND.entry_bits)
+    if KIND.latent:
+        return key, (key[0],)
+    else:
+        return key, put_vector(entries.v + at * entries.s_v, value, writes, KIND.V0, KIND.V1, KIND.entry_bits)
 
 
 @triton.jit

@@ -74,6 +74,18 @@ def store_rows(ptr, at, x, inside, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
+def load_row(ptr, D0: tl.constexpr, D1: tl.constexpr):
+    """The row that begins at ``ptr``, ``[1, P]``."""
+    return load_rows(ptr, tl.zeros([1], tl.int32), tl.full([1], True, tl.int1), D0, D1)
+
+
+@triton.jit
+def store_row(ptr, x, D0: tl.constexpr, D1: tl.constexpr):
+    """Store the row x ``[1, P]`` at ``ptr``, as `load_row` reads it."""
+    store_rows(ptr, tl.zeros([1], tl.int32), x, tl.full([1], True, tl.int1), D0, D1)
+
+
+@triton.jit
 def load_block(sources, at, N: tl.constexpr):
     """n rows from ``at`` on, through one descriptor per part, with any leading dimensions."""
     tiles = [source.load(at) for source in sources]

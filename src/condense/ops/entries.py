@@ -1,0 +1,112 @@
+"""Entries as caches keep them: as they are, or in 8 or 4 bits per number.
+
+A row of bytes holds one entry's key, or its value. The channels of a vector form blocks of 32, the last of which may
+have fewer. The row holds the codes (`condense.ops.tensors.codes`), then a step and a zero of each block in the dtype of
+the entries; these begin at a multiple of their size, and rows at multiples of 8 bytes, so that kernels load whole
+words. What lies between is 0. A row depends on its vector alone.
+
+A number is ``zero + step * code``, computed in float32 or wider and rounded to the dtype of the entries. Steps have 8
+significant bits, so ``step * code`` has 16 and is exact: the sum is rounded once, whether or not multiplication and
+addition are fused, and all backends read the same number.
+
+Shapes: D width of keys or values, n blocks, C bytes of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
+
+# channels that share a step and a zero
+BLOCK_WIDTH = 32
+# rows begin at multiples of so many bytes
+ROW_UNIT = 8
+# steps are numbers of this dtype, whatever they are stored in
+STEP_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class EntryFormat:
+    """How entries are kept. bits: 16 keeps the dtype of the tokens, whichever it is."""
+
+    bits: int
+
+    def num_blocks(self, D: int) -> int:
+        """Blocks of channels n of a vector of width D; 0 for a width of 0."""
+        return -(-D // BLOCK_WIDTH)
+
+    def width(self, D: int, itemsize: int) -> int:
+        """Columns of a row: numbers of the tokens' dtype for 16 bits, else bytes. itemsize: of that dtype."""
+        if self.bits == 16:
+            return D
+        return _up(self.grid_start(D, itemsize) + 2 * self.num_blocks(D) * itemsize, ROW_UNIT)
+
+    def code_bytes(self, D: int) -> int:
+        """Bytes of the codes of a row; of 4 bits and an odd width, the last half of a byte is 0."""
+        return D if self.bits == 8 else -(-D // 2)
+
+    def grid_start(self, D: int, itemsize: int) -> int:
+        """The byte of a row at which the first step and zero stand."""
+        return _up(self.code_bytes(D), 2 * itemsize)
+
+    def dtype(self, tokens: torch.dtype) -> torch.dtype:
+        """The dtype of the rows for tokens of a dtype."""
+        return tokens if self.bits == 16 else torch.uint8
+
+    def step_unit(self) -> float:
+        """A step as a fraction of the spread of its block, before it is rounded; for 8 or 4 bits."""
+        return step_unit(self.bits, STEP_DTYPE)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Rows ``[..., C]`` of vectors x ``[..., D]``. In fewer than 16 bits no gradient flows.
+
+        A number's error is at most half of its step, which is (largest - smallest) / (2 ** bits - 1) of its block,
+        rounded up, and then the rounding to its dtype.
+        """
+        if self.bits == 16:
+            return x
+        D, C = x.shape[-1], self.width(x.shape[-1], x.itemsize)
+        if D == 0:
+            return x.to(torch.uint8)
+        with torch.no_grad():
+            codes, step, zero = quantise(self._blocks(x), -1, self.bits, STEP_DTYPE)
+            codes = F.pad(codes.flatten(-2)[..., :D], (0, self.code_bytes(D) * 8 // self.bits - D))
+            grid = torch.cat([step, zero], dim=-1).flatten(-2).view(torch.uint8)
+            between = self.grid_start(D, x.itemsize) - self.code_bytes(D)
+            row = torch.cat([F.pad(to_bytes(codes, self.bits), (0, between)), grid], dim=-1)
+            return F.pad(row, (0, C - row.shape[-1]))
+
+    def unpack(self, rows: Tensor, D: int, dtype: torch.dtype) -> Tensor:
+        """Vectors ``[..., D]`` in ``dtype`` of rows ``[..., C]``."""
+        if self.bits == 16:
+            return rows
+        if D == 0:
+            return rows.to(dtype)
+        n, start = self.num_blocks(D), self.grid_start(D, dtype.itemsize)
+        codes = from_bytes(rows[..., : self.code_bytes(D)], self.bits)[..., :D]
+        grid = rows[..., start : start + 2 * n * dtype.itemsize].contiguous().view(dtype).unflatten(-1, (n, 2))
+        step, zero = grid.repeat_interleave(min(D, BLOCK_WIDTH), dim=-2)[..., :D, :].unbind(-1)
+        return dequantise(codes, step, zero)
+
+    def rounded(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The vectors that ``rows``, which `pack` made of x, stand for, with the gradient of x: as if not rounded."""
+        numbers = self.unpack(rows, x.shape[-1], x.dtype)
+        # x - x is 0, so the numbers stay the same to the bit
+        return numbers + (x - x.detach()) if self.bits < 16 and x.requires_grad else numbers
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        """``[..., n, channels]`` of x ``[..., D]``; in the last block the last channel may be repeated."""
+        D, n, width = x.shape[-1], self.num_blocks(x.shape[-1]), min(x.shape[-1], BLOCK_WIDTH)
+        if n * width > D:
+            x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], n * width - D)], dim=-1)
+        return x.unflatten(-1, (n, width))
+
+
+def _up(size: int, unit: int) -> int:
+    """The first multiple of ``unit`` that is not below ``size``."""
+    return -(-size // unit) * unit

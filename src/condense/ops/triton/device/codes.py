@@ -1,0 +1,190 @@
+"""Numbers as codes of 8 or 4 bits (`condense.ops.tensors.codes`), and entries as rows of bytes
+(`condense.ops.entries.EntryFormat`), in kernels: the same numbers to the bit.
+
+Vectors are in parts, see `condense.ops.triton.device.parts`. A row is written from registers, where the blocks of
+channels of one part lie in no other: the first of two parts has a multiple of a block's width.
+
+Shapes: n rows of a tile, P columns of a part's tile, N of them that exist, W channels of a block.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from condense.ops.entries import BLOCK_WIDTH, EntryFormat
+from condense.ops.triton.device.parts import load_rows, parts, store_row, tile_width
+
+_BLOCK = tl.constexpr(BLOCK_WIDTH)
+
+
+@triton.constexpr_function
+def row_width(D, BITS, dtype):
+    """Columns of a row that holds a vector of width D: numbers, or of fewer than 16 bits bytes."""
+    return EntryFormat(BITS).width(D, dtype.primitive_bitwidth // 8)
+
+
+@triton.constexpr_function
+def _code_bytes(D, BITS):
+    return EntryFormat(BITS).code_bytes(D)
+
+
+@triton.constexpr_function
+def _grid_start(D, BITS, dtype):
+    """The byte of a row at which the first step and zero stand."""
+    return EntryFormat(BITS).grid_start(D, dtype.primitive_bitwidth // 8)
+
+
+@triton.constexpr_function
+def _bits_of(dtype, times):
+    """The integers that are ``times`` as wide as a dtype."""
+    return {16: tl.int16, 32: tl.int32, 64: tl.int64}[dtype.primitive_bitwidth * times]
+
+
+@triton.constexpr_function
+def _step_unit(BITS):
+    return EntryFormat(BITS).step_unit()
+
+
+@triton.constexpr_function
+def _smallest_step(dtype):
+    """The smallest normal number."""
+    return 2.0**-14 if dtype.is_fp16() else 2.0**-126
+
+
+@triton.constexpr_function
+def _block_width(P):
+    """Channels of a block in a tile of P columns."""
+    return min(P, BLOCK_WIDTH)
+
+
+@triton.jit
+def codes_of(x, step, zero, BITS: tl.constexpr):
+    """The codes of numbers x, int32."""
+    position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
+    return tl.minimum(tl.maximum(tl.floor(position + 0.5), 0.0), 2.0**BITS - 1).to(tl.int32)
+
+
+@triton.jit
+def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
+    """Codes of columns d, float32; bytes ``[n, P]``: those in which they stand, ``d % C`` of the C of a vector."""
+    if BITS < 8:
+        bytes = (bytes.to(tl.int32) >> (d // C * BITS)[None, :]) & (2**BITS - 1)
+    return bytes.to(tl.float32)
+
+
+@triton.jit
+def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Columns ``[LO, LO + N)`` of the vectors of width D in the rows that begin at ``ptr`` ``[n]``, zeros behind."""
+    P: tl.constexpr = tile_width(N)
+    W: tl.constexpr = _block_width(P)
+    C: tl.constexpr = _code_bytes(D, BITS)
+    HALF: tl.constexpr = dtype.primitive_bitwidth
+    d, block = LO + tl.arange(0, P), tl.arange(0, P // W) + LO // _BLOCK
+    # a step and a zero are loaded as one word, which is wide enough to be prefetched
+    codes_at, grid_at = ptr[:, None] + (d % C)[None, :], (ptr + _grid_start(D, BITS, dtype))[:, None]
+    grid_at = grid_at.to(tl.pointer_type(_bits_of(dtype, 2))) + block[None, :]
+    if P == N:
+        codes, grid = tl.load(codes_at), tl.load(grid_at)
+    else:
+        codes = tl.load(codes_at, mask=(d < LO + N)[None, :], other=0)
+        grid = tl.load(grid_at, mask=(block * _BLOCK < LO + N)[None, :], other=0)
+    step = grid.to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
+    zero = (grid >> HALF).to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
+    codes = tl.reshape(unpacked(codes, d, C, BITS), (ptr.shape[0], P // W, W))
+    return tl.reshape((zero[:, :, None] + step[:, :, None] * codes).to(dtype), (ptr.shape[0], P))
+
+
+@triton.jit
+def load_vectors(ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
+    """The vectors that begin at ``ptr + at``, in ``dtype``: rows of bytes, if ``ptr`` points to such, else numbers.
+
+    Columns past the last are finite.
+    """
+    if ptr.dtype.element_ty != tl.uint8:
+        return load_rows(ptr, at, None, D0, D1)
+    else:
+        x = _load_columns(ptr + at, 0, D0, D0 + D1, BITS, dtype)
+        return parts(x, _load_columns(ptr + at, D0, D1, D0 + D1, BITS, dtype) if D1 > 0 else None)
+
+
+@triton.jit
+def _step(zero, largest, BITS: tl.constexpr, dtype: tl.constexpr):
+    """The steps of blocks: of 8 significant bits, to nearest and even."""
+    step = ((largest - zero) * _step_unit(BITS)).to(tl.int32, bitcast=True)
+    step = (step + 0x7FFF + ((step >> 16) & 1)) & -65536
+    return tl.maximum(step.to(tl.float32, bitcast=True), _smallest_step(dtype))
+
+
+@triton.jit
+def _quantised(x, N: tl.constexpr, BITS: tl.constexpr):
+    """Codes ``[1, P]`` of x ``[1, P]``, a part of N columns; steps and zeros ``[1, blocks]``; the numbers they give."""
+    P: tl.constexpr = x.shape[1]
+    W: tl.constexpr = _block_width(P)
+    inside = tl.reshape(tl.arange(0, P) < N, (1, P // W, W))
+    wide = tl.reshape(x.to(tl.float32), (1, P // W, W))
+    zero = tl.min(tl.where(inside, wide, float("inf")), 2)
+    step = _step(zero, tl.max(tl.where(inside, wide, float("-inf")), 2), BITS, x.dtype)
+    codes = codes_of(wide, step[:, :, None], zero[:, :, None], BITS)
+    # a latent may end before its tile, in which then whole blocks are outside
+    numbers = tl.where(inside, zero[:, :, None] + step[:, :, None] * codes.to(tl.float32), 0.0)
+    return tl.reshape(codes, (1, P)), step, zero, tl.reshape(numbers.to(x.dtype), (1, P))
+
+
+@triton.jit
+def _store_grid(ptr, step, zero, LO: tl.constexpr, N: tl.constexpr):
+    """Store the steps and zeros of a part of N columns from LO on; ptr: to the vector's first step."""
+    block = (tl.arange(0, step.shape[1]) + LO // _BLOCK)[None, :]
+    is_block = block * _BLOCK < LO + N
+    tl.store(ptr + 2 * block, step.to(ptr.dtype.element_ty), mask=is_block)
+    tl.store(ptr + 2 * block + 1, zero.to(ptr.dtype.element_ty), mask=is_block)
+
+
+@triton.jit
+def _columns(x, d, D0: tl.constexpr):
+    """Columns d ``[1, m]`` of the row x ``[1, P]`` in parts."""
+    first = tl.gather(x[0], tl.minimum(d, x[0].shape[1] - 1), 1)
+    if len(x) == 1:
+        return first
+    else:
+        rest = tl.gather(x[1], tl.minimum(tl.maximum(d - D0, 0), x[1].shape[1] - 1), 1)
+        return tl.where(d < D0, first, rest)
+
+
+@triton.jit
+def _store_codes(ptr, codes, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
+    """Store the codes ``[1, P]`` in parts of one vector."""
+    if BITS == 8:
+        store_row(ptr, codes, D0, D1)
+    else:
+        C: tl.constexpr = _code_bytes(D0 + D1, BITS)
+        c = tl.arange(0, tile_width(C))[None, :]
+        high = tl.where(c + C < D0 + D1, _columns(codes, c + C, D0), 0)
+        both = _columns(codes, c, D0) + (high << 4)
+        tl.store(ptr + c, both.to(tl.uint8), mask=c < C)
+
+
+@triton.jit
+def put_vector(ptr, x, writes, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
+    """The vector x ``[1, P]`` as it is read from its row at ``ptr``, which is stored if ``writes``: as it is in 16
+    bits, otherwise rounded to the numbers that its bytes stand for.
+    """
+    if BITS == 16:
+        if writes:
+            store_row(ptr, x, D0, D1)
+        return x
+    else:
+        grid = (ptr + _grid_start(D0 + D1, BITS, x[0].dtype)).to(tl.pointer_type(x[0].dtype))
+        codes, step, zero, first = _quantised(x[0], D0, BITS)
+        if writes:
+            _store_grid(grid, step, zero, 0, D0)
+        if D1 > 0:
+            more, step, zero, rest = _quantised(x[1], D1, BITS)
+            if writes:
+                _store_grid(grid, step, zero, D0, D1)
+                _store_codes(ptr, (codes, more), D0, D1, BITS)
+            return first, rest
+        else:
+            if writes:
+                _store_codes(ptr, (codes,), D0, D1, BITS)
+            return (first,)

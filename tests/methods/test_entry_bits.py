@@ -1,0 +1,88 @@
+"""Entries in 8 and 4 bits: rounded once, when they are made, and the same to the bit wherever they are read.
+
+What all methods promise (parity, causality, gradients, buffers) is tested where the other methods are, with cases of
+`condense.testing.cases` and of Recall's tests.
+"""
+
+import pytest
+import torch
+
+import condense
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.functional import extend, read_whole
+from condense.ops import EntryFormat
+from condense.testing import oracle
+
+POOLED = condense.CCA(group_size=4, window=6, summary="streaming", rep_bias="matched")
+METHODS = {"cca": POOLED, "recall": condense.Recall(group_size=4, window=6, num_recall=2)}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SCALE = 0.3
+
+
+def inputs(dtype):
+    """Keys have three blocks of channels, the last of them short, values an odd width."""
+    return oracle.random_qkv(2, 4, 2, 41, 80, 11, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_what_is_read_is_what_is_kept_to_the_bit(method, bits, dtype):
+    q, k, v = inputs(dtype)
+    form, method = EntryFormat(bits), method.replace(entry_bits=bits)
+    exact = read_whole(method.replace(entry_bits=16), k=k, v=v, q=q, scale=SCALE).sources[0]
+    whole = read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
+    context, state = extend(method, None, k=k, v=v, q=q, scale=SCALE)
+    for i, width in enumerate((80, 11)):
+        rows = form.pack(exact[i])
+        assert torch.equal(state.entries[i], rows)
+        assert torch.equal(whole[i], form.unpack(rows, width, dtype))
+        assert torch.equal(context.sources[0][i], whole[i])
+        assert not torch.equal(whole[i], exact[i])
+    if method.rep_bias == "matched":  # biases are those of the pooled keys
+        assert torch.equal(whole.bias, exact.bias)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_rounded_entry_has_the_gradient_of_the_pooled_one(method, bits):
+    """And its value to the bit: as ``x + (rounded(x) - x).detach()`` in exact arithmetic."""
+    results = []
+    for entry_bits in (bits, 16):
+        leaves = [x.requires_grad_() for x in inputs(torch.float64)]
+        q, k, v = leaves
+        entries = read_whole(method.replace(entry_bits=entry_bits), k=k, v=v, q=q, scale=SCALE).sources[0]
+        weights = torch.linspace(-1, 1, entries.k.numel(), dtype=k.dtype).view_as(entries.k)
+        loss = (entries.k * weights).sum() + (entries.v * weights[..., :11]).sum()
+        results.append((entries, torch.autograd.grad(loss, (k, v))))
+    (rounded, got), (exact, want) = results
+    assert torch.equal(rounded.k, EntryFormat(bits).unpack(EntryFormat(bits).pack(exact.k), 80, exact.k.dtype))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "layer", [CondensedLayer, lambda method: StaticCondensedLayer(method, 41)], ids=["grow", "fix"]
+)
+def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
+    method, (q, k, v) = POOLED.replace(entry_bits=4), inputs(torch.bfloat16)
+    layer, want = layer(method), read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
+    for start, stop in ((0, 9), (9, 30), (30, 41)):
+        part = [x[:, :, start:stop] for x in (q, k, v)]
+        context = layer.read(*part[1:], read_request(part[0], scale=SCALE))
+    assert torch.equal(context.sources[0].k, want.k)
+    assert torch.equal(context.sources[0].v, want.v)
+    kept = layer.buffers.entries if isinstance(layer, StaticCondensedLayer) else layer.state.entries
+    assert [x.dtype for x in kept[:2]] == [torch.uint8] * 2
+    assert [x.shape[3] for x in kept[:2]] == [40 + 3 * 4 + 4, 6 + 4 + 6]
+
+
+def test_entries_in_16_bits_are_those_without_the_setting():
+    q, k, v = inputs(torch.bfloat16)
+    method = condense.CCA(group_size=4, window=6)
+    assert method.replace(entry_bits=16) == method
+    assert extend(method, None, k=k, v=v, q=q, scale=SCALE)[1].entries[0].dtype == torch.bfloat16
+
+
+def test_dga_has_no_such_setting():
+    with pytest.raises(ValueError, match=r"dga: unknown settings \['entry_bits'\]"):
+        condense.methods.Method.parse("dga:entry_bits=4")

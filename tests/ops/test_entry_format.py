@@ -1,0 +1,98 @@
+"""`EntryFormat`: how far numbers may move, what a row holds, and that reading it needs one rounding."""
+
+import pytest
+import torch
+
+from condense.ops.entries import BLOCK_WIDTH, EntryFormat
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 2, 11, 32, 80, 192]
+
+
+def vectors(D, dtype):
+    generator = torch.Generator().manual_seed(D)
+    x = torch.randn(2, 3, 50, D, generator=generator, dtype=torch.float64)
+    x[..., :1] *= 50  # one channel that is large in all vectors
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("D", WIDTHS)
+def test_errors_are_at_most_half_a_step_and_a_rounding(bits, dtype, D):
+    form, x = EntryFormat(bits), vectors(D, dtype)
+    rows = form.pack(x)
+    assert rows.shape == (2, 3, 50, form.width(D, dtype.itemsize))
+    assert rows.dtype == torch.uint8
+    got = form.unpack(rows, D, dtype)
+    assert got.dtype == dtype
+    for mine, of in zip(*(y.double().split(BLOCK_WIDTH, dim=-1) for y in (got, x)), strict=True):
+        # steps are at most (1 + eps)^2 of the range's share, eps of the 8 significant bits that steps have; a position
+        # is computed in float32, and off by some 2 ** -24 of up to 255; halves may be rounded at the number's own dtype
+        step = (of.amax(-1) - of.amin(-1)) / (2**bits - 1) * (1 + 2**-7) ** 2
+        step = step.clamp(min=torch.finfo(dtype).tiny)
+        allowed = step * (0.5 + 2**-15) + of.abs().amax(-1) * torch.finfo(dtype).eps
+        assert bool(((mine - of).abs().amax(-1) <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_times_a_code_is_exact(bits, dtype):
+    """So a number is the same to the bit with and without a fused multiplication and addition."""
+    form, D = EntryFormat(bits), 64
+    start, wide = form.grid_start(D, dtype.itemsize), torch.promote_types(dtype, torch.float32)
+    rows = form.pack(torch.cat([vectors(D, dtype), (vectors(D, dtype).double() / 1000).to(dtype)]))
+    steps = rows[..., start : start + 4 * dtype.itemsize].contiguous().view(dtype)[..., ::2]
+    for code in range(2**bits):
+        assert torch.equal((steps.to(wide) * code).double(), steps.double() * code)
+    assert torch.equal(steps, steps.to(torch.bfloat16).to(dtype))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_row_depends_on_its_vector_alone(bits):
+    form, x = EntryFormat(bits), vectors(80, torch.bfloat16)
+    whole = form.pack(x)
+    for j in (0, 7, 49):
+        alone = form.pack(x[:, :, j : j + 1])
+        assert torch.equal(whole[:, :, j : j + 1], alone)
+        assert torch.equal(form.unpack(alone, 80, x.dtype), form.unpack(whole, 80, x.dtype)[:, :, j : j + 1])
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_channels_are_exact_and_zeros_give_zeros(bits, dtype):
+    form = EntryFormat(bits)
+    x = torch.tensor([-3.25, 0.1, 0.0, 1e-30], dtype=torch.float64).to(dtype)[:, None].expand(4, 34)
+    assert torch.equal(form.unpack(form.pack(x), 34, dtype), x)
+    empty = torch.zeros(3, form.width(34, dtype.itemsize), dtype=form.dtype(dtype))
+    assert torch.equal(form.unpack(empty, 34, dtype), torch.zeros(3, 34, dtype=dtype))
+
+
+def test_vectors_without_channels_have_empty_rows():
+    """The values of latents."""
+    for bits in (16, 8, 4):
+        form, x = EntryFormat(bits), torch.zeros(2, 3, 0, dtype=torch.bfloat16)
+        assert form.pack(x).shape == (2, 3, 0)
+        assert form.width(0, 2) == 0
+        assert form.unpack(form.pack(x), 0, x.dtype).dtype == x.dtype
+
+
+def test_a_row_is_codes_in_halves_then_steps_and_zeros():
+    form, dtype = EntryFormat(4), torch.bfloat16
+    x = vectors(64, dtype)
+    row = form.pack(x)[0, 0, 0]
+    steps, zeros = row[32:40].view(dtype).reshape(2, 2).mT
+    assert torch.equal(zeros, x[0, 0, 0].view(2, 32).amin(1))
+    codes = torch.cat([row[:32] & 15, row[:32] >> 4]).float()
+    want = (zeros.float().repeat_interleave(32) + steps.float().repeat_interleave(32) * codes).to(dtype)
+    assert torch.equal(form.unpack(row, 64, dtype), want)
+    assert not row[40:].any()
+
+
+def test_bytes_of_an_entry():
+    """A step and a zero of 2 bytes for each 32 channels; rows begin at multiples of 8 bytes."""
+    assert [EntryFormat(bits).width(128, 2) for bits in (16, 8, 4)] == [128, 128 + 16, 64 + 16]
+    assert [EntryFormat(bits).width(64, 2) for bits in (16, 8, 4)] == [64, 64 + 8, 32 + 8]
+    assert [EntryFormat(bits).width(80, 2) for bits in (8, 4)] == [96, 56]
+    assert [EntryFormat(bits).width(576, 2) for bits in (8, 4)] == [576 + 72, 288 + 72]  # latents
+    assert EntryFormat(4).grid_start(5, 4) == 8  # a step and a zero of 4 bytes each are loaded as one word

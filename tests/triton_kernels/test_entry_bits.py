@@ -1,0 +1,129 @@
+"""The decode step over entries in 8 and 4 bits: interpreted in float32 on a CPU, compiled for every dtype on a GPU.
+
+Bytes are held against those of PyTorch's step on the same state, outputs against exact attention over what the bytes
+stand for.
+"""
+
+import itertools
+
+import pytest
+import torch
+from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, empty_state, plan_of, same
+
+import condense
+from condense.ops.entries import BLOCK_WIDTH
+from condense.ops.torch import step as torch_step
+from condense.ops.triton import step as triton_step
+from condense.ops.types import NewToken, OwnEntries, StepState
+from condense.testing import oracle
+from condense.testing.budget import judge
+
+METHODS = {
+    "cca": condense.CCA(group_size=4, window=3),
+    "cca-window0": condense.CCA(group_size=4, window=0, rep_bias="log_size"),
+    "lca-matched": condense.LCA(group_size=4, window=3, rep_bias="matched"),
+    "mean-max": condense.LCA(group_size=3, window=2, key_pooling="mean", value_pooling="max"),
+    "max-select": condense.CCA(group_size=5, window=2, key_pooling="max", value_pooling="select"),
+}
+
+
+def seen_now(method, state, D, Dv, dtype, latent):
+    """Keys, values and biases that queries see after a step, row by row: entries as numbers, then tokens."""
+    rule, form = method.layout.rule, method.layout.entry_format
+    entries_k, entries_v = (form.unpack(x, width, dtype) for x, width in ((state.entries_k, D), (state.entries_v, Dv)))
+    for b, seen in enumerate(state.seen.tolist()):
+        closed = rule.closed(seen)
+        M, at = rule.visible_entries(closed), torch.arange(closed * rule.chunk, seen) % state.ring_k.shape[2]
+        k = torch.cat([entries_k[b, :, :M], state.ring_k[b][:, at.to(DEVICE)]], 1)
+        v = k[..., :latent] if latent else torch.cat([entries_v[b, :, :M], state.ring_v[b][:, at.to(DEVICE)]], 1)
+        bias = torch.zeros(k.shape[:2], dtype=torch.float64, device=DEVICE)
+        bias[:, :M] = state.biases[b, :, :M, 0] if method.layout.matched else plan_of(method).bias
+        yield k, v, bias
+
+
+def attend_plainly(q, k, v, bias, scale):
+    """q ``[H, D]``; k ``[K, N, D]``, v and bias likewise; scores and weights in the bias's dtype."""
+    q = q.unflatten(0, (len(k), -1)).to(bias.dtype)
+    weights = (q @ k.mT.to(bias.dtype) * scale + bias[:, None]).softmax(-1)
+    return (weights.to(v.dtype) @ v).flatten(0, 1)
+
+
+def check_rows(got, want, D, dtype, form, largest):
+    """Rows of entries whose numbers, at most ``largest``, were summed in different orders: within a step.
+
+    A number lies within half a step of the one that it was rounded from, and within its last digit. The numbers before
+    differ by some of float32's digits, or, where that decides how they are rounded, by the last one of their dtype, and
+    so may the ends of a block's range, which decide its step: that is rounded to 8 digits.
+    """
+    start, last = form.grid_start(D, dtype.itemsize), 2 * form.num_blocks(D) * dtype.itemsize
+    step = want[..., start : start + last].contiguous().view(dtype)[..., ::2].double()
+    step = step.repeat_interleave(min(D, BLOCK_WIDTH), -1)[..., :D]
+    allowed = step * (1 + 2**-7) + 4 * torch.finfo(dtype).eps * largest
+    got, want = (form.unpack(rows, D, dtype).double() for rows in (got, want))
+    assert bool(((got - want).abs() <= allowed).all())
+
+
+def rounded_steps(method, shape, dtype, L, *, latent=0):
+    """Every token one step from the state that PyTorch's step left, one row pausing now and then: its entries, biases,
+    rings and outputs.
+
+    Outputs are held against exact attention over what the kernel's own state holds after the step. Two query heads
+    share a KV head: their mean is the same to the bit in any order, so that both steps choose the same anchors.
+    """
+    B, H, K, D, Dv = shape
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype))
+    form, plan, scale = method.layout.entry_format, plan_of(method), 0.2
+    own = OwnEntries((method.for_latents(latent) if latent else method).represent)
+    theirs = StepState._make(x.nan_to_num(0.0) for x in empty_state(method, B, K, D, Dv, L, dtype=dtype))
+    exact_bytes = {"max", "select"} >= {method.key_pooling, method.value_pooling}
+    # a bias is a product of D numbers in float32 with a key that may be rounded differently where it is a sum
+    of_keys = torch.float32 if not latent and method.key_pooling in ("max", "select") else dtype
+    of_biases = scale * D * float(q.abs().max() * k.abs().max()) * torch.finfo(of_keys).eps
+    outs, wants, plains = [], [], []
+    for t in range(L):
+        real = torch.tensor([True] + [t % 5 != 2] * (B - 1), device=DEVICE)
+        mine, before = copy_of(theirs), copy_of(theirs)
+        now = [x[:, :, t : t + 1].masked_fill(~real[:, None, None, None], torch.nan) for x in (q, k, v)]
+        token = NewToken(*now, real)
+        torch_step.step(token, theirs, plan, scale=scale, own=own, latent=latent)
+        out = triton_step.step(token, mine, plan, scale=scale, latent=latent)
+        assert all(torch.equal(x[~real], y[~real]) for x, y in zip(mine, before, strict=True))
+        assert not out[~real].any()
+        assert same(mine[2:8], theirs[2:8])
+        torch.testing.assert_close(mine.biases, theirs.biases, rtol=0, atol=of_biases)
+        for got, want, width, x in ((mine[0], theirs[0], D, k), (mine[1], theirs[1], Dv, v)):
+            if not torch.equal(got, want):
+                assert not exact_bytes
+                check_rows(got, want, width, dtype, form, float(x.abs().max()))
+        for b, (keys, values, bias) in enumerate(seen_now(method, mine, D, Dv, dtype, latent)):
+            if real[b]:
+                outs.append(out[b, :, 0])
+                wants.append(attend_plainly(q[b, :, t].double(), keys.double(), values.double(), bias, scale))
+                plains.append(attend_plainly(q[b, :, t], keys, values, bias.float(), scale))
+    assert theirs.entries_k[0].any()
+    verdict = judge([torch.stack(outs)], [torch.stack(wants)], [torch.stack(plains)])
+    assert verdict.passed, verdict
+
+
+# every pooling, and on a GPU every width, with the dtypes in turn
+CELLS = [(name, 128 if DEVICE == "cuda" else (16, 40), DTYPES[0]) for name in METHODS]
+if DEVICE == "cuda":
+    CELLS += [("cca", width, dtype) for width, dtype in zip((*WIDTHS, 40, 33), itertools.cycle(DTYPES), strict=False)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("name", "width", "dtype"), CELLS, ids=str)
+def test_steps(name, width, dtype, bits):
+    D, Dv = width if isinstance(width, tuple) else (width, width)
+    method = METHODS[name].replace(entry_bits=bits)
+    rounded_steps(method, (2, 4, 2, D, Dv), dtype, 60 if DEVICE == "cuda" else 2 * method.group_size + 4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(512, 64), (256, 32)] if DEVICE == "cuda" else [(32, 16)], ids=str)
+def test_latents(widths, dtype, bits):
+    latent, rope = widths
+    method = condense.LCA(group_size=4, window=3, rep_bias="matched", entry_bits=bits)
+    L = 60 if DEVICE == "cuda" else 12
+    rounded_steps(method, (2, 2, 1, latent + rope, 0), dtype, L, latent=latent)
