@@ -50,7 +50,7 @@ def layer(method, plan):
     """What a condensed layer computes."""
 
     def run(q, k, v):
-        context = read_whole(method, k, v, q, scale=D**-0.5, plan=plan)
+        context = read_whole(method, q, k, v, scale=D**-0.5, plan=plan)
         return method.attend(q, context, scale=D**-0.5)[0]
 
     return run

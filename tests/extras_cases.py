@@ -42,7 +42,7 @@ def qkv(dtype=torch.float64, device="cpu", length=L):
 
 def context_of(method, q, k, v, backend="auto"):
     """All tokens, read at once."""
-    return read_whole(method, k, v, q, scale=SCALE, backend=backend)
+    return read_whole(method, q, k, v, scale=SCALE, backend=backend)
 
 
 def definition(context, q, extras):

@@ -46,7 +46,9 @@ def test_the_recipe_is_the_one_that_made_the_model(tmp_path: Path) -> None:
 def test_demo_model_answers_dense_recalling_and_condensed_and_a_window_does_not() -> None:
     model, tokenizer = condense.demo_model()
     prompt = demo_prompt()
-    dense, recalled, condensed, dropped = compare(model, tokenizer, DEMO_METHODS, prompt, max_new_tokens=6)
+    dense, recalled, condensed, dropped = compare(
+        model, tokenizer, list(map(condense.Method.parse, DEMO_METHODS)), prompt, max_new_tokens=6
+    )
     assert dense.correct == recalled.correct == condensed.correct == len(prompt.questions) == 8
     assert dropped.correct is not None
     assert dropped.correct <= 2

@@ -283,7 +283,7 @@ def test_a_past_is_its_own(name, length):
     method = METHODS[name]
     q, k, v = (x.clone() for x in oracle.random_qkv(1, 2, 2, length, 8, 8))
     with torch.no_grad():
-        _, past = extend(method, None, k, v, q, scale=0.3)
+        _, past = extend(method, None, q, k, v, scale=0.3)
         before = [x.clone() for x in past.tensors]
         for x in (q, k, v):
             x.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources; and what no source file may hold."""
+"""Who may import whom, read from the sources; and what no source file may hold: machine paths, long signatures."""
 
 import ast
 import functools
@@ -141,3 +141,39 @@ TEXTS = sorted(
 
 def test_no_machine_paths():
     assert not [str(path) for path in TEXTS if MACHINE_PATH.search(path.read_text(encoding="utf-8"))]
+
+
+MOST_PARAMETERS = {"device": 12, "host": 8}
+# others decide what these take: schemas of operations, transformers, vLLM; and the two public functions over tensors
+LONG_SIGNATURES = {
+    "ops/triton/step.py": {"_step"},
+    "ops/triton/recall_step.py": {"_step"},
+    "models/attention.py": {"condense_attention"},
+    "models/masks.py": {"condense_mask"},
+    "serving/vllm/backend.py": {"forward"},
+    "functional.py": {"attention"},
+    "latent.py": {"latent_attention"},
+}
+
+
+def too_long(path):
+    """Functions with too many parameters, but for kernels that the host starts, operations and commands."""
+    name = path.relative_to(SOURCE).as_posix()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.FunctionDef) or node.name in LONG_SIGNATURES.get(name, ()):
+            continue
+        decorators = " ".join(map(ast.unparse, node.decorator_list))
+        where = "device" if "triton.jit" in decorators or "gluon.jit" in decorators else "host"
+        is_command = name.startswith("cli/") and node.name.endswith("_command")
+        if is_command or "custom_op" in decorators or "register_fake" in decorators:
+            continue
+        if where == "device" and node.name.endswith("_kernel"):
+            continue
+        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
+        count = sum(x is not None and x.arg not in ("self", "cls") for x in every)
+        if count > MOST_PARAMETERS[where]:
+            yield f"{name}:{node.lineno} {node.name} ({where}): {count}"
+
+
+def test_functions_take_few_parameters():
+    assert not [found for path in FILES for found in too_long(path)]

@@ -126,7 +126,7 @@ def read_in_steps(method, x, steps, *, absorb, hand_over=False):
         start += size
         view = method.for_latents(x.c.shape[-1])
         summary = summary_queries(method, new_q, up)
-        sources, past = extend(view, past, new, new[..., :0], summary, scale=q.shape[-1] ** -0.5)
+        sources, past = extend(view, past, summary, new, new[..., :0], scale=q.shape[-1] ** -0.5)
         handed = up.expand(new) if hand_over else None
         latents = LatentView.of(sources, new_q, up, new=handed, absorb=absorb)
         out = latents.finish(method.attend(latents.q, latents.context, scale=q.shape[-1] ** -0.5)[0])

@@ -77,6 +77,8 @@ ARMS: Mapping[str, Arm] = {
         method=DGA(group_size=16, window=512, gamma=0.1, summary="streaming", rep_bias="log_size"),
         fields=_BOTH,
     ),
+    "matched": Arm("both, matched biases", method=OWN.replace(rep_bias="matched"), fields=_BOTH),
+    "unbiased": Arm("both, no bias", method=OWN.replace(rep_bias="none"), fields=_BOTH),
     "half": Arm("both, half of the loss the KL", fields={**_BOTH, "distill": 0.5}),
     "wide-1024": Arm("both, window 1,024", method=OWN.replace(window=1024), fields=_BOTH),
     "wide": Arm("both, window 2,048", method=OWN.replace(window=2048), fields=_BOTH),

@@ -35,11 +35,13 @@ def main() -> None:
         command.add_argument(
             "--measure",
             default="16384:calibrated,16384:methods,4096:calibrated,4096:methods,4096:heads,4096:adapted",
-            help="tokens and part, in this order; parts: calibrated (allocations), methods (in all layers), opened "
-            "(Recall by open groups), heads (in single KV heads), adapted (the first two after 300 distilled steps), "
-            "biases (CCA after as many with each)",
+            help="tokens and part, in this order; parts: calibrated (allocations), methods (in all layers), nearest "
+            "(in all layers, what comes nearest to the goals), opened (Recall by open groups), heads (in single KV "
+            "heads), adapted (the first two after 300 distilled steps), biases (CCA after as many with each)",
         )
-        command.add_argument("--texts", type=int, default=8, help="per figure, and with hidden numbers twice as many")
+        command.add_argument(
+            "--texts", type=int, default=8, help="per figure, and with hidden numbers four times as many"
+        )
         command.add_argument("--trial", action="store_true", help="a few steps and texts, to try out a machine")
     command = commands.add_parser("collect")
     command.add_argument("--work", type=Path, required=True)

@@ -26,11 +26,10 @@ class Row(NamedTuple):
 def by_label(runs: Runs) -> dict[str, list[Row]]:
     """Rows by the methods' labels, in the order of the runs; of an adaptation also dense attention before it."""
     rows: dict[str, list[Row]] = {}
-    among_methods = any(run["part"] == "methods" for run in runs)
     for run in runs:
         dense, found = run["text"][0], {entry["name"]: entry["exact"]["share"] for entry in run["retrieval"]}
         for text in run["text"]:
-            if text is dense and run["part"] == "calibrated" and among_methods:
+            if text is dense and run["part"] != runs[0]["part"]:
                 continue  # the same numbers stand there
             losses = [text["loss"] - dense["loss"], *_parts(text, dense)]
             rows.setdefault(text["name"], []).append(Row(*run["shares"][text["name"]], found[text["name"]], *losses))

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
-from trial import RoundedCCA, RoundedRecall
-
 from condense import CCA, DGA, LCA, CalibrationConfig, Dense, Method, Recall, StreamingLLM
 from condense.methods.grouped import GroupPooling
 
@@ -44,7 +42,7 @@ def stored(length: int) -> Recall:
 
 
 def methods(length: int, pooled: GroupPooling) -> dict[str, Method]:
-    """By the labels of the rows; dense attention, which all others are compared to, first."""
+    """By the labels of the rows, but `nearest`; dense attention, which all others are compared to, first."""
     windows = {share: StreamingLLM(sink=SINKS, window=round(share * length) - SINKS) for share in SHARES}
     rows: dict[str, Method] = {
         "dense": Dense(),
@@ -53,7 +51,7 @@ def methods(length: int, pooled: GroupPooling) -> dict[str, Method]:
         "lca of its paper": LCA(**_PLACED),
     }
     hosted, kept = recall(length), stored(length)
-    rows |= {"recall 4-bit store": kept, "recall 4-bit store, drop": _dropping(kept)}
+    rows["recall 4-bit store"] = kept
     if isinstance(pooled, LCA):
         return rows
     fine = hosted.replace(index_size=GROUP // 2)
@@ -61,31 +59,50 @@ def methods(length: int, pooled: GroupPooling) -> dict[str, Method]:
         "cca of its paper": CCA(**_PLACED),
         "dga of its paper": DGA(**_PLACED),
         "recall": hosted,
-        "recall finer index": fine,
         "recall fewer open": fine.replace(num_recall=hosted.num_recall // 2, slots=hosted.slots // 2),
         "recall g=32": coarse(length),
         "recall drop": hosted.replace(unchosen="drop"),
         "recall drop, finer index": fine.replace(unchosen="drop"),
-        "recall drop, more open": hosted.replace(unchosen="drop", num_recall=2 * hosted.num_recall),
         "quest": hosted.replace(index_bits=16, unchosen="drop"),
         "recall 8-bit store": kept.replace(store_bits=8),
+        "cca entries of 4 bits": pooled.replace(entry_bits=4),
+        "recall entries of 4 bits": hosted.replace(entry_bits=4),
     }
+
+
+def _more(method: Recall) -> Recall:
+    """With twice as many open groups."""
+    return method.replace(num_recall=2 * method.num_recall)
 
 
 def _dropping(method: Recall) -> Recall:
     """Without entries, and with twice as many open groups."""
-    return method.replace(unchosen="drop", num_recall=2 * method.num_recall)
+    return _more(method).replace(unchosen="drop")
 
 
-def rounded_methods(length: int) -> dict[str, Method]:
-    """Entries in 8 and 4 bits, by label."""
-    given = {**_PLACED, "rep_bias": "log_size", "key_pooling": "mean"}
-    hosted = {name: value for name, value in recall(length).to_dict().items() if name != "method"}
-    rows: dict[str, Method] = {}
-    for bits in (8, 4):
-        rows[f"cca entries of {bits} bits"] = RoundedCCA(**given, value_pooling="mean", entry_bits=bits)
-        rows[f"recall entries of {bits} bits"] = RoundedRecall(**hosted, entry_bits=bits)
-    return rows
+def nearest(length: int, pooled: GroupPooling) -> dict[str, Method]:
+    """What comes nearest to the study's goals in all layers, by label, after dense attention."""
+    kept = stored(length).replace(entry_bits=4)
+    rows: dict[str, Method] = {
+        "dense": Dense(),
+        "recall 4-bit store, entries of 4 bits": kept,
+        "recall 4-bit store, entries of 4 bits, more open": _more(kept),
+        "recall 4-bit store, drop": _dropping(kept),
+        "recall 8-bit store, drop": _dropping(kept).replace(store_bits=8),
+    }
+    if isinstance(pooled, LCA):
+        return rows
+    fine = recall(length).replace(index_size=GROUP // 2)
+    few = fine.replace(entry_bits=4)
+    return rows | {
+        "recall finer index": fine,
+        "recall finer index, entries of 8 bits": fine.replace(entry_bits=8),
+        "recall finer index, entries of 4 bits": few,
+        "recall finer index, entries of 4 bits, more open": _more(few),
+        "recall entries of 4 bits, more open": _more(few.replace(index_size=GROUP)),
+        "recall drop, finer index, more open": _dropping(fine),
+        "recall drop, more open": _dropping(recall(length)),
+    }
 
 
 def biases(trained: GroupPooling) -> dict[str, GroupPooling]:
@@ -106,13 +123,21 @@ def opened(length: int) -> dict[str, Method]:
 
 
 def calibrations(length: int, texts: int, seed: int, pooled: GroupPooling) -> Mapping[str, list[CalibrationConfig]]:
-    """By where the tokens of recalling layers lie: one configuration per goal, the budget first."""
-    entries = (pooled, pooled.replace(group_size=2 * GROUP))
+    """By where the tokens of recalling layers lie: one configuration per goal, the budget first; entries in 4 bits."""
+    few = pooled.replace(entry_bits=4)
+    entries = (few, few.replace(group_size=2 * GROUP))
     windows = tuple(StreamingLLM(sink=SINKS, window=w - SINKS) for w in (WINDOW, 2 * WINDOW))
     hosted, kept = recall(length), stored(length)
     recalling = {
-        "host": (hosted, _dropping(hosted), _dropping(hosted).replace(index_size=GROUP // 2)),
-        "device": (kept, _dropping(kept), _dropping(kept).replace(store_bits=8)),
+        "host": [
+            method.replace(index_size=size)
+            for size in (GROUP // 2, GROUP)
+            for method in (_more(hosted).replace(entry_bits=4), _dropping(hosted))
+        ],
+        "device": [
+            _more(kept).replace(entry_bits=4),
+            *(_dropping(kept).replace(store_bits=bits) for bits in (8, 4)),
+        ],
     }
     if isinstance(pooled, LCA):
         del recalling["host"]

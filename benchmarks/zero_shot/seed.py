@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from continued import LAST, FewerBits, measure
 from heads import by_head
-from rows import LATENT, POOLED, SHARES, TRAINED, WINDOW, biases, calibrations, methods, opened, rounded_methods
+from rows import LATENT, POOLED, SHARES, TRAINED, biases, calibrations, methods, nearest, opened
 from training import adapt, device, load_npz, train_dense
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from trial import entry_share
 
 import condense
 from condense import Method, SnapKV
@@ -77,11 +76,14 @@ class Place(NamedTuple):
         return calibrations(self.length, max(2, self.options.texts // 2), self.seed, pooled)
 
     def held_out(self) -> tuple[list[np.ndarray], list[PasskeySequence]]:
-        """Test texts, and twice as many with hidden numbers."""
+        """Test texts, and four times as many with hidden numbers: asked for by a question in the first half of them, by
+        a line to complete in the other.
+        """
         testing = SequenceBuilder(self.tokenizer, load_npz(self.options.test), load_words().held_out, self.length)
         count = 1 if self.options.trial else self.options.texts * max(1, 8192 // self.length)
-        questions = passkey_sequences(testing, 2 * count, keys=KEYS, form="question", seed=1)
-        return text_sequences(testing, count, seed=2), questions
+        forms = (("question", 1), ("cloze", 3))
+        questions = [passkey_sequences(testing, 2 * count, keys=KEYS, form=form, seed=seed) for form, seed in forms]
+        return text_sequences(testing, count, seed=2), [sequence for of in questions for sequence in of]
 
 
 def _model(options: argparse.Namespace, seed: int, tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedModel:
@@ -106,17 +108,12 @@ def _model(options: argparse.Namespace, seed: int, tokenizer: PreTrainedTokenize
 
 
 def _methods(model: PreTrainedModel, at: Place) -> dict[str, Any]:
-    """Every method in all layers; but on latents those on trial and those that change a cache after the prompt too."""
+    """Every method in all layers; but on latents those that change a cache after the prompt too."""
     choices = methods(at.length, at.pooled)
+    read = _read(model, at, choices)
     if at.pooled is LATENT:
-        return _read(model, at, choices)
-    rounded = rounded_methods(at.length)
-    read = _read(model, at, choices | rounded)
+        return read
     width, shares = inspect(model, choices["dense"], at.length)[0].width, read["shares"]
-    for name, method in rounded.items():
-        on_device, host = shares[name]
-        entries = (at.length - WINDOW) // method.group_size / at.length
-        shares[name] = on_device - entries * (1 - entry_share(method.entry_bits, width)), host
     ways = {
         f"snapkv {share:.0%}": SnapKV(budget=round(share * at.length) - LAST)
         for share in SHARES
@@ -134,6 +131,11 @@ def _calibrated(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     """Dense attention, and every calibrated allocation."""
     allocations, goals = _calibrate(model, at, at.pooled, "zero-shot")
     return _read(model, at, {"dense": condense.Dense(), **allocations}) | {"goals": goals}
+
+
+def _nearest(model: PreTrainedModel, at: Place) -> dict[str, Any]:
+    """Recall in all layers, as it comes nearest to the goals."""
+    return _read(model, at, nearest(at.length, at.pooled))
 
 
 def _opened(model: PreTrainedModel, at: Place) -> dict[str, Any]:
@@ -189,11 +191,12 @@ def _heads(model: PreTrainedModel, at: Place) -> dict[str, Any]:
 
 
 def _adapted(model: PreTrainedModel, at: Place) -> dict[str, Any]:
-    """As `_methods` without methods on trial, after a short distilled adaptation of all weights."""
+    """As the other parts, after a short distilled adaptation of all weights."""
     student, history = _student(model, at, at.trained, "adapted")
     allocations, goals = _calibrate(student, at, at.trained, "adapted")
     before = _read(model, at, {"dense": condense.Dense()})
-    after = _read(student, at, {**methods(at.length, at.trained), **allocations})
+    others = methods(at.length, at.trained) | nearest(at.length, at.trained)
+    after = _read(student, at, {**others, **allocations})
     return after | {"history": history, "goals": goals, "before": before}
 
 
@@ -224,6 +227,7 @@ def _student(
 _PARTS: Mapping[str, Callable[[PreTrainedModel, Place], dict[str, Any]]] = {
     "calibrated": _calibrated,
     "methods": _methods,
+    "nearest": _nearest,
     "opened": _opened,
     "heads": _heads,
     "adapted": _adapted,

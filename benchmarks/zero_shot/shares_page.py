@@ -1,13 +1,12 @@
 """`docs/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
 
 ``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
-``methods+calibrated``. Of these two ``{{picture ARCHITECTURE LENGTH}}`` is a picture and ``{{equal ...}}`` a table of
-the best of each kind at equal bytes; ``{{goals ...}}`` stands for a table of the study's goals, ``{{chosen ...}}`` for
-one of what calibrated allocations gave each layer, ``{{filled ...}}`` for one of what filling a size gains, ``{{heads
-...}}`` for one of `Recall` in single KV heads, ``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups,
-``{{needed ARCHITECTURE ...}}`` for one of the groups that must be open, ``{{training ARCHITECTURE}}`` for one of the
-training, and ``{{origin}}`` for text. Each is of the first result file that has it all; after the length a file may be
-named by a part of its name.
+``methods+calibrated``. Of such parts ``{{goals ...}}`` is a table of the study's goals, ``{{equal ...}}`` one of the
+best of each kind at equal bytes, and ``{{picture ...}}`` a picture. ``{{chosen ARCHITECTURE LENGTH}}`` stands for a
+table of what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads,
+``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups
+that must be open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the
+first result file that has it all; after the length a file may be named by a part of its name.
 """
 
 from __future__ import annotations
@@ -51,20 +50,16 @@ def write_page(results: Sequence[Path], output: Path) -> None:
                 return [run for of in found for run in sorted(of, key=lambda run: run["seed"])]
         raise ValueError(f"results: no runs of {parts} {architecture} {length} {file}".rstrip())
 
-    def rows(*of: str) -> dict[str, list[Row]]:
-        return by_label(pick("methods+calibrated", *of))
-
-    def picture(architecture: str, length: str, *file: str) -> str:
+    def picture(parts: str, architecture: str, length: str, *file: str) -> str:
         name = f"zero-shot-{architecture}-{length}.png"
-        _draw(rows(architecture, length, *file), output.parent / "images" / name)
+        _draw(by_label(pick(parts, architecture, length, *file)), output.parent / "images" / name)
         return f"![Loss above dense attention by bytes on the device](images/{name})"
 
     makers: Mapping[str, Callable[..., str]] = {
         "table": lambda *of: shares_tables.methods(by_label(pick(*of))),
-        "equal": lambda *of: shares_tables.equal(rows(*of)),
-        "goals": lambda *of: shares_tables.goals(pick("calibrated", *of)),
+        "equal": lambda *of: shares_tables.equal(by_label(pick(*of))),
+        "goals": lambda *of: shares_tables.goals(pick(*of)),
         "chosen": lambda *of: shares_tables.chosen(pick("calibrated", *of)),
-        "filled": lambda *of: shares_tables.filled(pick("calibrated", *of)),
         "heads": lambda *of: shares_tables.heads(pick("heads", *of)),
         "opened": lambda *of: shares_tables.opened(pick("opened", *of)),
         "needed": lambda *of: shares_tables.needed({name: pick("opened", name) for name in of}),

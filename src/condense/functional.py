@@ -27,9 +27,9 @@ from condense.state import SLACK, LayerState, empty_state, first_needed, prompt_
 def extend(
     method: Method,
     state: LayerState | None,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    q: Tensor,
     *,
     scale: float,
     plan: ForwardPlan | None = None,
@@ -37,21 +37,21 @@ def extend(
 ) -> tuple[Context, LayerState]:
     """Read L new tokens. Returns the sources that their queries attend to, and the new state.
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, q ``[B, H, L, D]``; summary queries are means of q. state: kept from
+    q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; summary queries are means of q. state: kept from
     earlier tokens, None before the first ones. plan: which of the tokens are real (default: all); one plan serves all
-    layers of a forward. The context carries gradients of k, v and q; the state is detached.
+    layers of a forward. The context carries gradients of q, k and v; the state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
     """
     assert plan is None or plan.documents is None, "no state is kept of packed documents"
-    context, new_state = _read(method, state, k, v, q, plan, scale=scale, backend=backend)
+    context, new_state = _read(method, state, q, k, v, plan, scale=scale, backend=backend)
     return context, new_state()
 
 
 def read_whole(
     method: Method,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    q: Tensor,
     *,
     scale: float,
     plan: ForwardPlan | None = None,
@@ -61,27 +61,27 @@ def read_whole(
 
     plan: which of the tokens are real, or where packed documents begin. Other arguments and errors as in `extend`.
     """
-    return _read(method, None, k, v, q, plan, scale=scale, backend=backend)[0]
+    return _read(method, None, q, k, v, plan, scale=scale, backend=backend)[0]
 
 
 def _read(
     method: Method,
     state: LayerState | None,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
-    q: Tensor,
     plan: ForwardPlan | None,
     *,
     scale: float,
     backend: str,
 ) -> tuple[Context, Callable[[], LayerState]]:
     """As `extend`, but instead of the new state a function that makes it, for callers that may not need it."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (k, v, q)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
     k, v = plan.without_padding(k), plan.without_padding(v)
     if state is None and method.prompt_reader is not None:
-        return _read_prompt(method, k, v, q, plan, scale=scale, backend=backend)
+        return _read_prompt(method, q, k, v, plan, scale=scale, backend=backend)
     reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
     # the new tokens come behind those of the window; chunks that are due are pooled from both
@@ -124,7 +124,7 @@ def _read(
 
 
 def _read_prompt(
-    method: Method, k: Tensor, v: Tensor, q: Tensor, plan: ForwardPlan, *, scale: float, backend: str
+    method: Method, q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan, *, scale: float, backend: str
 ) -> tuple[Context, Callable[[], LayerState]]:
     """As `_read`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
     assert method.prompt_reader is not None
@@ -157,15 +157,18 @@ def _append(
 
 
 def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, backend: str) -> Tensor:
-    """Mean queries to keep: as many as later summaries need and `SLACK` more, ``[B, K, Q, D]`` in the dtype of q."""
+    """Mean queries to keep: as many as later summaries need and `SLACK` more, ``[B, K, Q, D]`` in the dtype of q.
+
+    tail ``[B, K, Q, D]``: those kept before the new tokens.
+    """
     if num_summary <= 1:
         return detach_compact(tail)
     (B, _, Q, _), L = tail.shape, q.shape[2]
     count = min(Q + L, num_summary - 1 + SLACK)
     n = min(L, count)
-    # `summarize` makes the means that are kept too: summaries are bit-equal whether a prompt comes whole or in chunks
+    # the means that are kept are made by `summarize` too, so that a prompt in chunks gets the same bits as a whole one
     new = summarize(newest(q.detach(), n), tail[:, :, :0], SummarySpans(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
-    # padding among the newest n columns, which rows with fewer than n real tokens have
+    # padding in these n columns: rows with fewer than n real tokens have some
     padding = at_least(padding - (L - n), 0)
     if isinstance(padding, Tensor) or padding > 0:
         pad = torch.arange(n) < as_rows(padding, B)[:, None]
@@ -210,7 +213,7 @@ def attention(
         scale = check_scale(scale, q)
 
         def run(q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
-            context = read_whole(method, k, v, q, scale=scale, plan=plan, backend=backend)
+            context = read_whole(method, q, k, v, scale=scale, plan=plan, backend=backend)
             return method.attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
 
         out, lse = run_planned(method, run, (q, k, v), cu_seqlens, padding)

@@ -90,9 +90,9 @@ def latent_attention(
         def run(q: Tensor, entries: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
             context = read_whole(
                 latent_method,
+                summary_queries(method, q, up),
                 entries,
                 entries[..., :0],
-                summary_queries(method, q, up),
                 scale=scale,
                 plan=plan,
                 backend=backend,

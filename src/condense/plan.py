@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.methods import Layout, Method
 from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, document_spans
-from condense.ops.tensors.per_row import PerRow, as_rows, int_if_equal, max_row
+from condense.ops.tensors.per_row import PerRow, as_rows, comparable, int_if_equal, max_row
 from condense.ops.tensors.sampling import Sample, sampled_queries
 from condense.state import LayerState, prompt_entries
 
@@ -52,9 +52,8 @@ class ForwardPlan:
         lengths = [n for n in documents or () if n]
         self.documents = torch.tensor(lengths) if len(lengths) > 1 else None
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
-        # Keyed by the method and the numbers of a layer's state. Numbers that differ between rows are a tensor, which
-        # is the same object in all layers: they got it from the `Reading` of the forward before.
-        self._readings: dict[tuple[object, ...], tuple[Reading, object]] = {}
+        # each after what it was made for: the method, the device and the numbers of a layer's state
+        self._readings: list[tuple[tuple[object, ...], Reading]] = []
         self._samples: dict[tuple[object, ...], Sample] = {}
 
     @property
@@ -86,16 +85,15 @@ class ForwardPlan:
         """The `Reading` of the new tokens after a state, None before the first ones; its tensors are on the device."""
         if torch.compiler.is_compiling():
             return self._read(method, state, device)
-        numbers = () if state is None else map(_identity, (state.seen, state.prompt_tokens))
-        key: tuple[object, ...] = (device, id(method), *numbers)
+        wanted: tuple[object, ...] = (method, device)
         if state is not None:
-            key = (*key, state.window_k.shape[2])
-        known = self._readings.get(key)
-        if known is None:
-            # the objects whose ids are in the key are kept with the reading, so that no new object gets such an id
-            kept = None if state is None else (state.seen, state.prompt_tokens)
-            known = self._readings[key] = (self._read(method, state, device), (method, kept))
-        return known[0]
+            wanted += (comparable(state.seen), comparable(state.prompt_tokens), state.window_k.shape[2])
+        for made_for, reading in self._readings:
+            if made_for == wanted:
+                return reading
+        reading = self._read(method, state, device)
+        self._readings.append((wanted, reading))
+        return reading
 
     def _read(self, method: Method, state: LayerState | None, device: torch.device) -> Reading:
         layout = method.layout
@@ -154,8 +152,3 @@ def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Re
     summaries = SummaryColumns(begins, ends, S) if S > 0 and num > 0 else None
     spans = document_spans(rule, lengths, device)
     return Reading(num_tokens, 0, num, num, columns[None], numbers[None], summaries, spans)
-
-
-def _identity(x: PerRow) -> int:
-    """A dictionary key for x: an int itself, or a tensor's id, negated so that it equals no number of tokens."""
-    return -id(x) if isinstance(x, Tensor) else x

@@ -80,9 +80,9 @@ ALL = {
 
 @pytest.mark.usefixtures("one_reading")
 def test_every_method_runs_in_every_runner(model):
-    runners = ("dense", "dense_graph", "condensed", "condensed_graph")
+    runners = ("dense", "dense_graph", "condensed", "condensed_graph", "condensed_growing")
     rows = bench_model(model, ModelPlan((40,), ALL, runners, steps=3))["rows"]
-    assert len(rows) == 2 + 2 * len(ALL)
+    assert len(rows) == 2 + 3 * len(ALL)
     for row in rows:
         # what cannot run says why
         if row["runner"] != "condensed_graph dga_prompt" or "error" not in row:

@@ -72,8 +72,8 @@ def test_entries_are_the_same_to_the_bit_chunked_or_not(R):
     method = tiny.STREAMING_6
     for seed in range(10):
         q, k, v = _qkv(60, B=1, seed=seed, heads=K * R, dtype=torch.float32)
-        _, whole = extend(method, None, k, v, q, scale=SCALE)
+        _, whole = extend(method, None, q, k, v, scale=SCALE)
         past = None
         for part in range(0, 60, 7):
-            _, past = extend(method, past, *(x[:, :, part : part + 7] for x in (k, v, q)), scale=SCALE)
+            _, past = extend(method, past, *(x[:, :, part : part + 7] for x in (q, k, v)), scale=SCALE)
         assert all(torch.equal(x, y) for x, y in zip(past.entries, whole.entries, strict=True))

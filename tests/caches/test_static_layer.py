@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from two_sources import attend_to
 
 import condense
-from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.caches import CondensedLayer, Expected, StaticCondensedLayer, read_request
 from condense.ops.tensors.per_row import as_rows
 from condense.state import most_entries, num_entries
 
@@ -49,7 +49,7 @@ def _qkv(L, seed=0, rows=B):
 def _read(layer, qkv, counts=None):
     """Outputs of new tokens ``[B, H, L, D]``; rows with fewer than L get garbage or 0 before their first."""
     q, k, v = qkv
-    if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1 and not layer.awaits_prompt:
+    if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1 and layer.can_step(k, v):
         return layer.step(q, k, v, scale=SCALE, real=None if counts is None else counts > 0)
     return attend_to(layer.read(k, v, read_request(q, scale=SCALE, counts=counts)), q, scale=SCALE)[0]
 
@@ -125,7 +125,7 @@ def test_reset_is_in_place(method):
     layer.reset()
     assert int(layer.get_seq_length()) == 0
     assert not any(bool(x.any()) for x in layer.buffers)
-    assert layer.awaits_prompt == (method.prompt_reader is not None)
+    assert layer.can_step(*_qkv(1)[1:]) == (method.prompt_reader is None)
     fresh = StaticCondensedLayer(method, LENGTH)
     fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.buffers.entries_k.shape[2])
     for L in (21, 1, 1, 5):
@@ -226,6 +226,38 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
     assert_close(got, want, **EXACT)
     assert all(x is y for x, y in zip(before[2:], layer.buffers[2:], strict=True))
     assert layer.buffers.entries_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
+
+
+def test_a_longer_prompt_that_is_refused_leaves_the_room_as_it_was():
+    layer = StaticCondensedLayer(tiny.SELECT, 90)
+    _read(layer, _qkv(10))
+    layer.reset()
+    before = layer.buffers, layer.bias
+    q, k, v = _qkv(80)
+    with pytest.raises(ValueError, match="allow_future"):
+        _read(layer, [q.requires_grad_(), k, v])
+    assert layer.buffers is before[0]
+    assert layer.bias is before[1]
+    assert torch.equal(_read(layer, _qkv(5)), _read(StaticCondensedLayer(tiny.SELECT, 90), _qkv(5)))
+
+
+def test_tokens_that_are_expected(method):
+    first = Expected.ANY if method.prompt_reader is None else Expected.WHOLE_PROMPT
+    told = Expected.PLAIN_PROMPT if method.prompt_reader is None else Expected.WHOLE_PROMPT
+    layer = StaticCondensedLayer(method, LENGTH)
+    assert layer.expected is first
+    layer.expect_prompt(plain=True)
+    assert layer.expected is told
+    layer.reset()  # the next prompt may have padding
+    assert layer.expected is first
+    layer.expect_prompt(plain=True)
+    _read(layer, _qkv(2))
+    assert layer.expected is Expected.ANY
+    layer.expect_prompt(plain=True)  # but these are not the first tokens
+    assert layer.expected is Expected.ANY
+    layer.reset()
+    layer.skip_prompt()
+    assert layer.expected is Expected.ANY
 
 
 def test_biases_of_entries_own_get_as_much_room_as_entries():

@@ -245,7 +245,7 @@ def test_analyze_deviation_reads_as_the_model_was_saved(saved: Path, story: Path
     [
         (
             ("analyze", "deviation"),
-            ("One of cca, lca, also with settings", "Default: the shortest text"),
+            ("One that pools groups, such as lca", "Default: the shortest text"),
             ("dga", "streaming_llm", "longest"),
         ),
         (("train",), ("summary=prompt and selection=prompt need allow_future=true",), ()),
@@ -352,6 +352,7 @@ def test_analyze_deviation_tells_all_texts_apart(
         ),
         (("nonsense",), "No such command"),
         (("train", "smoke", "--data", "a", "--output", "b", "--method", "cca"), "belong to adapt: --method"),
+        (("train", "smoke", "--data", "a", "--output", "b", "--train", "qkv"), "belong to adapt: --train"),
         (("compare", "--plot", "picture.doc"), "plot must end in"),
         (("compare", "--max-new-tokens", "0"), "max_new_tokens"),
         (("generate",), "prompt"),
@@ -497,10 +498,11 @@ def command(*arguments: str) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path: Path, how: int) -> None:
     output, recipe = tmp_path / "adapted", story.parent / "recipe.toml"
-    recipe.write_text('sequence_length = 128\nbatch_size = 2\ndtype = "float32"\ndistill = 0.0\n')
+    recipe.write_text('sequence_length = 128\nbatch_size = 2\ndtype = "float32"\ndistill = 0.0\ntrain = "all"\n')
     arguments = (
         "train", str(recipe), "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
         "--data", str(story), "--output", str(output), "--steps", "100", "--workers", "0",
+        "--train", "qkv",
     )  # fmt: skip
     checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-25"
     # what is written last
@@ -512,6 +514,7 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["adapted"]
     report = json.loads((output / "training.json").read_text())["results"]
+    assert report["train"] == "qkv"
     assert report["phases"][0]["resumed_from"].startswith("checkpoint-")
     done = run_here("compare", "--model", str(output), "--text", str(story), "--max-new-tokens", "2")
     assert "CCA(group_size=4, window=16, summary='streaming')" in done.stdout

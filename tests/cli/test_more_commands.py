@@ -1,11 +1,7 @@
 """Versions, the methods' settings, chat templates, and an interruption during the imports."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import typer
@@ -13,7 +9,6 @@ from cli.test_commands import run_here
 from transformers import AutoTokenizer
 
 import condense
-import condense_command
 from condense.cli.main import app
 from condense.config import method_class, method_names
 from condense.demo import demo_prompt
@@ -105,32 +100,6 @@ def test_bad_input_is_one_line(arguments, said):
     assert shown.returncode == 2
     assert said in shown.stderr
     assert shown.stderr.count("\n") == 1
-
-
-IMPORTING = """
-import builtins, os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-import condense_command
-
-stock = builtins.__import__
-
-def interrupted(name, *args, **kwargs):
-    if name == "condense.cli.main":
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-        except BaseException as error:  # as transformers' lazy import does
-            raise ModuleNotFoundError("could not import") from error
-    return stock(name, *args, **kwargs)
-
-builtins.__import__ = interrupted
-condense_command.main()
-"""
-
-
-def test_ctrl_c_during_the_imports_is_one_line():
-    path = {"PYTHONPATH": str(Path(condense_command.__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", IMPORTING], env=os.environ | path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "condense: interrupted\n")
 
 
 def test_recipes_says_what_each_setting_of_adapt_is(monkeypatch):

@@ -55,7 +55,7 @@ def test_decode_equals_prefill_for_300_steps(method):
     past, parts = None, []
     for start, stop in [(0, 100), *((i, i + 1) for i in range(100, 400))]:
         q_now, k_now, v_now = (x[:, :, start:stop] for x in (q, k, v))
-        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.125)
+        sources, past = extend(method, past, q_now, k_now, v_now, scale=0.125)
         parts.append(attend_to(sources, q_now, scale=0.125)[0])
     assert float((torch.cat(parts, 2) - want).abs().max()) < 1e-12
 

@@ -144,17 +144,18 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
 
 def test_a_report_that_was_not_written_is_written_from_the_scores(base, command, tmp_path, monkeypatch):
     from condense.cli import eval as module
+    from condense.evaluate import harness
 
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    output, write = tmp_path / "run", module.write_report
+    output, write = tmp_path / "run", harness.write_report
     arguments = ("--task", "text_loss", "--length", "512", "--model", base, "--output", output)
-    monkeypatch.setattr(module, "write_report", full)
+    monkeypatch.setattr(harness, "write_report", full)
     assert command(*arguments)[0] != 0
     saved = (output / "metrics.json").read_bytes()
     assert not (output / "report.html").exists()
-    monkeypatch.setattr(module, "write_report", write)
+    monkeypatch.setattr(harness, "write_report", write)
     monkeypatch.setattr(module, "load_model", None)  # what is drawn is in the folder
     code, out, err = command(*arguments, "--resume")
     assert code == 0, err

@@ -56,7 +56,7 @@ def masked_attention(q, k, v, seen):
 def test_snapkv_keeps_the_tokens_with_the_most_votes(seed):
     L = 40
     q, k, v = qkv(L, seed)
-    context, state = extend(SNAP, None, k, v, q, scale=SCALE)
+    context, state = extend(SNAP, None, q, k, v, scale=SCALE)
     out, _ = SNAP.attend(q, context, scale=SCALE)
     torch.testing.assert_close(out, condense.attention(q, k, v, method=condense.Dense()))
     weights = dense_weights(q, k)[:, -SNAP.window :].sum(1).unflatten(0, (K, -1)).sum(1)
@@ -70,20 +70,19 @@ def test_snapkv_keeps_the_tokens_with_the_most_votes(seed):
 
 def test_snapkv_leaves_short_prompts_whole_and_keeps_later_tokens():
     q, k, v = qkv(60)
-    _, state = extend(SNAP, None, k[:, :, :40], v[:, :, :40], q[:, :, :40], scale=SCALE)
+    _, state = extend(SNAP, None, q[:, :, :40], k[:, :, :40], v[:, :, :40], scale=SCALE)
     entries = state.entries
     for t in range(40, 60):
-        new = (x[:, :, t : t + 1] for x in (k, v, q))
-        k_new, v_new, q_new = new
-        context, state = extend(SNAP, state, k_new, v_new, q_new, scale=SCALE)
-        out, _ = SNAP.attend(q_new, context, scale=SCALE)
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        context, state = extend(SNAP, state, *new, scale=SCALE)
+        out, _ = SNAP.attend(new[0], context, scale=SCALE)
         keys, values = (
             torch.cat([kept, x[:, :, 40 : t + 1]], 2).repeat_interleave(H // K, 1)
             for kept, x in zip(entries, (k, v), strict=True)
         )
-        expected = (SCALE * q_new @ keys.mT).softmax(-1) @ values
+        expected = (SCALE * new[0] @ keys.mT).softmax(-1) @ values
         torch.testing.assert_close(out, expected)
-    _, state = extend(SNAP, None, k[:, :, :12], v[:, :, :12], q[:, :, :12], scale=SCALE)
+    _, state = extend(SNAP, None, q[:, :, :12], k[:, :, :12], v[:, :, :12], scale=SCALE)
     assert torch.equal(state.entries[0], k[:, :, :12])
 
 
@@ -224,11 +223,11 @@ def test_padded_rows_equal_single_rows(method):
     padding = torch.tensor([L - n for n in tokens])
     out = condense.attention(q, k, v, method=method, padding=padding)
     plan = ForwardPlan(L, torch.tensor(tokens))
-    _, state = extend(method, None, k, v, q, scale=SCALE, plan=plan)
+    _, state = extend(method, None, q, k, v, scale=SCALE, plan=plan)
     for row, n in enumerate(tokens):
         alone = [x[row : row + 1, :, L - n :] for x in (q, k, v)]
         torch.testing.assert_close(out[row, :, L - n :], condense.attention(*alone, method=method)[0])
-        _, own = extend(method, None, *(alone[i] for i in (1, 2, 0)), scale=SCALE)
+        _, own = extend(method, None, *alone, scale=SCALE)
         count = own.entries[0].shape[2]
         assert torch.equal(state.entries[0][row, :, :count], own.entries[0][0])
 
@@ -286,7 +285,7 @@ def test_snapkv_refuses_latents():
 @pytest.mark.parametrize("method", SPARSE, ids=NAMES)
 def test_backends_without_kernels_for_its_prompts_are_refused(method):
     q, k, v = qkv(40)
-    context, _ = extend(method, None, k, v, q, scale=SCALE)
+    context, _ = extend(method, None, q, k, v, scale=SCALE)
     with pytest.raises(ValueError, match=r"backend 'triton' has no kernels for prompts of .*; use backend='auto'"):
         method.attend(q, context, scale=SCALE, backend="triton")
 

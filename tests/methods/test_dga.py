@@ -131,7 +131,7 @@ def test_packed_prompts(method):
 def test_all_focal_is_dense(backend, method):
     q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
     torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
-    sources, past = extend(method.replace(allow_future=True), None, k, v, q, scale=0.5)
+    sources, past = extend(method.replace(allow_future=True), None, q, k, v, scale=0.5)
     assert sources.spans.is_causal(41, 41)
     assert past.entries[0].shape[2] == 41
     assert torch.equal(past.entries[0], k)
@@ -208,9 +208,7 @@ def test_random_focal_tokens_are_alike_in_rows_and_heads_and_change_with_the_see
         """Weights ``[entries, tokens]`` of the tokens in each entry, with equal weights inside a group."""
         padded = [torch.cat([x.new_zeros(*x.shape[:2], pads, x.shape[3]), x], 2) for x in (q * 0, k, v)]
         counts = torch.full((3,), 48)
-        _, past = extend(
-            method.replace(seed=seed), None, *padded[1:], padded[0], scale=1.0, plan=ForwardPlan(48 + pads, counts)
-        )
+        _, past = extend(method.replace(seed=seed), None, *padded, scale=1.0, plan=ForwardPlan(48 + pads, counts))
         assert torch.equal(past.entries[1], past.entries[1][:1, :1].expand_as(past.entries[1]))
         return past.entries[1][0, 0]
 
@@ -230,7 +228,7 @@ def test_importance_finds_what_the_queries_look_at():
     needles = [17, 60, 141]
     k[:, :, needles, 0] = 20
     q[..., 0] = 2
-    _, past = extend(SELECT.replace(gamma=0.1), None, k, v, q, scale=8**-0.5)
+    _, past = extend(SELECT.replace(gamma=0.1), None, q, k, v, scale=8**-0.5)
     assert past.entries[0].shape[2] == 20 + 45
     for head in range(2):
         assert torch.equal(past.entries[0][0, head, past.entries[0][0, head, :, 0] == 20], k[0, head, needles])
@@ -259,7 +257,7 @@ def test_importance_ties_are_exact_and_go_to_the_earlier():
     method = DGA(group_size=4, gamma=0, min_focal=5, selection="prompt", num_recent=1, num_random=0)
     q, _, _ = oracle.random_qkv(1, 2, 1, 37, 3, 1)
     v = torch.eye(37, dtype=torch.float64)[None, None]
-    _, past = extend(method, None, torch.ones(1, 1, 37, 3).double(), v, q, scale=1.0)
+    _, past = extend(method, None, q, torch.ones(1, 1, 37, 3).double(), v, scale=1.0)
     assert past.entries[1][0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
 
 

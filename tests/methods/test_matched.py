@@ -51,7 +51,7 @@ def test_all_chunkings_agree(name):
     state, outs, start = None, [], 0
     for n in (7, 1, 1, 9, 1, 10):
         now = [x[:, :, start : start + n] for x in (q, k, v)]
-        context, state = extend(method, state, *now[1:], now[0], scale=SCALE, backend="torch")
+        context, state = extend(method, state, *now, scale=SCALE, backend="torch")
         outs.append(method.attend(now[0], context, scale=SCALE, backend="torch")[0])
         start += n
     torch.testing.assert_close(torch.cat(outs, 2), whole, **EXACT)
@@ -90,7 +90,7 @@ def test_latents(name):
 
 
 def biases(method, q, k, v):
-    _, state = extend(method, None, k, v, q, scale=SCALE, plan=ForwardPlan(k.shape[2]))
+    _, state = extend(method, None, q, k, v, scale=SCALE, plan=ForwardPlan(k.shape[2]))
     return state.entries[2][..., 0]
 
 

@@ -42,9 +42,9 @@ def read_in_steps(method, data, steps, backend):
         sources, past = extend(
             method,
             past,
+            q,
             k,
             v,
-            q,
             scale=SCALE,
             plan=ForwardPlan(L, torch.tensor(counts)),
             backend=backend,
@@ -174,11 +174,11 @@ def test_extend_keeps_nothing_of_the_callers(method):
     data = rows([30])
     want = oracle.attention(*data[0], method=method)[0][:, :, 29:]
     q, k, v = (x[:, :, :29].contiguous() for x in data[0])
-    _, past = extend(method, None, k, v, q, scale=SCALE)
+    _, past = extend(method, None, q, k, v, scale=SCALE)
     for x in (q, k, v):
         x.fill_(torch.nan)
     q, k, v = (x[:, :, 29:] for x in data[0])
-    sources, _ = extend(method, past, k, v, q, scale=SCALE)
+    sources, _ = extend(method, past, q, k, v, scale=SCALE)
     torch.testing.assert_close(attend_to(sources, q, scale=SCALE)[0], want, **EXACT)
 
 
@@ -189,7 +189,7 @@ def test_extend_leaves_the_old_past_as_it_was():
     before = [torch.as_tensor(x).clone() for x in (*past.tensors, past.seen)]
     q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))
     for _ in range(2):
-        extend(method, past, k, v, q, scale=SCALE)
+        extend(method, past, q, k, v, scale=SCALE)
         after = (*past.tensors, past.seen)
         assert all(torch.equal(x, torch.as_tensor(y)) for x, y in zip(before, after, strict=True))
 
@@ -197,7 +197,7 @@ def test_extend_leaves_the_old_past_as_it_was():
 def test_extend_trains_through_the_new_tokens_and_not_the_past():
     method = cases.PLANS["lca"]
     q, k, v = (x.requires_grad_() for x in rows([30])[0])
-    sources, past = extend(method, None, k, v, q, scale=SCALE)
+    sources, past = extend(method, None, q, k, v, scale=SCALE)
     kept = attend_to(sources, q, scale=SCALE)[0]
     free = condense.attention(q, k, v, method=method)
     got, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (kept, free))
@@ -208,5 +208,5 @@ def test_extend_trains_through_the_new_tokens_and_not_the_past():
 @pytest.mark.parametrize("method", [condense.CCA(group_size=4, window=8), condense.Dense()], ids=str)
 def test_whole_sequences_have_the_same_sources_without_a_state(method):
     q, k, v = rows([37])[0]
-    whole, (context, _) = read_whole(method, k, v, q, scale=SCALE), extend(method, None, k, v, q, scale=SCALE)
+    whole, (context, _) = read_whole(method, q, k, v, scale=SCALE), extend(method, None, q, k, v, scale=SCALE)
     assert all(map(torch.equal, whole.tensors, context.tensors))

@@ -49,7 +49,7 @@ def test_stored_bits_are_those_of_the_open_groups(bits, backend):
     """What is read of an open group are the stored tokens; entries and window are those of the exact ones."""
     q, k, v = oracle.random_qkv(1, 4, 2, 34, 6, 4)
     method, exact = (Recall(**SMALL, store_bits=n) for n in (bits, 16))
-    context = read_whole(method, k, v, q, scale=0.7)
+    context = read_whole(method, q, k, v, scale=0.7)
     *index, store = context.extra
     tokens = torch.cat(method.store_format.unpack(store, 6, 4, k.dtype), dim=3)
     out = condense.attention(q, k, v, method=method, scale=0.7, backend=backend)

@@ -7,8 +7,9 @@ from models import tiny
 import condense
 from condense.caches import CondensedLayer
 from condense.caches.request import read_request
+from condense.latent import UpProjection
 from condense.models.inspect import inspect
-from condense.testing import oracle
+from condense.testing import latent_oracle, oracle
 
 RECALL = condense.Recall(group_size=4, window=8, num_recall=2)
 EXACT = RECALL.replace(prompt="exact")
@@ -26,6 +27,18 @@ def test_a_prompt_is_dense_attention(L, padding):
         want, lse = condense.attention(q, k, v, method=DENSE, padding=padding, return_lse=True)
         torch.testing.assert_close(got, want, **CLOSE)
         torch.testing.assert_close(got_lse, lse, **CLOSE)
+
+
+def test_a_prompt_on_latents_expands_each_token_once(monkeypatch):
+    """The window holds all of them; the store has those of closed groups a second time."""
+    columns, expand = [], UpProjection.expand
+    monkeypatch.setattr(UpProjection, "expand", lambda up, c: columns.append(c.shape[2]) or expand(up, c))
+    inputs = latent_oracle.random(1, 2, 61, (8, 4, 16, 8), torch.float64)
+    dense = condense.latent_attention(*inputs, method=DENSE)
+    columns.clear()
+    torch.testing.assert_close(condense.latent_attention(*inputs, method=EXACT), dense, **CLOSE)
+    # entries of groups, tokens
+    assert columns == [(61 - EXACT.window) // EXACT.group_size, 61]
 
 
 def _attend(layer, method, q, k, v, start, stop):

@@ -1,10 +1,13 @@
 """Starting a kernel again: the compiled one that Triton found for arguments of this kind, and no other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from triton.runtime.driver import driver
 
 from condense.ops.triton import launch as triton_launch
-from condense.ops.triton.launch import Launcher
+from condense.ops.triton.launch import Launcher, Prepared
 
 GRID, CONSTANTS, OPTIONS = (4, 2, 1), ("weighted", True), {"num_warps": 4}
 
@@ -24,11 +27,20 @@ class Kernel:
 
 
 class Compiled:
+    """What Triton 3.6 and 3.7 return: started through its launcher by ``[grid]``, or by ``run`` without it."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel, number):
         self.kernel, self.number = kernel, number
 
     def __getitem__(self, grid):
         return lambda *arguments: self.kernel.again.append((self.number, grid, arguments))
+
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        assert (stream, function, metadata) == ("stream", "function", "metadata")
+        assert launch_metadata is enter is leave is None
+        self.kernel.again.append((self.number, (x, y, z), arguments))
 
 
 @pytest.fixture
@@ -70,12 +82,30 @@ def test_whatever_triton_tells_apart_is_asked_for(tensors):
     assert [number for number, *_ in kernel.again] == list(range(1, len(kinds) + 1))
 
 
+def test_a_prepared_kernel_gets_addresses(tensors, monkeypatch):
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: "stream"))
+    kernel = Kernel()
+    launcher = Launcher(kernel)
+    start = Prepared(launcher, GRID, (7, 0.5), CONSTANTS, OPTIONS)
+    start((*tensors, None))
+    others = tuple(x.clone() for x in tensors)
+    start((*others, None))
+    assert kernel.calls == [(GRID, (*tensors, None, 7, 0.5, *CONSTANTS), OPTIONS)]
+    assert kernel.again == [(1, GRID, (*(x.data_ptr() for x in others), None, 7, 0.5, *CONSTANTS))]
+    # another caller's first start finds the compiled kernel, too
+    Prepared(launcher, GRID, (7, 0.5), CONSTANTS, OPTIONS)((*tensors, None))
+    assert len(kernel.calls) == 1
+
+
 def test_an_interpreted_kernel_is_interpreted_every_time(tensors):
     kernel = Kernel(is_interpreted=True)
     start = Launcher(kernel)
     for _ in range(3):
         start(GRID, tensors, (7,), CONSTANTS, OPTIONS)
-    assert len(kernel.calls) == 3
+    prepared = Prepared(start, GRID, (7,), CONSTANTS, OPTIONS)
+    for _ in range(3):
+        prepared(tensors)
+    assert len(kernel.calls) == 6
 
 
 def test_what_is_remembered_has_an_end(tensors, monkeypatch):

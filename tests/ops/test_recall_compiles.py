@@ -44,11 +44,12 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
 @pytest.fixture
 def for_a_gpu(monkeypatch):
     """Sizes of tiles as on a GPU."""
-    from condense.ops.triton import recall_attend, recall_choice, recall_opened
+    from condense.ops.triton import recall_attend, recall_backward, recall_choice, recall_opened, recall_score
 
     for module, name, place in (
-        (recall_attend, "_tiles", 2), (recall_choice, "_tiles", 1), (recall_choice, "_wide_tiles", 1),
-        (recall_choice, "queries_per_program", 1), (recall_opened, "queries_per_program", 1),
+        (recall_attend, "tiles_of", 2), (recall_backward, "tiles_of", 2), (recall_score, "_tiles", 1),
+        (recall_score, "_wide_tiles", 1), (recall_choice, "queries_per_program", 1),
+        (recall_opened, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(

@@ -110,7 +110,7 @@ def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
     state, past = empty_state(method, 90, dtype=dtype), None
     for i in range(90):
         new = columns(qkv, i, i + 1)
-        _, past = extend(method, past, new[1], new[2], new[0], scale=SCALE, backend="torch")
+        _, past = extend(method, past, *new, scale=SCALE, backend="torch")
         take(method, state, new)
         n = past.entries[0].shape[2]
         if n > 0:
@@ -152,7 +152,7 @@ def test_low_precision_keeps_the_rounding_of_the_growing_path(name, dtype):
     state, past = empty_state(method, 80, dtype=dtype), None
     for i in range(80):
         new = columns(qkv, i, i + 1)
-        sources, past = extend(method, past, new[1], new[2], new[0], scale=SCALE, backend="torch")
+        sources, past = extend(method, past, *new, scale=SCALE, backend="torch")
         want = attend_to(sources, new[0], scale=SCALE, backend="torch")[0]
         limit = 2 * torch.finfo(dtype).eps * float(want.abs().max())
         assert float((take(method, state, new) - want).abs().max()) <= limit

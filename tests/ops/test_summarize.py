@@ -158,9 +158,9 @@ def test_chunks_are_represented_alike_wherever_they_stand_in_the_window(group):
 def test_extend_with_the_groups_own_last_queries_looks_at_no_other():
     method = condense.CCA(group_size=4, window=3)
     q, k, v = draw(1, 4, 21, 4), draw(1, 2, 21, 4, seed=1), draw(1, 2, 21, 4, seed=2)
-    want, _ = extend(method, None, k, v, q, scale=0.5)
+    want, _ = extend(method, None, q, k, v, scale=0.5)
     q[:, :, [i for i in range(21) if i % 4 != 3]] = torch.nan
-    got, past = extend(method, None, k, v, q, scale=0.5)
+    got, past = extend(method, None, q, k, v, scale=0.5)
     assert torch.equal(got.entries.k, want.entries.k)
     assert torch.equal(got.entries.v, want.entries.v)
     assert past.summary_q.shape == (1, 2, 0, 4)

@@ -68,7 +68,7 @@ def test_a_prompts_choice_is_the_definitions():
     """One query head per KV head and keys far apart: no two scores within rounding of each other."""
     method = condense.DGA(group_size=4, gamma=0.2, min_focal=6, selection="prompt", num_recent=5, num_random=6)
     q, k, v = oracle.random_qkv(1, 2, 2, 61, WIDTH, WIDTH, dtype=DTYPES[0])
-    want = extend(method, None, k.double(), v.double(), q.double(), scale=0.2, backend="reference")[1]
-    got = extend(method, None, *(x.to(DEVICE) for x in (k, v, q)), scale=0.2, backend="triton")[1]
+    want = extend(method, None, q.double(), k.double(), v.double(), scale=0.2, backend="reference")[1]
+    got = extend(method, None, *(x.to(DEVICE) for x in (q, k, v)), scale=0.2, backend="triton")[1]
     num_focal = method.prompt_reader.num_focal(61)
     assert torch.equal(got.entries[0][:, :, :num_focal].cpu(), want.entries[0][:, :, :num_focal].to(DTYPES[0]))

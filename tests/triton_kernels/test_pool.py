@@ -262,10 +262,10 @@ def test_chunks_give_what_one_call_gives(summary, queries):
     method = condense.CCA(group_size=4, window=6, summary=summary, num_summary_queries=queries)
     q, k, v = (x.to(DEVICE) for x in tensors((2, 6, 40, 24), (2, 2, 40, 24), (2, 2, 40, 16), dtype=DTYPES[0]))
     keywords = {"scale": 0.2, "backend": "triton"}
-    whole, _ = extend(method, None, k, v, q, plan=ForwardPlan(40, numbers(40, 33)), **keywords)
+    whole, _ = extend(method, None, q, k, v, plan=ForwardPlan(40, numbers(40, 33)), **keywords)
     past = None
     for lo, hi in itertools.pairwise([0, 13, 26, 27, 28, 40]):
-        parts = (x[:, :, lo:hi] for x in (k, v, q))
+        parts = (x[:, :, lo:hi] for x in (q, k, v))
         plan = ForwardPlan(hi - lo, (numbers(40, 33) - 40 + hi).clamp(0, hi - lo))
         sources, past = extend(method, past, *parts, plan=plan, **keywords)
     # the shorter row's surplus entries are seen by nobody

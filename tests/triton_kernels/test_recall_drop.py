@@ -18,7 +18,7 @@ def test_a_prompt_is_what_it_is_with_any_entries(num_recall):
     method = Recall(group_size=4, window=5, num_recall=num_recall, unchosen="drop")
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 45, D, generator=generator).to(DEVICE) for n in (4, 2, 2))
-    context, _ = extend(method, None, k, v, q, scale=SCALE)
+    context, _ = extend(method, None, q, k, v, scale=SCALE)
     assert context.entries.k.shape == (2, 2, 10, 0)
     codes, grid, store = context.extra
     tokens = Source(*store.split(D, dim=3))

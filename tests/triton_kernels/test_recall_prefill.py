@@ -22,7 +22,7 @@ from condense.ops.recall import (
     index_scores,
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
-from condense.ops.triton import recall_attend, recall_choice
+from condense.ops.triton import recall_attend, recall_attend_call, recall_choice, recall_score
 from condense.ops.triton.attend_call import describe
 from condense.ops.triton.limits import DTYPES
 from condense.testing.budget import judge
@@ -66,7 +66,7 @@ CASES = {
     "no-window": Case((2, 2), IndexSettings("bounds", 1, 1, 4), L=13, window=0, r=2),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),
     "latents-means": Case((2, 2), MEANS_8, L=9, start=40, latent=288, unchosen="drop"),
-    "one-index-for-two-heads": Case((4, 2), BOUNDS_16, L=37, pads=(0, 6), latent=64),
+    "one-index-for-two-heads": Case((4, 2), BOUNDS_16, L=37, pads=(0, 6), bias="own", latent=64),
 }
 if CUDA:
     of_16, whole_16 = IndexSettings("bounds", 16, 8, 8), IndexSettings("bounds", 16, 16, 16)
@@ -263,10 +263,37 @@ def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
     with torch.no_grad():
         whole = problem.attend(problem.inputs, problem.choice(), "triton")
         monkeypatch.setattr(recall_choice, "_SCRATCH", 1)
-        monkeypatch.setattr(recall_attend, "_WORDS", 1)
+        monkeypatch.setattr(recall_attend_call, "_WORDS", 1)
         parts = problem.attend(problem.inputs, problem.choice(), "triton")
     assert torch.equal(chosen[0], chosen[1])
     assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
+
+
+def test_copies_of_wide_queries_take_of_the_scratch_memory(monkeypatch):
+    """Few groups have few scores, and a block of queries then is as long as the copies of its queries let it be."""
+    problem, sizes, limit = Problem(Case((2, 2), L=300, window=270, latent=288)), [], 2**20
+    make, score = recall_score.descriptor, recall_choice.score
+
+    def described(kind, x, *args, **kwargs):
+        sizes[-1] += x.nbytes if x is not call.rows else 0
+        return make(kind, x, *args, **kwargs)
+
+    def scored(block):
+        nonlocal call
+        call = block
+        sizes.append(block.scratch.score.nbytes + block.q[:, :, block.first : block.stop].nbytes)
+        score(block)
+
+    call = None
+    monkeypatch.setattr(recall_score, "descriptor", described)
+    monkeypatch.setattr(recall_choice, "_SCRATCH", limit)
+    asked = problem.choice()
+    positions = recall_score.Positions(None, tuple(describe(problem.spans, 2, 300, asked.q.device)[1]))
+    recall_choice.choose(
+        asked.q, asked.index, asked.settings, positions, scale=1.0, quota=asked.quota, closed=8, score=scored
+    )
+    assert len(sizes) > 1
+    assert limit / 2 < max(sizes) <= limit
 
 
 @pytest.mark.parametrize("r", [0, 100])
@@ -335,7 +362,7 @@ def test_the_choice_is_a_whole_operation():
     asked = problem.choice()
     starts, rule = describe(problem.spans, 2, problem.case.L, torch.device(DEVICE))
     arguments = recall_choice.choice_arguments(
-        asked.q, asked.index, asked.settings, recall_choice.Positions(starts, tuple(rule)), scale=asked.scale,
+        asked.q, asked.index, asked.settings, recall_score.Positions(starts, tuple(rule)), scale=asked.scale,
         quota=asked.quota, closed=int(problem.closed.max()),
     )  # fmt: skip
     torch.library.opcheck(recall_attend._KERNELS.choice, arguments)

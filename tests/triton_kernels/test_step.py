@@ -194,11 +194,11 @@ def filled_state(method, past, tokens):
 def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
     method, (B, H, K, D, start, steps) = CASES[name], (rows, *heads, 16, 45, 5)
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, start + steps, D, D, dtype=torch.float32))
-    _, past = extend(method, None, *(x[:, :, :start] for x in (k, v, q)), scale=0.3, backend="reference")
+    _, past = extend(method, None, *(x[:, :, :start] for x in (q, k, v)), scale=0.3, backend="reference")
     state = filled_state(method, past, start + steps)
     for t in range(start, start + steps):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
-        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
+        sources, past = extend(method, past, q_now, k_now, v_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
         out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max(), q.shape[3])
@@ -226,7 +226,7 @@ SELECTIONS = {
 def after_prompts(method, q, k, v, lengths, tokens):
     """Past and buffers after prompts of so many tokens, read at once; NaN where nothing was written."""
     counts, L = torch.tensor(lengths), max(lengths)
-    whole = [x[:, :, :L] for x in (k, v, q)]
+    whole = [x[:, :, :L] for x in (q, k, v)]
     _, past = extend(method, None, *whole, scale=0.3, plan=ForwardPlan(L, counts), backend="reference")
     B, K, _, D = past.entries[0].shape
     spare = most_entries(method, L + tokens) - method.layout.rule.visible_entries(tokens // method.layout.rule.chunk)
@@ -270,7 +270,7 @@ def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
     past, state = after_prompts(method, q, k, v, lengths, steps)
     for t in range(L, L + steps):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
-        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
+        sources, past = extend(method, past, q_now, k_now, v_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
         out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max())
@@ -304,11 +304,11 @@ def test_large_chunks(rows):
     method, (H, K), L = condense.DGA(group_size=64, gamma=1, window=0, rep_bias="log_size"), rows, 130
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, H, K, L, 16, 16, dtype=torch.float32))
     start = 126
-    _, past = extend(method, None, *(x[:, :, :start] for x in (k, v, q)), scale=0.3, backend="reference")
+    _, past = extend(method, None, *(x[:, :, :start] for x in (q, k, v)), scale=0.3, backend="reference")
     state = filled_state(method, past, L)
     for t in range(start, L):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
-        sources, past = extend(method, past, k_now, v_now, q_now, scale=0.3, backend="reference")
+        sources, past = extend(method, past, q_now, k_now, v_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
         out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
         assert exact_to_rounding(out, want.cpu(), v.abs().max())
@@ -449,7 +449,7 @@ def test_focal_latents_against_the_definition(shape, window, dtype):
 def some_step(dtype=torch.float32, seen=23):
     """Inputs, state and keywords of a step that closes a chunk and sees its entry."""
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 60, 16, 16, dtype=dtype))
-    _, past = extend(PADDED_LCA, None, k[:, :, :seen], v[:, :, :seen], q[:, :, :seen], scale=0.25)
+    _, past = extend(PADDED_LCA, None, q[:, :, :seen], k[:, :, :seen], v[:, :, :seen], scale=0.25)
     now = [x[:, :, seen : seen + 1] for x in (q, k, v)]
     plan = plan_of(PADDED_LCA)
     assert (seen + 1 - plan.summary_delay) % plan.rule.chunk == 0

@@ -87,7 +87,7 @@ class Setting:
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
     """The sources that queries of whole sequences attend to: `condense.functional.read_whole`."""
     q, k, v = inputs
-    return read_whole(method, k, v, q, scale=inputs.scale, backend=backend)
+    return read_whole(method, q, k, v, scale=inputs.scale, backend=backend)
 
 
 def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,10 +27,13 @@ class Reading:
     setup_s: float = 0.0
 
 
-def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
+def read_by_loop(
+    model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None, *, cache: str | None = None
+) -> Reading:
     """Plain ``model.generate``, greedy; ids ``[B, L]``. chunk: its ``prefill_chunk_size``.
 
-    A condensed model on CUDA replays its steps (`condense.models.replay`), a stock one takes Hugging Face's loop.
+    A condensed model on CUDA replays its steps (`condense.models.replay`), a stock one takes Hugging Face's loop over a
+    growing cache. cache: ``cache_implementation``; "dynamic" gives a condensed model that loop, too.
     Raises ValueError for a chunk smaller than the prompt where a method looks ahead in it.
     """
     ahead = next((method for method in condensed_layers(model).values() if method.layout.lookahead), None)
@@ -51,6 +53,7 @@ def read_by_loop(model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | N
             use_cache=True,
             max_new_tokens=steps + 1,
             do_sample=False,
+            cache_implementation=cache,
             prefill_chunk_size=chunk,
             stopping_criteria=StoppingCriteriaList([watch]),
         )
@@ -66,15 +69,13 @@ def read_by_graph(
     start = now(ids.device)
     decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps, compile=compile)
     decoder.prefill(ids[:, :1])
-    marks = [now(ids.device)]
-    setup_s = marks[0] - start
+    watch = Stopwatch(ids.device)
     tokens = decoder.prefill(ids, chunk=chunk).argmax(-1)
-    marks.append(now(ids.device))
+    watch.note()
     for _ in range(steps):
         tokens = decoder.step(tokens).argmax(-1)
-        marks.append(now(ids.device))
-    first_s, *further = (b - a for a, b in itertools.pairwise(marks))
-    return Reading(first_s, further, *_bytes(decoder.cache, ids.device), setup_s)
+        watch.note()
+    return Reading(watch.first_s, watch.further_s, *_bytes(decoder.cache, ids.device), watch.times[0] - start)
 
 
 def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:
@@ -84,15 +85,18 @@ def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:
 
 
 class Runner(NamedTuple):
-    """How a model is run. compile: whether the step of a GraphDecoder is compiled first, None: plain generate."""
+    """How a model is run. compile: whether the step of a GraphDecoder is compiled first, None: plain generate, with
+    ``cache`` as its ``cache_implementation``.
+    """
 
     description: str
     compile: bool | None
+    cache: str | None = None
 
     def read(self, model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
         """Read ids ``[B, L]`` in pieces of ``chunk`` tokens (None: at once) and make ``steps`` further tokens."""
         if self.compile is None:
-            return read_by_loop(model, ids, steps, chunk)
+            return read_by_loop(model, ids, steps, chunk, cache=self.cache)
         return read_by_graph(model, ids, steps, chunk, compile=self.compile)
 
 
@@ -108,3 +112,4 @@ RUNNERS = {
 }
 # compiling a large model takes a minute
 DEFAULT_RUNNERS = tuple(name for name, runner in RUNNERS.items() if not runner.compile)
+RUNNERS["condensed_growing"] = Runner("condensed attention, plain generate over a growing cache", None, "dynamic")

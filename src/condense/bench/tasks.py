@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -270,17 +271,7 @@ def _step(problem: Problem, method: Method) -> Work:
     entries = sources.entries.k.shape[2]
     more = entries * index_bytes(method, setting) - saved_bytes(method, setting, entries)
     nbytes = step_bytes(setting, visible_pairs(method, sources, 1), more)
-    layers = [layer]
-    for _ in range(1, _num_caches(setting.device, nbytes)):
-        other = new_layer(method, length + _ROOM)  # type: ignore[arg-type]
-        other.lazy_initialization(k, v)
-        assert other.buffers is not None
-        assert layer.buffers is not None
-        for mine, theirs in zip(other.buffers, layer.buffers, strict=True):
-            mine.copy_(theirs)
-        other.num_slots.fill_(length)
-        other.know_slots(length)
-        layers.append(other)
+    layers = [layer, *(copy.deepcopy(layer) for _ in range(1, _num_caches(setting.device, nbytes)))]
 
     def check() -> Verdict:
         return gate.check_output(layer.step(q, k, v, scale=scale), q, sources, scale=scale, method=method)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_buffers, read_state, write_state
 from condense.methods import Method
-from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepSettings, StepState, decode_step
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepSettings, StepState, decode_step, prepare_step
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries, prompt_entries
+
+if TYPE_CHECKING:
+    from condense.ops.triton.step import PreparedStep
 
 # buffer sizes are multiples of this, because Triton compiles kernels anew for sizes that are not divisible by 16
 _BLOCK = 16
@@ -55,6 +59,12 @@ class RingState:
         self.buffers = self._take_memory(state.window_k, state.window_v, M, W)
         write_state(method, self.buffers, None, state)
         self._steps_left = self._count_steps()
+        # the newest step's, with the buffers of then
+        self._prepared: PreparedStep | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose buffers are others: they prepare their own steps."""
+        return self.__dict__ | {"_prepared": None}
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
         queries = max(self.settings.num_summary, self._most_queries)
@@ -97,10 +107,18 @@ class RingState:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
         assert isinstance(self.buffers, StepState)
-        return decode_step(
-            NewToken(q, k, v, real), self.buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent),
-            latent=self.latent, extras=extras, backend="triton",
-        )  # fmt: skip
+        token, buffers = NewToken(q, k, v, real), self.buffers
+        if torch.compiler.is_compiling() or type(q) is not Tensor:
+            return decode_step(
+                token, buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent), latent=self.latent,
+                extras=extras, backend="triton",
+            )  # fmt: skip
+        prepared = self._prepared
+        if prepared is None or not prepared.takes(token, buffers, scale, extras):
+            prepared = self._prepared = prepare_step(
+                token, buffers, self.settings, scale=scale, latent=self.latent, extras=extras
+            )
+        return prepared(token, extras.sink_logits)
 
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.

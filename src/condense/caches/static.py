@@ -3,21 +3,22 @@
 Its buffers have room for the entries of ``max_cache_len`` tokens and for the window, a ring. A single new token is one
 `condense.ops.decode_step`. Several tokens are read by `condense.functional.extend`, and the new state is written back.
 
-A method that reads prompts at once (`condense.Method.prompt_reader`) makes another number of entries from a prompt than
-from as many tokens in chunks. If the prompt comes first, the buffers are sized for it and the chunks that can follow.
+A method that reads prompts at once (`condense.Method.prompt_reader`) does not make as many entries from a prompt as
+from the same tokens in chunks. If the prompt comes first, the buffers are sized for it and the chunks that can follow.
 If a step comes first, as before a CUDA graph is captured, they are sized for the prompt that needs most: for DGA about
 ``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.types`.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from enum import Enum, auto
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from condense.caches.base import CondensedCacheLayer
 from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_state, static_bias, write_state
+from condense.caches.fixed import FixedCacheLayer
 from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
@@ -26,38 +27,62 @@ from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, most_entries, num_entries
 
 
-class StaticCondensedLayer(CondensedCacheLayer):
+class Expected(Enum):
+    """The tokens that a static layer gets next."""
+
+    WHOLE_PROMPT = auto()  # a prompt that its method reads at once: by `read`, even if it is a single token
+    PLAIN_PROMPT = auto()  # its first tokens, none of them padding: a compiled forward can read them as one graph
+    ANY = auto()
+
+
+class HostCounts(NamedTuple):
+    """Numbers of a static layer that the host knows without waiting for the device.
+
+    slots: slots seen. rows: ``seen`` and ``prompt_tokens`` of the state (`condense.state.LayerState`) after a `read`;
+    None after a step, which counts tokens on the device alone.
+    """
+
+    slots: int = 0
+    rows: tuple[PerRow, PerRow] | None = None
+
+
+class StaticCondensedLayer(FixedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, which stay fixed. It
     stays where it is, unless after `reset` a prompt is read at once that makes more entries than there is room for.
     Another number of rows, or more tokens than fit, raise ValueError and change nothing.
 
-    ``num_slots``: int64 ``[]`` on that device, counts the slots seen, so that a replayed CUDA graph counts too. To
-    avoid a wait per layer of a prompt, the host keeps its own count (`count_slots`) until a step is captured or
-    compiled. ``awaits_prompt``: the next tokens are a prompt to be read at once, by `update`, even if it is a single
-    token. ``expects_plain_prompt``: the next tokens are the first ones, and none of them is padding.
+    Slots are counted on the device, in ``num_slots`` (int64 ``[]``), so that a replayed CUDA graph counts too, and on
+    the host, which would wait for the device if it read ``num_slots``. The host's count ends when a step is captured or
+    compiled, because that step may be replayed at any time; `know_slots` begins it again.
+    ``expected``: the tokens that come next, by which a model chooses between `read` and `step`.
     """
-
-    is_compileable = True
-    is_croppable = False
-    is_sliding = False
 
     def __init__(self, method: Method, max_cache_len: int) -> None:
         self.method = method
         self.max_cache_len = max_cache_len
         self.settings = step_settings(method)
         self.buffers: Buffers | None = None
+        self.bias: Tensor | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
-        self.awaits_prompt = method.prompt_reader is not None
-        self.expects_plain_prompt = False
-        # num_slots as the host knows it; None: unknown, because a replayed step may have changed it
-        self._known_slots: int | None = 0
-        # `seen` and `prompt_tokens` of the state after the last `read`; None: unknown, because a step came later
-        self._known_seen: tuple[PerRow, PerRow] | None = None
-        # True once a step was captured or compiled, which may be replayed at any time
-        self._is_replayed = False
+        self.expected = self._expected_first
+        # None: the host has no count, only ``num_slots`` is right
+        self._counts: HostCounts | None = HostCounts()
         super().__init__()
+
+    @property
+    def is_initialized(self) -> bool:
+        """True once memory is taken."""
+        return self.buffers is not None
+
+    @is_initialized.setter
+    def is_initialized(self, value: bool) -> None:
+        """Transformers' base class initialises the attribute; the buffers say it already."""
+
+    @property
+    def _expected_first(self) -> Expected:
+        return Expected.ANY if self.method.prompt_reader is None else Expected.WHOLE_PROMPT
 
     def lazy_initialization(
         self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None, capacity: int | None = None
@@ -78,7 +103,6 @@ class StaticCondensedLayer(CondensedCacheLayer):
         if not torch.compiler.is_compiling():
             for tensor in (*self.buffers, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
         """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
@@ -89,7 +113,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True unless the next tokens are a prompt to be read at once, as in `CondensedLayer`."""
-        return not self.awaits_prompt
+        return self.expected is not Expected.WHOLE_PROMPT
 
     def step(
         self,
@@ -111,11 +135,11 @@ class StaticCondensedLayer(CondensedCacheLayer):
         compiled or captured it cannot check for a full cache: one step too many writes inside the buffers all the same.
         """
         out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
-        self.expects_plain_prompt, self._known_seen = False, None
+        self.expected = Expected.ANY
         if _is_recorded(self.device):
-            self._known_slots, self._is_replayed = None, True
-        elif self._known_slots is not None:
-            self._known_slots += 1
+            self._counts = None
+        elif self._counts is not None:
+            self._counts = HostCounts(self._counts.slots + 1)
         return out
 
     def _decode(
@@ -137,7 +161,7 @@ class StaticCondensedLayer(CondensedCacheLayer):
         `condense.functional.extend` does.
         """
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
-        held = self.buffers
+        held = self.buffers, self.bias
         needed = None
         if fresh and self.method.prompt_reader is not None:
             later = max(0, self.max_cache_len - L)
@@ -145,40 +169,37 @@ class StaticCondensedLayer(CondensedCacheLayer):
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
         before = None if fresh else self._state(buffers, request.fetched)
         try:
-            context, after = extend(self.latent_method, before, k, v, request.q, scale=request.scale, plan=plan)
+            context, after = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
         except ValueError:
             # nothing was read: if this was the first call, give back the memory, so that rows and dtype are free again
-            self.buffers, self.is_initialized = held, held is not None
+            self.buffers, self.bias = held
             raise
         write_state(self.method, buffers, before, after)
         if fresh and self.method.prompt_reader is not None:
             self._set_bias(after.prompt_tokens)
-        self._advance(L)
-        self._known_seen = (after.seen, after.prompt_tokens)
-        self.awaits_prompt = self.expects_plain_prompt = False
+        self.num_slots.add_(L)
+        if self._counts is not None:
+            self._counts = HostCounts(self._counts.slots + L, (after.seen, after.prompt_tokens))
+        self.expected = Expected.ANY
         return context
 
     def skip_prompt(self) -> None:
         """Count the prompt as read though none was, so that `step` reads the next token."""
-        self.awaits_prompt = False
+        self.expected = Expected.ANY
 
     def expect_prompt(self, *, plain: bool) -> None:
-        """Note whether the next tokens are free of padding: if they are the first, a compiled graph can read them."""
-        self.expects_plain_prompt = plain and self._known_slots == 0 and self.method.prompt_reader is None
+        """Expect a prompt without padding if ``plain`` and if the host knows that the next tokens are the first."""
+        if self.method.prompt_reader is None:
+            is_first = self._counts is not None and self._counts.slots == 0
+            self.expected = Expected.PLAIN_PROMPT if plain and is_first else Expected.ANY
 
     def count_slots(self) -> int:
         """``num_slots`` as an int; waits for the device if the host does not know it."""
-        return int(self.num_slots) if self._known_slots is None else self._known_slots
+        return int(self.num_slots) if self._counts is None else self._counts.slots
 
     def know_slots(self, count: int | None) -> None:
-        """Set the length on the host, so that no layer reads it from a GPU. None: unknown, a replay may advance it."""
-        self._known_slots, self._known_seen = count, None
-
-    def _advance(self, L: int) -> None:
-        """Count L new slots."""
-        self.num_slots.add_(L)
-        if self._known_slots is not None:
-            self._known_slots += L
+        """Set the host's count of slots. None: no count, because a replayed step may advance ``num_slots``."""
+        self._counts = None if count is None else HostCounts(count)
 
     def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> Buffers:
         """The buffers, made or enlarged if necessary. Raises ValueError if tokens like k and v do not fit in.
@@ -220,8 +241,8 @@ class StaticCondensedLayer(CondensedCacheLayer):
 
     def _state(self, buffers: Buffers, fetched: Tensor | None) -> LayerState:
         """The state in the buffers; fetched: as in `ReadRequest`."""
-        if self._known_slots is not None and self._known_seen is not None:
-            seen, prompt_tokens = self._known_seen
+        if self._counts is not None and self._counts.rows is not None:
+            seen, prompt_tokens = self._counts.rows
         else:
             seen = int_if_equal(buffers.seen.cpu())
             prompt_tokens = int_if_equal(buffers.prompt[:, 0].cpu()) if isinstance(buffers, StepState) else 0
@@ -243,14 +264,6 @@ class StaticCondensedLayer(CondensedCacheLayer):
         """Slots seen, padding included; once there are any, the counter itself, as transformers' static layers."""
         return self.num_slots if self.is_initialized else 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask has a column for every slot that there will ever be."""
-        return self.max_cache_len, 0
-
-    def get_max_length(self) -> int:
-        """``max_cache_len``."""
-        return self.max_cache_len
-
     def reset(self) -> None:
         """Forget everything, in place."""
         if self.buffers is not None:
@@ -258,38 +271,19 @@ class StaticCondensedLayer(CondensedCacheLayer):
             self.num_slots.zero_()
             if self.method.prompt_reader is not None:
                 self._set_bias(0)
-        self.awaits_prompt = self.method.prompt_reader is not None
-        # a captured step could be replayed before the next prompt, unseen by the host
-        self._known_slots, self._known_seen = None if self._is_replayed else 0, None
+        self.expected = self._expected_first
+        if self._counts is not None:  # a host without a count stays so: a replay may come before the next prompt
+            self._counts = HostCounts()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
         of_rows = [*(self.buffers or ())]
         if of_rows and self.method.prompt_reader is not None and self.bias is not None:
             of_rows.append(self.bias)
-        self._known_seen = None
+        if self._counts is not None:
+            self._counts = HostCounts(self._counts.slots)
         for tensor in of_rows:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused with ValueError: the ring has no room for tokens that might be taken back."""
-        _refuse("cannot take tokens back (assisted decoding, prompt lookup)")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused with ValueError, as `batch_select_indices`."""
-        _refuse("keeps its number of rows")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Refused with ValueError: buffers at fixed addresses cannot change their size."""
-        _refuse("keeps its number of rows")
-
-    def offload(self) -> None:
-        """Refused with ValueError: the buffers' addresses are fixed."""
-        _refuse("stays where it is")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ValueError(f"a static condensed cache {what}: use a cache that grows (cache_implementation unset)")
 
 
 def _is_recorded(device: torch.device) -> bool:

@@ -64,7 +64,7 @@ def new_store(k: Tensor, tokens: int, width: int, dtype: torch.dtype, *, on_host
 
 
 def longer_store(store: Tensor, tokens: int, device: torch.device) -> Tensor:
-    """A copy of a store, whose tokens come from ``device``, with zeros up to column ``tokens``."""
+    """A longer copy of a store, with zeros from its end up to column ``tokens``; device: that of the other buffers."""
     if store.device == device:
         return F.pad(store, (0, 0, 0, tokens - store.shape[2]))
     finish_writes(device)
@@ -84,7 +84,10 @@ def _pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def write_tokens(store: Tensor, start: int, tokens: Tensor) -> None:
-    """Write ``tokens`` ``[B, K, n, width]`` to columns ``[start, start + n)`` of a store; see `join_writes`."""
+    """Write ``tokens`` ``[B, K, n, width]`` to columns ``[start, start + n)`` of a store.
+
+    A store in host memory is written while other work goes on; `join_writes` or `finish_writes` wait for it.
+    """
     n = tokens.shape[2]
     if store.device == tokens.device:
         store[:, :, start : start + n].copy_(tokens)
@@ -136,7 +139,7 @@ def join_writes(device: torch.device) -> None:
 
 
 def finish_writes(device: torch.device) -> None:
-    """Wait on the host until stores in its memory hold all that was given to the device so far."""
+    """Wait on the host until stores in its memory hold all tokens that copies and kernels were to write so far."""
     join_writes(device)
     torch.cuda.current_stream(device).synchronize()
 

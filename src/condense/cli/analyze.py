@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from condense.analysis import Deviation, measure_deviation
 from condense.cli.analyze_papers import conditioning_command, cost_command, noise_command, sparsity_command
 from condense.cli.analyze_patterns import patterns_command
 from condense.cli.analyze_recall import recall_command
+from condense.cli.loading import Command
 from condense.cli.options import (
     POOLING_HELP,
     load_model,
     plain_console,
+    plain_table,
     progress,
     read_text,
     saved_choice,
     warn_of_length,
 )
-from condense.demo import demo_text
-from condense.evaluate.compare import encode
-from condense.methods import LCA, Method
-from condense.methods.grouped import GroupPooling
-from condense.models import MethodChoice, described, methods_of, restore
-from condense.plots import plot_deviation, require_matplotlib
-from condense.results import refuse_existing, write_results
+
+if TYPE_CHECKING:
+    from condense.analysis import Deviation
+    from condense.methods import Method
+    from condense.models import MethodChoice
 
 analyze_app = typer.Typer(help="Look into a model.")
 # the window that the bundled model was trained with, and lengths that fit the bundled text
@@ -41,15 +38,23 @@ def analyze() -> None:
     """Look into a model."""
 
 
-analyze_app.command("recall", short_help="How much of dense attention the open groups hold.")(recall_command)
-analyze_app.command("patterns", short_help="Which of MInference's patterns suits each head.")(patterns_command)
-analyze_app.command("sparsity", short_help="How often a weight of the last query is a large one.")(sparsity_command)
-analyze_app.command("noise", short_help="How far noise on the keys moves predictions.")(noise_command)
-analyze_app.command("conditioning", short_help="Condition numbers before and after grouping.")(conditioning_command)
-analyze_app.command("cost", short_help="Keys that a query reads, beside measured times.")(cost_command)
+analyze_app.command("recall", cls=Command, short_help="How much of dense attention the open groups hold.")(
+    recall_command
+)
+analyze_app.command("patterns", cls=Command, short_help="Which of MInference's patterns suits each head.")(
+    patterns_command
+)
+analyze_app.command("sparsity", cls=Command, short_help="How often a weight of the last query is a large one.")(
+    sparsity_command
+)
+analyze_app.command("noise", cls=Command, short_help="How far noise on the keys moves predictions.")(noise_command)
+analyze_app.command("conditioning", cls=Command, short_help="Condition numbers before and after grouping.")(
+    conditioning_command
+)
+analyze_app.command("cost", cls=Command, short_help="Keys that a query reads, beside measured times.")(cost_command)
 
 
-@analyze_app.command("deviation", short_help="How far tokens lie from the entries that stand for them.")
+@analyze_app.command("deviation", cls=Command, short_help="How far tokens lie from the entries that stand for them.")
 def deviation_command(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
     text: Annotated[
@@ -72,6 +77,14 @@ def deviation_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
 ) -> None:
     """How far keys and values lie from the entries that stand for them (LCA paper, Tables 9 and 10)."""
+    from condense.analysis import measure_deviation
+    from condense.demo import demo_text
+    from condense.evaluate.compare import encode
+    from condense.methods import LCA, Method
+    from condense.models import described, restore
+    from condense.plots import plot_deviation, require_matplotlib
+    from condense.results import refuse_existing, write_results
+
     for name, path in (("json", json), ("plot", plot)):
         if path is not None:
             refuse_existing(path, name, overwrite=overwrite)
@@ -113,6 +126,9 @@ def deviation_command(
 
 def _saved_pooling(choice: MethodChoice) -> Method:
     """The method that a model was saved with. Raises ValueError for several, and for one that pools no groups."""
+    from condense.methods.grouped import GroupPooling
+    from condense.models import described, methods_of
+
     method, *others = methods_of(choice)
     if others or not isinstance(method, GroupPooling):
         raise ValueError(
@@ -131,7 +147,7 @@ def _names(sources: list[str]) -> list[str]:
 
 
 def _print(results: list[Deviation], title: str) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = plain_table(title)
     table.add_column("text", justify="right", overflow="fold")
     for heading in ("tokens", "n", "|k|", "δk", "δk/|k|", "max δk", "|v|", "δv", "δv/|v|", "max δv"):
         table.add_column(heading, justify="right", no_wrap=True)

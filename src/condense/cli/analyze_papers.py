@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich import box
-from rich.table import Table
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.analysis import (
-    Conditioning,
-    Heads,
-    conditioning,
-    counterexample,
-    measure_cost,
-    measure_sparsity,
-    noise_effect,
-)
-from condense.analysis.deviation import stretches
-from condense.analysis.sparsity import EDGES
 from condense.cli.options import (
     DEMO_METHOD,
     DEVICE_HELP,
@@ -31,15 +15,16 @@ from condense.cli.options import (
     MODEL_HELP,
     load_model,
     plain_console,
+    plain_table,
     progress,
     read_text,
 )
-from condense.demo import demo_text
-from condense.evaluate.compare import encode
-from condense.methods import Method
-from condense.models import restore
-from condense.plots import method_labels, plot_lines, require_matplotlib
-from condense.results import refuse_existing, write_results
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from condense.analysis import Conditioning
 
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 Text = Annotated[
@@ -66,6 +51,10 @@ def sparsity_command(
     overwrite: Overwrite = False,
 ) -> None:
     """How often a weight of the last query is above 1 / (tokens * rho), by length (DGA paper, Figures 2, 6 and 7)."""
+    from condense.analysis import measure_sparsity
+    from condense.analysis.sparsity import EDGES
+    from condense.plots import plot_lines
+
     _check(json, plot, overwrite)
     loaded, texts = _load(model, text, dtype, device)
     lengths, rhos = length or [100, 200, 400, 700, 1000], rho or [0.05, 0.02, 0.01]
@@ -102,6 +91,10 @@ def noise_command(
     overwrite: Overwrite = False,
 ) -> None:
     """How far predictions move when Gaussian noise is put on the keys, method by method (DGA paper, Figure 3b)."""
+    from condense.analysis import noise_effect
+    from condense.methods import Method
+    from condense.plots import method_labels, plot_lines
+
     _check(json, plot, overwrite)
     methods = [Method.parse(each) for each in method or ["dense", DEMO_METHOD, "dga"]]
     loaded, texts = _load(model, text, dtype, device)
@@ -134,6 +127,9 @@ def conditioning_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Condition numbers before and after grouping: DGA's Theorem 3 where it holds, and where it does not."""
+    from condense.analysis import conditioning, counterexample
+    from condense.plots import plot_lines
+
     _check(json, plot, overwrite)
     loaded, texts = _load(model, text, dtype, device)
     values = _values(loaded, max(texts, key=len))
@@ -178,6 +174,10 @@ def cost_command(
     overwrite: Overwrite = False,
 ) -> None:
     """Keys that a query reads, by length, beside measured times of one layer (DGA paper, Figure 5; LCA, Table 1)."""
+    from condense.analysis import Heads, measure_cost
+    from condense.methods import Method
+    from condense.plots import method_labels, plot_lines
+
     _check(json, plot, overwrite)
     methods = [Method.parse(each) for each in method or ["dense", "cca", "dga", "streaming_llm:window=1024"]]
     loaded, _ = load_model(model, dtype, device)
@@ -220,6 +220,9 @@ def cost_command(
 
 
 def _check(json: Path | None, plot: Path | None, overwrite: bool) -> None:
+    from condense.plots import require_matplotlib
+    from condense.results import refuse_existing
+
     for name, path in (("json", json), ("plot", plot)):
         if path is not None:
             refuse_existing(path, name, overwrite=overwrite)
@@ -231,27 +234,32 @@ def _load(
     model: str | None, text: list[str] | None, dtype: str | None, device: str | None
 ) -> tuple[PreTrainedModel, list[Tensor]]:
     """The model with stock attention, and the texts' token ids."""
+    from condense.demo import demo_text
+    from condense.evaluate.compare import encode
+    from condense.models import restore
+
     contents = [read_text(source) for source in dict.fromkeys(text or ())] or [demo_text().text]
     loaded, tokenizer = load_model(model, dtype, device)
     restore(loaded)
-    return loaded, _encoded(contents, tokenizer, loaded)
-
-
-def _encoded(contents: list[str], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[Tensor]:
-    return [encode(tokenizer, content, model)[0] for content in contents]
+    return loaded, [encode(tokenizer, content, loaded)[0] for content in contents]
 
 
 def _parts(texts: list[Tensor], length: int, sequences: int) -> list[Tensor]:
+    from condense.analysis.deviation import stretches
+
     parts = [part for ids in texts for part in stretches(ids, length, sequences)][:sequences] if length > 0 else []
     if not parts:
         raise ValueError(f"length must be 1 to that of the longest text, {max(map(len, texts))}, got {length}")
     return parts
 
 
-@torch.no_grad()
 def _values(model: PreTrainedModel, ids: Tensor) -> dict[int, Tensor]:
     """Value vectors of one KV head of every layer that caches them, ``[L, Dv]``."""
-    cache = model(ids[None].to(model.device), use_cache=True, logits_to_keep=1).past_key_values
+    import torch
+    from transformers import DynamicCache
+
+    with torch.no_grad():
+        cache = model(ids[None].to(model.device), use_cache=True, logits_to_keep=1).past_key_values
     assert isinstance(cache, DynamicCache)
     return {
         i: layer.values[0, 0].cpu()
@@ -261,7 +269,7 @@ def _values(model: PreTrainedModel, ids: Tensor) -> dict[int, Tensor]:
 
 
 def _print(headings: list[str], rows: list[list[str]], title: str) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = plain_table(title)
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
@@ -272,5 +280,7 @@ def _print(headings: list[str], rows: list[list[str]], title: str) -> None:
 def _write(
     json: Path | None, model: str | None, loaded: PreTrainedModel, overwrite: bool, content: dict[str, Any]
 ) -> None:
+    from condense.results import write_results
+
     if json is not None:
         write_results(json, {"model": model or "bundled", **content}, device=loaded.device, overwrite=overwrite)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from condense.analysis import HeadPattern, save_patterns, search_patterns
-from condense.cli.options import DEVICE_HELP, MODEL_HELP, load_model, plain_console, progress, read_text, warn_of_length
-from condense.demo import demo_text
-from condense.evaluate.compare import encode
-from condense.methods import AShape
-from condense.methods.minference import pattern_of
-from condense.models import restore
-from condense.results import refuse_existing
+from condense.cli.options import (
+    DEVICE_HELP,
+    MODEL_HELP,
+    load_model,
+    plain_console,
+    plain_table,
+    progress,
+    read_text,
+    warn_of_length,
+)
 
-DEMO_BUDGET, DEMO_LENGTH = AShape(sink=128, window=512), 3584
+if TYPE_CHECKING:
+    from condense.analysis import HeadPattern
+
+DEMO_BUDGET, DEMO_LENGTH = {"sink": 128, "window": 512}, 3584
 
 
 def patterns_command(
@@ -37,8 +40,15 @@ def patterns_command(
 
     None computes more than the A-shape of --sink and --window. Bundled model and text: 128 and 512, 3584 tokens.
     """
+    from condense.analysis import save_patterns, search_patterns
+    from condense.demo import demo_text
+    from condense.evaluate.compare import encode
+    from condense.methods import AShape
+    from condense.models import restore
+    from condense.results import refuse_existing
+
     refuse_existing(output, "output", overwrite=overwrite)
-    budget = DEMO_BUDGET if model is None and text is None else AShape()
+    budget = AShape(**DEMO_BUDGET) if model is None and text is None else AShape()
     budget = AShape(sink=budget.sink if sink is None else sink, window=budget.window if window is None else window)
     content = demo_text().text if text is None else read_text(text)
     loaded, tokenizer = load_model(model, dtype, device)
@@ -55,7 +65,9 @@ def patterns_command(
 
 
 def _print(heads: list[HeadPattern], title: str) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    from condense.methods.minference import pattern_of
+
+    table = plain_table(title)
     names = {"a_shape": "A-shape", "vertical_slash": "vertical-slash", "block_sparse": "block-sparse"}
     for heading in ("layer", *names.values(), "kept", "lowest", "A-shape alone"):
         table.add_column(heading, justify="right")

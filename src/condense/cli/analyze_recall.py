@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from condense.analysis import LayerRecall, measure_recall
-from condense.cli.options import DEVICE_HELP, MODEL_HELP, load_model, plain_console, progress, read_text, warn_of_length
-from condense.demo import demo_text
-from condense.evaluate.compare import encode
-from condense.methods import Method, Recall
-from condense.models import restore
-from condense.results import refuse_existing, write_results
+from condense.cli.options import (
+    DEVICE_HELP,
+    MODEL_HELP,
+    load_model,
+    plain_console,
+    plain_table,
+    progress,
+    read_text,
+    warn_of_length,
+)
+
+if TYPE_CHECKING:
+    from condense.analysis import LayerRecall
 
 DEMO_METHOD, DEMO_LENGTH = "recall:window=256,num_recall=16", 3584
 
@@ -41,6 +45,13 @@ def recall_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result file.")] = False,
 ) -> None:
     """How much of dense attention's weights the window and the open groups hold, and how often groups stay open."""
+    from condense.analysis import measure_recall
+    from condense.demo import demo_text
+    from condense.evaluate.compare import encode
+    from condense.methods import Method, Recall
+    from condense.models import restore
+    from condense.results import refuse_existing, write_results
+
     if json is not None:
         refuse_existing(json, "json", overwrite=overwrite)
     chosen = Method.parse(method or (DEMO_METHOD if model is None else "recall"))
@@ -72,7 +83,7 @@ def recall_command(
 
 
 def _print(layers: list[LayerRecall], title: str) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = plain_table(title)
     hits = [f"hits {size}" for size in layers[0].hits]
     for heading in ("layer", "window", "opened", "pooled", "best", "lowest head", *hits):
         table.add_column(heading, justify="right")

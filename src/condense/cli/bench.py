@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from condense import bench
-from condense.cli.bench_tables import print_results
+from condense.cli.loading import Command
 from condense.cli.options import (
     CHOICES_HELP,
-    DTYPES,
     METHOD_HELP,
     parse_device,
+    parse_dtype,
     plain_console,
     progress,
     read_saved,
     read_skeleton,
     saved_choice,
 )
-from condense.config import check_int
-from condense.files import whole_file
-from condense.methods import Method
-from condense.models import choice_from_text, described, restore
-from condense.ops import Problem, resolve_backend
-from condense.plots import plot_lines, require_matplotlib
-from condense.results import write_results
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 RESULTS = Path("benchmarks/results")
 PAGE = Path("docs/performance.md")
@@ -51,16 +44,16 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less ti
 ResultsOption = Annotated[Path, typer.Option(help="Folder of result files: the last one is compared with.")]
 
 
-@bench_app.command("kernel", short_help="Attention, pooling, the layer and a decode step.")
+@bench_app.command("kernel", cls=Command, short_help="Attention, pooling, the layer and a decode step.")
 def kernel_command(
     shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
     lengths: LengthsOption = None,
     method: Annotated[
         list[str] | None, typer.Option(help=f"{METHOD_HELP} Repeatable. Default: {' and '.join(METHODS)}.")
     ] = None,
-    ops: Annotated[str, typer.Option(help=f"Of {', '.join(bench.OPS)}.")] = ",".join(bench.OPS),
+    ops: Annotated[str | None, typer.Option(help="Such as forward,backward,decode. Default: all.")] = None,
     baselines: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(bench.BASELINES)}; or none. Default: all for the GPU.")
+        str | None, typer.Option(help="Such as cudnn,flash; or none. Default: all for the GPU.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     decode_batches: Annotated[
@@ -75,17 +68,22 @@ def kernel_command(
     results: ResultsOption = RESULTS,
 ) -> None:
     """Attention forward and backward, pooling, the layer and a decode step, each held to float64 before it is timed."""
+    from condense import bench
+    from condense.config import check_int
+    from condense.methods import Method
+    from condense.ops import Problem, resolve_backend
+
     heads = bench.HeadShape.parse(shape)
     check_int("batch", batch, 1)
-    chosen_ops = bench.check_names("ops", _names(ops), bench.OPS)
+    chosen_ops = bench.OPS if ops is None else bench.check_names("ops", _names(ops), bench.OPS)
     backends = tuple(dict.fromkeys(_names(backend)))
     where = parse_device(device)
-    torch_dtype = _dtype(dtype, where)
+    torch_dtype = parse_dtype(dtype, where)
     default = bench.GPU_BASELINES if where.type == "cuda" else (*bench.GPU_BASELINES, "sdpa")
     plan = bench.KernelPlan(
         bench.Setting(heads, batch, torch_dtype, where, seed),
         _lengths(lengths, where, quick),
-        _methods(method, METHODS),
+        {text: Method.parse(text) for text in method or METHODS},
         default
         if baselines is None
         else bench.check_names("baselines", [] if baselines == "none" else _names(baselines), bench.BASELINES),
@@ -109,10 +107,10 @@ def kernel_command(
     _finish(path, content, last, where, seed, ("times",))
 
 
-@bench_app.command("model", short_help="First token, time per token, cache and peak memory.")
+@bench_app.command("model", cls=Command, short_help="First token, time per token, cache and peak memory.")
 def model_command(
     shape: Annotated[
-        str | None, typer.Option(help=f"Random weights: {', '.join(bench.MODEL_SHAPES)}. Default: the first.")
+        str | None, typer.Option(help="Random weights, in the shape of such a model. Default: llama-3.1-8b.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM instead.")] = None,
     layers: Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")] = None,
@@ -121,7 +119,9 @@ def model_command(
         list[str] | None,
         typer.Option(help=f"{CHOICES_HELP} Default: what the model was saved with, or {METHODS[0]}."),
     ] = None,
-    runners: Annotated[str, typer.Option(help=f"Of {', '.join(bench.RUNNERS)}.")] = ",".join(bench.DEFAULT_RUNNERS),
+    runners: Annotated[
+        str | None, typer.Option(help="Such as dense,condensed_graph. Default: all that are not compiled.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Further tokens that are timed. Default: 32.")] = None,
     prefill_chunk: Annotated[int | None, typer.Option(help="Read prompts in pieces of so many tokens.")] = None,
     compile_feed_forward: Annotated[
@@ -134,6 +134,10 @@ def model_command(
     results: ResultsOption = RESULTS,
 ) -> None:
     """Time to first token, time per token, peak memory and cache bytes, on prompts of random tokens."""
+    from condense import bench
+    from condense.config import check_int
+    from condense.models import choice_from_text, described
+
     if shape is not None and model is not None:
         raise ValueError("shape and model exclude each other, got both")
     if layers is not None and model is not None:
@@ -142,9 +146,11 @@ def model_command(
         if value is not None:
             check_int(name, value, 1)
     chosen = bench.check_shape(shape or next(iter(bench.MODEL_SHAPES)))
-    chosen_runners = bench.check_names("runners", _names(runners), bench.RUNNERS)
+    chosen_runners = (
+        bench.DEFAULT_RUNNERS if runners is None else bench.check_names("runners", _names(runners), bench.RUNNERS)
+    )
     where = parse_device(device)
-    torch_dtype = _dtype(dtype, where)
+    torch_dtype = parse_dtype(dtype, where)
     prompts = _lengths(lengths, where, quick)
     methods = {text: choice_from_text(text) for text in method or METHODS[:1]}
     saved = None if model is None else saved_choice(read_skeleton(model))
@@ -183,13 +189,17 @@ def model_command(
     _finish(path, content, last, where, seed, ("first", "step"))
 
 
-@bench_app.command("report", short_help="Write a page's tables anew from the newest results.")
+@bench_app.command("report", cls=Command, short_help="Write a page's tables anew from the newest results.")
 def report_command(
     page: Annotated[Path, typer.Argument(help="Markdown page with blocks `<!-- bench: ... -->`.")] = PAGE,
     results: Annotated[Path, typer.Option(help="Folder of result files.")] = RESULTS,
     plots: Annotated[bool, typer.Option("--plots", help="Draw the pictures that the blocks name, too.")] = False,
 ) -> None:
     """Write a page's tables anew, each figure from the newest result file that holds it; its prose stays."""
+    from condense import bench
+    from condense.files import whole_file
+    from condense.plots import plot_lines, require_matplotlib
+
     if not page.is_file():
         raise ValueError(f"page: no such file: {page}")
     text, pictures = bench.fill_page(page.read_text(encoding="utf-8"), results)
@@ -212,6 +222,10 @@ def _finish(
     times: Sequence[str],
 ) -> None:
     """Print, write, and fail if a condensed row did."""
+    from condense import bench
+    from condense.cli.bench_tables import print_results
+    from condense.results import write_results
+
     content["software"] = _software()
     if last is not None:
         content["compared_with"] = last[0].name
@@ -229,28 +243,28 @@ def _finish(
 
 def _software() -> dict[str, str | None]:
     """Versions beside those that every result file carries."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
     try:
-        triton: str | None = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+        triton: str | None = version("triton")
+    except PackageNotFoundError:
         triton = None
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {"triton": triton, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
 
 
 def _load(model: str, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    from condense.models import restore
+
     return restore(read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)))
 
 
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
-
-
-def _dtype(name: str | None, device: torch.device) -> torch.dtype:
-    if name is None:
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
 
 
 def _lengths(text: str | None, device: torch.device, quick: bool) -> tuple[int, ...]:
@@ -273,7 +287,3 @@ def _batches(text: str | None, device: torch.device) -> tuple[int, ...]:
     if 0 in numbers:
         raise ValueError(f"decode_batches must be numbers of rows >= 1, such as 4,8,32, or none; got {text!r}")
     return tuple(sorted(set(numbers)))
-
-
-def _methods(specs: Sequence[str] | None, default: Sequence[str]) -> dict[str, Method]:
-    return {spec: Method.parse(spec) for spec in specs or default}

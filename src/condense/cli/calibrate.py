@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from condense.calibration import Calibration, CalibrationConfig, CurvePoint, Estimate, calibrate
 from condense.cli.options import (
     DEVICE_HELP,
     DEVICE_MAP_HELP,
@@ -19,15 +16,15 @@ from condense.cli.options import (
     REMOTE_HELP,
     load_model,
     plain_console,
+    plain_table,
     progress,
     read_text,
     warn_of_length,
 )
-from condense.demo import demo_text
-from condense.methods import Method
-from condense.models import described, restore
-from condense.plots import method_labels, plot_lines, require_matplotlib
-from condense.results import refuse_existing
+
+if TYPE_CHECKING:
+    from condense.calibration import Calibration, CurvePoint, Estimate
+    from condense.methods import Method
 
 # what the bundled text is long enough for
 DEMO_LENGTH, DEMO_TEXTS = 448, 4
@@ -70,6 +67,13 @@ def calibrate_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
 ) -> None:
     """Find the cheapest method for every layer that keeps the model's quality on a text, and write it down."""
+    from condense.calibration import CalibrationConfig, calibrate
+    from condense.demo import demo_text
+    from condense.methods import Method
+    from condense.models import restore
+    from condense.plots import require_matplotlib
+    from condense.results import refuse_existing
+
     for name, path in (("output", output), ("plot", plot)):
         if path is not None:
             refuse_existing(path, name, overwrite=overwrite)
@@ -122,10 +126,13 @@ def calibrate_command(
 
 def _print(result: Calibration) -> None:
     """Losses layer by layer, the curve, and what was chosen."""
+    from condense.models import described
+    from condense.plots import method_labels
+
     config, console = result.config, plain_console()
     names = dict(zip(config.candidates, method_labels(config.candidates), strict=True))
     numbers = config.hidden_numbers > 0
-    tables = Table(title="each layer alone: divergence in nats per token", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    tables = plain_table("each layer alone: divergence in nats per token")
     lossy = [method for method in config.candidates if any(loss.method == method for loss in result.layers)]
     tables.add_column("layer", justify="right")
     for method in lossy:
@@ -144,11 +151,7 @@ def _print(result: Calibration) -> None:
         if name != type(method).__name__:  # several candidates are of this kind
             console.print(f"{name}: {method}", soft_wrap=True)
 
-    curve = Table(
-        title=f"quality against cache at {config.cache_length or config.length:,} tokens",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    curve = plain_table(f"quality against cache at {config.cache_length or config.length:,} tokens")
     for heading in ("layers", "cache", "host", "FLOPs", "divergence", "loss", *(["found"] if numbers else [])):
         curve.add_column(heading, justify="left" if heading == "layers" else "right")
     for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
@@ -172,6 +175,8 @@ def _cells(point: CurvePoint, names: dict[Method, str]) -> list[str]:
 
 def _plot(result: Calibration, path: Path) -> None:
     """Divergence against the share of the cache: the path, and each candidate in all layers."""
+    from condense.plots import method_labels, plot_lines
+
     names = method_labels(result.config.candidates)
 
     def line(points: Sequence[CurvePoint]) -> tuple[list[float], list[float]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from condense.cli.options import (
     CHAT_HELP,
@@ -27,20 +25,15 @@ from condense.cli.options import (
     saved_choice,
     warn_of_length,
 )
-from condense.demo import demo_prompt
-from condense.evaluate.compare import Outcome, Prompt, compare
-from condense.methods import CCA, Dense, Method, Recall, StreamingLLM
-from condense.models import MethodChoice, choice_from_text, described, restore
-from condense.plots import method_labels, plot_comparison, require_matplotlib
-from condense.results import refuse_existing, write_results
 
-DEMO_METHODS = (
-    Dense(),
-    Recall(window=256, num_recall=16),
-    Method.parse(DEMO_METHOD),
-    StreamingLLM(sink=4, window=492),
-)
-METHODS = (Dense(), Recall(), CCA(), StreamingLLM())
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from condense.evaluate.compare import Outcome, Prompt
+    from condense.models import MethodChoice
+
+DEMO_METHODS = ("dense", "recall:window=256,num_recall=16", DEMO_METHOD, "streaming_llm:sink=4,window=492")
+METHODS = ("dense", "recall", "cca", "streaming_llm")
 
 
 def compare_command(
@@ -60,6 +53,13 @@ def compare_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
 ) -> None:
     """Ask the same questions about a long text under dense attention, Recall and condensed attention, side by side."""
+    from condense.demo import demo_prompt
+    from condense.evaluate.compare import Prompt, compare
+    from condense.methods import Dense
+    from condense.models import choice_from_text, restore
+    from condense.plots import plot_comparison, require_matplotlib
+    from condense.results import refuse_existing, write_results
+
     for name, path in (("json", json), ("plot", plot)):
         if path is not None:
             refuse_existing(path, name, overwrite=overwrite)
@@ -77,7 +77,9 @@ def compare_command(
     if saved is not None and not given and layers is None:
         methods = [Dense(), saved]
     else:
-        methods = given or [choose(m, layers) for m in (DEMO_METHODS if model is None else METHODS)]
+        methods = given or [
+            choose(choice_from_text(each), layers) for each in (DEMO_METHODS if model is None else METHODS)
+        ]
     restore(loaded)
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with progress() as bar:
@@ -103,6 +105,11 @@ def compare_command(
 
 
 def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> None:
+    from rich.table import Table
+
+    from condense.models import described
+    from condense.plots import method_labels
+
     labels = method_labels([outcome.method for outcome in outcomes])
     answers = Table(title="answers")
     answers.add_column("question")

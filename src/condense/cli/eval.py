@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
 from condense.cli.options import (
     CHOICES_HELP,
@@ -20,21 +18,21 @@ from condense.cli.options import (
     MODEL_HELP,
     REMOTE_HELP,
     choose,
-    described,
     load_model,
     plain_console,
+    plain_table,
     saved_choice,
 )
-from condense.evaluate.harness import OWN, Score, Settings, evaluate, saved_scores, write_report
-from condense.evaluate.harness.tasks import require_harness
-from condense.methods import Dense, Method
-from condense.models import MethodChoice, choice_from_text, restore
-from condense.results import refuse_existing
+
+if TYPE_CHECKING:
+    from condense.evaluate.harness import Score
+    from condense.models import MethodChoice
 
 
 def eval_command(
     task: Annotated[
-        list[str], typer.Option(help=f"Task, group or tag of the harness, or {', '.join(OWN)}; repeatable.")
+        list[str],
+        typer.Option(help="Task, group or tag of the harness, or one of our own, such as text_loss; repeatable."),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the results; it must not exist yet.")],
     model: Annotated[str | None, typer.Option(help=MODEL_HELP + " An adapter's folder too.")] = None,
@@ -69,6 +67,12 @@ def eval_command(
 
     The output folder holds predictions.jsonl, metrics.json, env.json and report.html.
     """
+    from condense.evaluate.harness import Settings, evaluate
+    from condense.evaluate.harness.tasks import require_harness
+    from condense.methods import Dense, Method
+    from condense.models import choice_from_text, described, restore
+    from condense.results import refuse_existing
+
     require_harness()
     if not resume:
         if output.exists():
@@ -120,6 +124,8 @@ def eval_command(
 
 def _show(output: Path, model: str | None) -> None:
     """Print the scores in a run's folder, and draw its page."""
+    from condense.evaluate.harness import saved_scores, write_report
+
     scores, where = saved_scores(output)
     _print(scores)
     facts = {
@@ -131,7 +137,7 @@ def _show(output: Path, model: str | None) -> None:
 
 
 def _print(scores: list[Score]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = plain_table()
     for heading in ("task", "metric", "method"):
         table.add_column(heading, overflow="fold")
     for heading in ("score", "95 %", "n"):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.progress import Progress
-from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from condense.cli.options import (
     CHAT_HELP,
@@ -25,9 +22,10 @@ from condense.cli.options import (
     saved_choice,
     warn_of_length,
 )
-from condense.evaluate.compare import attention_of, chat_message, check_positions, encode, pad_token
-from condense.methods import Dense
-from condense.models import choice_from_text, restore
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
 def generate_command(
@@ -48,6 +46,12 @@ def generate_command(
     chat: Annotated[bool, typer.Option("--chat", help=CHAT_HELP)] = False,
 ) -> None:
     """Continue a prompt, token by token as it comes."""
+    import torch
+
+    from condense.evaluate.compare import attention_of, chat_message, check_positions, encode, pad_token
+    from condense.methods import Dense
+    from condense.models import choice_from_text, restore
+
     if (prompt is None) == (text is None):
         raise ValueError("give the prompt either as an argument or with --text FILE")
     content = read_text(text) if text is not None else prompt or ""
@@ -76,21 +80,21 @@ def generate_command(
             attention_mask=torch.ones_like(ids),
             use_cache=True,
             max_new_tokens=max_new_tokens,
-            streamer=_Streamer(tokenizer, bar),
+            streamer=_streamer(tokenizer, bar),
             pad_token_id=pad_token(tokenizer),
             **sampling,
         )
 
 
-class _Streamer(TextStreamer):
+def _streamer(tokenizer: PreTrainedTokenizerBase, bar: Progress) -> TextStreamer:
     """Prints text as it comes; the bar that stood for reading the prompt goes with the first new token."""
+    from transformers import TextStreamer
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, bar: Progress) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._bar = bar
+    class Streamer(TextStreamer):
+        def put(self, value: Any) -> None:
+            """The prompt first, then token by token."""
+            if not self.next_tokens_are_prompt:
+                bar.stop()
+            super().put(value)
 
-    def put(self, value: Any) -> None:
-        """The prompt first, then token by token."""
-        if not self.next_tokens_are_prompt:
-            self._bar.stop()
-        super().put(value)
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

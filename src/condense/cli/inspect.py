@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from condense.cli.options import (
     CHOICE_HELP,
-    DTYPES,
     LAYERS_HELP,
     choose,
+    parse_dtype,
     plain_console,
+    plain_table,
     read_skeleton,
     saved_choice,
 )
-from condense.methods import CCA
-from condense.models import choice_from_text, restore
-from condense.models.inspect import LayerReport, inspect
-from condense.ops import Problem, resolve_backend
-from condense.results import refuse_existing, write_results
+
+if TYPE_CHECKING:
+    from condense.models.inspect import LayerReport
 
 
 def inspect_command(
@@ -40,21 +36,29 @@ def inspect_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result file.")] = False,
 ) -> None:
     """Entries, bytes and FLOPs per layer, dense and condensed, and the length from which it pays. Reads no weights."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if json is not None:
-        refuse_existing(json, "json", overwrite=overwrite)
+    import torch
+
+    from condense.methods import CCA
+    from condense.models import choice_from_text, restore
+    from condense.models.inspect import inspect
+    from condense.ops import Problem, resolve_backend
+    from condense.results import refuse_existing, write_results
+
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
+    where = torch.device(device)
+    torch_dtype = parse_dtype(dtype, where)
+    if json is not None:
+        refuse_existing(json, "json", overwrite=overwrite)
     given = None if not method and layers is None else choose(choice_from_text(*(method or ["cca"])), layers)
     skeleton = read_skeleton(model)
     chosen = given or saved_choice(skeleton) or CCA()
-    reports = inspect(restore(skeleton), chosen, length, DTYPES[dtype].itemsize)
+    reports = inspect(restore(skeleton), chosen, length, torch_dtype.itemsize)
     config = skeleton.config.get_text_config()
     heads = config.num_attention_heads
     problem = Problem(
-        torch.device(device),
-        DTYPES[dtype],
+        where,
+        torch_dtype,
         (reports[0].width, reports[0].value_width),
         num_queries=length,
         rows=1,
@@ -70,7 +74,7 @@ def inspect_command(
 
 
 def _print(reports: list[LayerReport], title: str) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = plain_table(title)
     share = "of\ndense"
     for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share, "pays\nfrom"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,12 +1,14 @@
-"""The command line: parse, call one function, print. Bad input is one line on stderr and exit code 2."""
+"""The command line: parse, call one function, print. Bad input is one line on stderr and exit code 2.
+
+The modules of commands import torch, transformers and the library inside their functions, so that help needs none.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
-import torch
-import transformers
 import typer
 
 from condense.cli.analyze import analyze_app
@@ -16,6 +18,7 @@ from condense.cli.compare import compare_command
 from condense.cli.eval import eval_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
+from condense.cli.loading import Command
 from condense.cli.methods import methods_command
 from condense.cli.recipes import recipes_command
 from condense.cli.run import SETTINGS, USAGE, run_command
@@ -36,7 +39,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"condense {__version__} (torch {torch.__version__}, transformers {transformers.__version__})")
+        from importlib.metadata import version
+
+        print(f"condense {__version__} (torch {version('torch')}, transformers {version('transformers')})")
         raise typer.Exit
 
 
@@ -51,38 +56,47 @@ def _options(
 
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(bench_app)
-app.command("calibrate", short_help="Find the cheapest good method for every layer.")(calibrate_command)
-app.command("compare", short_help="Ask the same questions under several methods.")(compare_command)
-app.command("eval", short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
-app.command("generate")(generate_command)
-app.command("inspect", short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
-app.command("methods", short_help="List the methods, or one method's settings.")(methods_command)
-app.command("recipes", short_help="List the recipes of train, or one recipe's settings.")(recipes_command)
+app.command("calibrate", cls=Command, short_help="Find the cheapest good method for every layer.")(calibrate_command)
+app.command("compare", cls=Command, short_help="Ask the same questions under several methods.")(compare_command)
+app.command("eval", cls=Command, short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
+app.command("generate", cls=Command)(generate_command)
+app.command("inspect", cls=Command, short_help="Entries, bytes and FLOPs per layer; reads no weights.")(inspect_command)
+app.command("methods", cls=Command, short_help="List the methods, or one method's settings.")(methods_command)
+app.command("recipes", cls=Command, short_help="List the recipes of train, or one recipe's settings.")(recipes_command)
 app.command("run", context_settings=SETTINGS, options_metavar=USAGE)(run_command)
 app.command(
     "serve",
+    cls=Command,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     short_help="Serve a condensed model with vLLM.",
 )(serve_command)
-app.command("train", short_help="Train a model by a recipe, from scratch or further.")(train_command)
+app.command("train", cls=Command, short_help="Train a model by a recipe, from scratch or further.")(train_command)
 
 
-def main() -> None:
-    """Entry point of ``condense``."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+def main(load: Callable[[], None] = lambda: None) -> None:
+    """Entry point of ``condense``. load: called before the function of a command runs, not for help."""
+
+    def load_quietly() -> None:
+        load()
+        from transformers import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    arguments = sys.argv[1:]
+    shown = [*arguments, "--help"] if arguments in GROUPS else arguments
     try:
-        arguments = sys.argv[1:]
-        code = app(args=[*arguments, "--help"] if arguments in GROUPS else arguments, standalone_mode=False)
+        code = app(args=shown, standalone_mode=False, obj=load_quietly)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        _fail(str(error).strip().partition("\n")[0] or type(error).__name__)
     except Exception as error:
         # a usage error of typer, recognised by this method, as its class differs between typer's versions
-        if not hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):
+            _fail(" ".join(error.format_message().split()))
+        # torch's error by its name, as torch may not be imported
+        if not isinstance(error, ValueError | OSError) and type(error).__name__ != "OutOfMemoryError":
             raise
-        _fail(" ".join(error.format_message().split()))
+        _fail(str(error).strip().partition("\n")[0] or type(error).__name__)
     if code == INTERRUPTED:
         print("condense: interrupted", file=sys.stderr)
     sys.exit(code)

@@ -7,16 +7,18 @@ import inspect
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
-from rich.table import Table
 
 from condense.cli.options import plain_console
-from condense.config import method_class, method_names
 
 
 def methods_command(
     name: Annotated[str | None, typer.Argument(help="A method, to see its settings. Default: list all.")] = None,
 ) -> None:
     """The methods, or one method's settings with their types and defaults."""
+    from rich.table import Table
+
+    from condense.config import method_class, method_names
+
     console = plain_console()
     if name is None:
         table = Table("method", "what it does", box=None)

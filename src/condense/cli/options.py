@@ -7,35 +7,22 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-import transformers
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import is_accelerate_available
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.config import method_class, method_names
-from condense.demo import demo_config, demo_model
-from condense.methods import Dense
-from condense.methods.grouped import GroupPooling
-from condense.models import (
-    MethodChoice,
-    attention_layers,
-    condensed_layers,
-    described,
-    parse_layers,
-)
+    from condense.models import MethodChoice
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-_METHOD_HELP = "One of {}, also with settings, as in 'cca:window=512'; `condense methods` explains them."
-METHOD_HELP = _METHOD_HELP.format(", ".join(method_names()))
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+METHOD_HELP = "Such as recall or, with settings, 'cca:window=512'; `condense methods` lists and explains them."
 CHOICE_HELP = METHOD_HELP + " By layer, repeated: recall@2,3 and cca@rest; or @FILE from condense calibrate."
 CHOICES_HELP = METHOD_HELP + " Repeatable. By layer, as one: recall@2,3+cca@rest; or @FILE from condense calibrate."
-POOLING_HELP = _METHOD_HELP.format(
-    ", ".join(name for name in method_names() if issubclass(method_class(name), GroupPooling))
-)
+POOLING_HELP = "One that pools groups, such as lca or, with settings, 'cca:window=512'; see `condense methods`."
 MODEL_HELP = "Folder or hub name of a causal LM. Default: bundled."
 DEVICE_HELP = "cpu, cuda, cuda:1, ..."
 DEVICE_MAP_HELP = "Spread the model over devices, as accelerate does: auto, balanced, ..."
@@ -52,6 +39,9 @@ def choose(choice: MethodChoice, layers: str | None) -> MethodChoice:
 
     Raises ValueError for layers beside a choice that names its own.
     """
+    from condense.methods import Dense
+    from condense.models import described, parse_layers
+
     if layers is None:
         return choice
     parse_layers(layers)
@@ -62,6 +52,8 @@ def choose(choice: MethodChoice, layers: str | None) -> MethodChoice:
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
     """The choice a model was saved with: one method if all layers have the same; None if it is stock."""
+    from condense.models import attention_layers, condensed_layers
+
     saved = condensed_layers(model)
     if not saved:
         return None
@@ -82,19 +74,22 @@ def load_model(
     Raises ValueError for an unknown dtype or device, for device and device_map together, without accelerate for the
     latter, and for a model that cannot be found or read.
     """
+    from transformers import AutoModelForCausalLM, logging
+    from transformers.utils import is_accelerate_available
+
+    from condense.demo import demo_model
+
     if device_map is not None and device is not None:
         raise ValueError("give --device or --device-map, not both")
     if device_map is not None and not is_accelerate_available():
         raise ValueError("--device-map needs the package accelerate, which 'condense-attention[train]' brings")
     chosen = parse_device(device)
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    torch_dtype = DTYPES[dtype] if dtype else torch.float32 if chosen.type == "cpu" else torch.bfloat16
+    torch_dtype = parse_dtype(dtype, chosen)
     if model is None:
         loaded, tokenizer = demo_model(dtype=torch_dtype)
         return loaded.to(chosen), tokenizer
     if sys.stderr.isatty():
-        transformers.logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
+        logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
     settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     tokenizer = _read_tokenizer(model, settings)
     settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
@@ -104,6 +99,8 @@ def load_model(
 
 def _read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or on the hub. Raises ValueError as `read_saved`, and for a folder without one."""
+    from transformers import AutoTokenizer
+
     try:
         return read_saved(model, lambda name: AutoTokenizer.from_pretrained(name, **settings))
     except ValueError as error:
@@ -127,6 +124,11 @@ def read_saved(model: str, read: Callable[[str], T]) -> T:
 
 def read_skeleton(model: str | None) -> PreTrainedModel:
     """The bundled model, or the one in a folder or on the hub, without weights. Raises ValueError as `read_saved`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from condense.demo import demo_config
+
     config: Any = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
     with torch.device("meta"):
         return read_saved(model or "bundled", lambda _: AutoModelForCausalLM.from_config(config))
@@ -134,6 +136,8 @@ def read_skeleton(model: str | None) -> PreTrainedModel:
 
 def parse_device(name: str | None) -> torch.device:
     """The device of that name, by default CUDA if there is one. Raises ValueError if it cannot be used."""
+    import torch
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -142,6 +146,16 @@ def parse_device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device must be one that PyTorch can use here, such as cpu or cuda, got {name!r}") from error
     return device
+
+
+def parse_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype of that name, by default float32 on a CPU, else bfloat16. Raises ValueError for an unknown one."""
+    import torch
+
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    dtype: torch.dtype = getattr(torch, name or ("float32" if device.type == "cpu" else "bfloat16"))
+    return dtype
 
 
 def read_text(source: str) -> str:
@@ -168,12 +182,24 @@ def warn_of_length(model: PreTrainedModel, length: int) -> None:
 
 def plain_console(*, stderr: bool = False) -> Console:
     """A console that shows questions, answers, settings and file names as they are: ``[b]`` and ``:smile:`` too."""
+    from rich.console import Console
+
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+def plain_table(title: str | None = None) -> Table:
+    """A table with one line, under its head."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
     """A bar on stderr that moves while it waits and goes when it is done."""
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
     console = plain_console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from condense.cli.methods import paragraphs
 from condense.cli.options import plain_console
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def recipes_command(
     name: Annotated[str | None, typer.Argument(help="A recipe, to see its settings. Default: list all.")] = None,
 ) -> None:
     """The recipes that train takes, or one recipe's settings."""
+    from rich.table import Table
+
     try:
         from condense.train import PRESETS, RECIPES
     except ImportError as error:
@@ -42,6 +46,8 @@ def recipes_command(
 
 def _settings_of_adapt() -> Table:
     """What a recipe file can set, with what it is for a method with groups of 16."""
+    from rich.table import Table
+
     from condense.train import PhaseConfig, TrainConfig
     from condense.train.recipes import ADAPT_FIELDS, adapt
 
@@ -60,6 +66,8 @@ def _settings_of_adapt() -> Table:
 
 def _phases(config: Any) -> Table:
     """The settings of a training from scratch, phase by phase."""
+    from rich.table import Table
+
     table = Table("setting", *(phase.name for phase in config.phases), box=None)
     for field in dataclasses.fields(config.phases[0]):
         if field.name != "name":

@@ -8,8 +8,9 @@ import sys
 import traceback
 from typing import Annotated
 
-import transformers
 import typer
+
+from condense.cli.loading import load_library
 
 # everything after -m MODULE belongs to the program, --help too
 USAGE = "-m MODULE [ARGUMENTS]..."
@@ -36,8 +37,11 @@ def run_command(
             raise ValueError(f"run needs -m before the module, as in condense run -m lm_eval, got {context.args[0]!r}")
         print(context.get_help())
         raise typer.Exit
-    transformers.logging.set_verbosity_warning()
-    transformers.logging.enable_progress_bar()
+    load_library(context)
+    from transformers import logging
+
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
     sys.argv = [module, *context.args]
     sys.path.insert(0, "")
     package = module.partition(".")[0]

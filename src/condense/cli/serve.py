@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from condense.cli.options import LAYERS_HELP, POOLING_HELP, choose, read_skeleton
-from condense.models import apply, choice_from_text, restore
-from condense.serving.vllm.command import server_command
 
 
 def serve_command(
@@ -27,6 +25,9 @@ def serve_command(
     layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
 ) -> None:
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
+    from condense.models import apply, choice_from_text, restore
+    from condense.serving.vllm.command import server_command
+
     if not method and layers is not None:
         raise ValueError("layers belong to a method: add --method")
     if importlib.util.find_spec("vllm") is None:

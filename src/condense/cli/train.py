@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from transformers import AutoConfig
 
-from condense.cli.options import METHOD_HELP, read_saved
+from condense.cli.options import METHOD_HELP, plain_console, read_saved
 
 
 def train_command(
@@ -37,6 +35,13 @@ def train_command(
         str | None,
         typer.Option(help=f"adapt: {METHOD_HELP} summary=prompt and selection=prompt need allow_future=true."),
     ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(
+            help="adapt: which weights: all, qkv or qkvo (projections of attention), or lora. Default: the recipe's, "
+            "else all."
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of every phase. Default: the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Decides first weights and sequences. Default: 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that build sequences. Default: the recipe's.")] = None,
@@ -44,6 +49,8 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
 ) -> None:
     """Train a model by a recipe, from scratch or from a saved model; options override a recipe file."""
+    from transformers import AutoConfig
+
     try:
         from condense.train import PRESETS, RECIPES, read_recipe, run_training
     except ImportError as error:
@@ -55,7 +62,8 @@ def train_command(
     if recipe not in RECIPES:
         options = read_recipe(PRESETS.get(recipe, Path(recipe)))
     given = {
-        "data": data, "pretrained": pretrained, "method": method, "seed": seed, "workers": workers, "cache": cache
+        "data": data, "pretrained": pretrained, "method": method, "train": train, "seed": seed, "workers": workers,
+        "cache": cache,
     }  # fmt: skip
     options |= {name: value for name, value in given.items() if value is not None}
     files = options.pop("data", None)
@@ -67,7 +75,7 @@ def train_command(
         read_saved(options["pretrained"], AutoConfig.from_pretrained)
         config = RECIPES["adapt"]([Path(file) for file in files], output, **options)
     else:
-        for name in ("pretrained", "method"):
+        for name in ("pretrained", "method", "train"):
             if name in options:
                 raise ValueError(f"these options belong to adapt: --{name}; got them for {recipe}")
         config = RECIPES[recipe](files, output, **options)
@@ -79,4 +87,4 @@ def train_command(
         if config.work.exists():
             print("condense: --resume goes on from the last checkpoint", file=sys.stderr)
         raise
-    Console(stderr=True).print(f"Model, tokenizer and training.json are in {folder}", highlight=False)
+    plain_console(stderr=True).print(f"Model, tokenizer and training.json are in {folder}")

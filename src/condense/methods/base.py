@@ -39,8 +39,8 @@ class Context(NamedTuple):
     """The sources that queries attend to, and their spans.
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
-    its `Method.represent` made for its `Method.attend`. projection: of a model with latents, where the sources are keys
-    and values of its heads; ``extra`` was made of latents still. Else None.
+    its `Method.represent` made for its `Method.attend`. projection: the up-projections of a model with latents, if the
+    sources are keys and values of its heads, made from latents; ``extra`` holds latents in that case too. Else None.
     """
 
     sources: tuple[Source, ...]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -50,9 +49,6 @@ from condense.ops.recall import (
     build_index,
 )
 from condense.ops.tensors.per_row import max_row
-
-# largest denominator of a share of the groups, so that a number of groups times its numerator fits into int64
-_MAX_DENOMINATOR = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +164,8 @@ class Recall(Method):
 
     @cached_property
     def quota(self) -> Quota:
-        """How many of the closed groups a query opens, in exact arithmetic: 0.55 of 100 is 55, not 56.
-
-        A share is the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
-        """
-        if isinstance(self.num_recall, int):
-            return Quota(self.num_recall)
-        share = Fraction(str(self.num_recall)).limit_denominator(_MAX_DENOMINATOR)
-        part, of = max(share, Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
-        return Quota(part=part, of=of)
+        """How many of the closed groups a query opens."""
+        return Quota(self.num_recall) if isinstance(self.num_recall, int) else Quota.of_share(self.num_recall)
 
     @property
     def store_format(self) -> StoreFormat:
@@ -247,27 +236,20 @@ class Recall(Method):
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
-        codes, grid, store = context.extra
-        projection = context.projection
-        if projection is None:
-            asked, tokens = q.detach(), self._unpack(store, context.window)
-        else:
-            with torch.no_grad():
-                asked = projection.absorb(q)
-            tokens = Source(*projection.expand(self._unpack_keys(store, asked.shape[3], q.dtype)))
+        trains = torch.is_grad_enabled() and q.requires_grad
+        if self.store_bits < 16 and trains:
+            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
+        if self.prompt == "exact" and q.shape[2] > 1:
+            if trains:
+                raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
+            sources, spans = self._all_tokens(q, context)
+            return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
+        codes, grid, _ = context.extra
+        asked, tokens = self._asked_and_tokens(q, context)
         # where no query sees entries, the first tokens of the groups stand in their place
         entries = context.entries
         if self.unchosen == "drop":
             entries = Source(*(x[:, :, :: self.group_size] for x in tokens[:2]))
-        if self.store_bits < 16 and torch.is_grad_enabled() and q.requires_grad:
-            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
-        if self.prompt == "exact" and q.shape[2] > 1:
-            if torch.is_grad_enabled() and q.requires_grad:
-                raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
-            return attend(
-                q, (tokens, context.window), self._all_tokens(context.spans), scale=scale, backend=backend,
-                return_lse=return_lse, extras=extras,
-            )  # fmt: skip
         return attend_recall(
             q,
             RecallSources(entries, tokens, context.window, context.spans),
@@ -278,6 +260,15 @@ class Recall(Method):
             return_lse=return_lse,
             extras=extras,
         )
+
+    def _asked_and_tokens(self, q: Tensor, context: Context) -> tuple[Tensor, Source]:
+        """The queries that score the index, and the tokens in the store; of latents, absorbed and expanded."""
+        store, projection = context.extra[2], context.projection
+        if projection is None:
+            return q.detach(), self._unpack(store, context.window)
+        with torch.no_grad():
+            asked = projection.absorb(q)
+        return asked, Source(*projection.expand(self._unpack_keys(store, asked.shape[3], q.dtype)))
 
     def _unpack(self, store: Tensor, window: Source) -> Source:
         """The tokens in a store ``[B, K, N, C]``, in the dtype and widths of those in the window."""
@@ -292,13 +283,17 @@ class Recall(Method):
         """The keys ``[B, K, n, D]`` in a store of keys alone, which latents are."""
         return self.store_format.unpack(store, D, 0, dtype)[0]
 
-    def _all_tokens(self, spans: Spans) -> Spans:
-        """Spans of store and window for dense attention: a query sees all stored tokens of closed groups.
+    def _all_tokens(self, q: Tensor, context: Context) -> tuple[tuple[Source, Source], Spans]:
+        """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.
 
         If the window holds every row from its first token on, it holds the tokens of closed groups too, and exactly.
-        Then it alone is seen, because attention over one source is faster.
+        Then it alone is seen and the store is not read.
         """
+        spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        window_holds_all = max_row(spans.window_start) <= 0
-        rule = UniformRule(self.group_size, None if window_holds_all else self.window, entries=self.group_size)
-        return dataclasses.replace(spans, rule=rule)
+        if max_row(spans.window_start) <= 0:
+            window, tokens = None, Source(k[:, :, :0], v[:, :, :0])
+        else:
+            window, tokens = self.window, self._asked_and_tokens(q, context)[1]
+        rule = UniformRule(self.group_size, window, entries=self.group_size)
+        return (tokens, context.window), dataclasses.replace(spans, rule=rule)

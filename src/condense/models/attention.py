@@ -9,18 +9,19 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys in the cache, D 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
-from condense.caches import CondensedLayer, StaticCondensedLayer
+from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
 from condense.caches.token_store import join_writes
 from condense.methods import Method, Recall
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
-from condense.models.layers import Target, ensure_layers, num_seen, read_tokens
+from condense.models.layers import Target, condensed_layer, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
 from condense.models.sharding import head_group
@@ -62,26 +63,31 @@ def condense_attention(
             "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
             "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
-    if kwargs.get("position_bias") is not None:
-        raise ValueError("condensed attention has no bias by position (position_bias): call condense.restore(model)")
-    sliding = kwargs.get("sliding_window") is not None
-    if sliding and isinstance(condense_state, CacheProxy) and module.condense_method is not None:
-        raise ValueError(
-            f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
-            "name the other layers"
-        )
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions must be False, got True: condensed attention has no weights to return. Stock attention "
-            "has: model.set_attn_implementation('eager'), and 'condense' afterwards"
-        )
-    if kwargs.get("is_causal") is False:
-        raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
+    _refuse_options(module, condense_state, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
         call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, Extras(softcap or 0.0, s_aux))
         out = condense_state.attend(call)
     return out.transpose(1, 2).contiguous(), None  # contiguous as from stock functions, because some forwards view it
+
+
+def _refuse_options(module: nn.Module, state: CacheProxy | StockAttention, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for keywords of a call that condensed attention cannot honour."""
+    if options.get("position_bias") is not None:
+        raise ValueError("condensed attention has no bias by position (position_bias): call condense.restore(model)")
+    sliding = options.get("sliding_window") is not None
+    if sliding and isinstance(state, CacheProxy) and module.condense_method is not None:
+        raise ValueError(
+            f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
+            "name the other layers"
+        )
+    if options.get("output_attentions"):
+        raise ValueError(
+            "output_attentions must be False, got True: condensed attention has no weights to return. Stock attention "
+            "has: model.set_attn_implementation('eager'), and 'condense' afterwards"
+        )
+    if options.get("is_causal") is False:
+        raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
 
 
 class CacheProxy:
@@ -113,28 +119,34 @@ class CacheProxy:
         return getattr(self.__dict__["cache"], name)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache."""
+        """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache.
+
+        A call goes one of three ways:
+
+        - `_step`: one token per row, without gradients, which the layer of the cache can add in place.
+        - `_read`: tokens without a cache, or a prompt without padding for a static cache. A compiled graph may hold it.
+        - `_read_eagerly`: all others. Their padding and their layer's counts are looked at on the host.
+        """
         if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
         method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout, extras=call.extras)
-        with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
-        is_step = call.q.shape[2] == 1 and call.dropout == 0 and call.options.get("cu_seq_lens_q") is None
-        if is_step and not with_gradients:
-            out = self._step(call)
+        if self.cache is not None and call.q.shape[2] == 1:
+            out = self._step(call, method)
             if out is not None:
                 return out
         if self.cache is None or self._is_plain_prompt():
             return self._read(call)
         return self._read_eagerly(call)
 
-    def _step(self, call: AttentionCall) -> Tensor | None:
-        """Attention of one token per row, added to the real cache in place; None if the layer cannot step."""
-        if self.cache is None:
-            return None
+    def _step(self, call: AttentionCall, method: Method) -> Tensor | None:
+        """Attention of one token per row, added to the layer of the cache in place; None if that cannot be done."""
         module, q, k, v = call.module, call.q, call.k, call.v
-        ensure_layers(self.cache, {self.layer_idx: method_of(module)})
-        layer: CondensedLayer | StaticCondensedLayer = self.cache.layers[self.layer_idx]
+        with_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if with_gradients or call.dropout != 0 or call.options.get("cu_seq_lens_q") is not None:
+            return None
+        assert self.cache is not None
+        layer = condensed_layer(self.cache, self.layer_idx, method)
         if layer.is_sliding and not layer.is_initialized:
             return None  # the mask has the columns of a window only: transformers' own layer made it, before this one
         latent_width: int | None = None
@@ -144,26 +156,26 @@ class CacheProxy:
         # an offloading cache moves layers back to the GPU in `update`, which a step does not call
         if self.cache.offloading or not layer.can_step(k, v, latent_width):
             return None
-        real = None if ALL_REAL in call.options else self._real_rows(call, layer)
-        if latent_width is not None:
-            if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
-                return None
-            return step_on_latents(module, layer, q, k, scale=call.scale, real=real)
-        return layer.step(q, k, v, scale=call.scale, real=real, extras=call.extras)
-
-    def _real_rows(self, call: AttentionCall, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
-        """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
-        if call.mask is None:
+        real = None if call.mask is None or ALL_REAL in call.options else self._real_rows(call, call.mask, layer)
+        if latent_width is None:
+            return layer.step(q, k, v, scale=call.scale, real=real, extras=call.extras)
+        if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
             return None
+        return step_on_latents(module, layer, q, k, scale=call.scale, real=real)
+
+    def _real_rows(
+        self, call: AttentionCall, mask: Tensor, layer: CondensedLayer | StaticCondensedLayer
+    ) -> Tensor | None:
+        """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
         if isinstance(layer, StaticCondensedLayer):
-            return is_real(call.mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
+            return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
         padding = self._forward_of(call).padding(layer.get_seq_length(), 1)
         return None if padding is None else padding.counts
 
     def _is_plain_prompt(self) -> bool:
         """True for the first tokens of a static layer that is known to get them without padding."""
         layer = self.cache.layers[self.layer_idx] if isinstance(self.cache, StaticCache) else None
-        return isinstance(layer, StaticCondensedLayer) and layer.expects_plain_prompt
+        return isinstance(layer, StaticCondensedLayer) and layer.expected is Expected.PLAIN_PROMPT
 
     def _forward_of(self, call: AttentionCall) -> Forward:
         board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
@@ -185,16 +197,17 @@ class CacheProxy:
         if torch.compiler.is_compiling() and not all_real:
             assert_one_document(call)
             all_real = True
-        padding = None if all_real else forward.padding(seen, forward.L)
         documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
         if documents is not None:
             refuse_cached_documents(call.module, self.cache, seen)
             no_cache = Target(call, None, 0)
             if method_of(call.module).reads_packed:
-                return condensed(no_cache._replace(plan=forward.plan(documents=documents)), *tensors)
+                return condensed(no_cache._replace(plan=forward.packed_plan(documents)), *tensors)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
-        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(padding), forward.fetched)
+        start = None if all_real else seen
+        padding = None if start is None else forward.padding(start, forward.L)
+        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(start), forward.fetched)
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
         out = condensed(target, *aligned)
         method = method_of(call.module)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -54,25 +54,25 @@ class Forward:
 
     def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
         # weak references, so that the board does not keep a caller's mask or cache alive
-        self._shared = tuple(map(_Shared, _shared_by_layers(call, cache)))
+        self._shared = [_Shared(x) for x in _shared_by_layers(call, cache)]
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
-        self._plans: dict[tuple[int | None, ...], ForwardPlan] = {}
+        self._plans: dict[int | None, ForwardPlan] = {}
+        self._packed: ForwardPlan | None = None
         self._lengths: dict[bool, list[int] | None] = {}
         # by layer, stored tokens that are being copied to the device for it (`condense.models.layers`)
         self.fetched: dict[int, Tensor | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
-        same = (
-            all(map(_Shared.equals, self._shared, _shared_by_layers(call, cache)))
-            and (call.q.shape[0], call.q.shape[2]) == (self.B, self.L)
-            and layer_idx not in self._asked
-        )
-        if same:
-            self._asked.add(layer_idx)
-        return same
+        if layer_idx in self._asked or (call.q.shape[0], call.q.shape[2]) != (self.B, self.L):
+            return False
+        for held, x in zip(self._shared, _shared_by_layers(call, cache), strict=True):
+            if not held.equals(x):
+                return False
+        self._asked.add(layer_idx)
+        return True
 
     @property
     def mask(self) -> Tensor | None:
@@ -90,21 +90,26 @@ class Forward:
 
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
-        mask = self.mask
-        if mask is None:
-            return None
-        if (start, length) not in self._paddings:
-            check_mask(mask, self.B, max(0, -start, start + length - mask.shape[-1]))
-            self._paddings[start, length] = look_at(mask[:, 0, 0, start : start + length])
-        return self._paddings[start, length]
+        slots = (start, length)
+        if slots not in self._paddings:
+            mask = self.mask
+            if mask is not None:
+                check_mask(mask, self.B, max(0, -start, start + length - mask.shape[-1]))
+            self._paddings[slots] = None if mask is None else look_at(mask[:, 0, 0, start : start + length])
+        return self._paddings[slots]
 
-    def plan(self, padding: Padding | None = None, documents: list[int] | None = None) -> ForwardPlan:
-        """The plan of the new tokens: without padding, aligned by ``padding``, or packed as ``documents``."""
-        key = tuple(None if x is None else id(x) for x in (padding, documents))
-        if key not in self._plans:
-            counts = None if padding is None else padding.counts
-            self._plans[key] = ForwardPlan(self.L, counts, documents=documents)
-        return self._plans[key]
+    def plan(self, start: int | None) -> ForwardPlan:
+        """The plan of the new tokens; start: the column of the mask at which they begin, None: all are real."""
+        if start not in self._plans:
+            padding = None if start is None else self.padding(start, self.L)
+            self._plans[start] = ForwardPlan(self.L, None if padding is None else padding.counts)
+        return self._plans[start]
+
+    def packed_plan(self, lengths: list[int]) -> ForwardPlan:
+        """The plan of packed documents; lengths: as `documents` returns them."""
+        if self._packed is None:
+            self._packed = ForwardPlan(self.L, documents=lengths)
+        return self._packed
 
     def documents(self, *, plain: bool) -> list[int] | None:
         """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
@@ -179,18 +184,19 @@ class _Shared:
     """A weak reference to an object that layers share, or to None; of a tensor also its version counter then."""
 
     def __init__(self, x: Any) -> None:
-        self._reference = None if x is None else weakref.ref(x)
-        self._version = _version(x)
-
-    def get(self) -> Any:
-        """The object, None if it is gone."""
-        return None if self._reference is None else self._reference()
+        self._is_none, self._version = x is None, _version(x)
+        # returns the object, None if it is gone
+        self.get: Callable[[], Any] = _nothing if x is None else weakref.ref(x)
 
     def equals(self, x: Any) -> bool:
         """True if x is the same object and was not written to since."""
-        # `get` also returns None for an object that is gone, which None must not equal
-        same = self._reference is None if x is None else self.get() is x
-        return same and _version(x) == self._version
+        if x is None:
+            return self._is_none
+        return self.get() is x and (self._version is None or x._version == self._version)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _version(x: Any) -> int | None:

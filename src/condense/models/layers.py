@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
@@ -50,9 +50,9 @@ def read_tokens(
     cache, scale = target.cache, target.call.scale
     if cache is None:
         method = method if latent_width is None else method.for_latents(latent_width)
-        return read_whole(method, k, v, q, scale=scale, plan=target.plan)
+        return read_whole(method, q, k, v, scale=scale, plan=target.plan)
     assert target.plan is not None
-    ensure_layers(cache, {target.layer_idx: method})
+    condensed_layer(cache, target.layer_idx, method)
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
     fetched = {} if target.fetched is None else target.fetched
     context = cache.update(
@@ -84,6 +84,14 @@ def num_seen(cache: Cache, layer_idx: int) -> int:
     return layer.count_slots() if isinstance(layer, StaticCondensedLayer) else int(cache.get_seq_length(layer_idx))
 
 
+def condensed_layer(cache: Cache, layer_idx: int, method: Method) -> CondensedLayer | StaticCondensedLayer:
+    """``cache.layers[layer_idx]``, made one of ``method`` first if it is another; errors as of `ensure_layers`."""
+    layers: Any = getattr(cache, "layers", ())  # an encoder-decoder cache has none, and is refused
+    if layer_idx >= len(layers) or getattr(layers[layer_idx], "method", None) is not method:
+        ensure_layers(cache, {layer_idx: method})
+    return layers[layer_idx]
+
+
 def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     """Make ``cache.layers[i]`` a condensed layer of ``methods[i]``, where it is not one already.
 
@@ -93,7 +101,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     if isinstance(cache, EncoderDecoderCache):
         raise ValueError("encoder-decoder caches cannot be condensed: call condense.restore(model) first")
     if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
-        return  # so in every step but the first
+        return
     if isinstance(cache, StaticCache):
         _check_static(cache)
     if cache.layer_class_to_replicate is not None:
@@ -104,7 +112,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     new = {i: method for i, method in held if not _is_ready(cache.layers[i], method)}
     room = _room(cache)
     for index, method in new.items():
-        cache.layers[index] = _condensed_layer(cache.layers[index], method, room)
+        cache.layers[index] = _new_layer(cache.layers[index], method, room)
 
 
 def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
@@ -120,7 +128,7 @@ def _room(cache: Cache) -> int:
     return max((layer.max_cache_len for layer in static), default=0)
 
 
-def _condensed_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLayer | StaticCondensedLayer:
+def _new_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLayer | StaticCondensedLayer:
     if not isinstance(layer, StaticLayer | StaticCondensedLayer):
         return RecallLayer(method) if isinstance(method, Recall) else CondensedLayer(method)
     if isinstance(method, Recall):

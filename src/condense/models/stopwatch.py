@@ -19,9 +19,13 @@ class Stopwatch(StoppingCriteria):
         self.times = [now(device)]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """As `note`."""
+        self.note()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def note(self) -> None:
         """One more token is ready."""
         self.times.append(now(self.device))
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     @property
     def first_s(self) -> float:

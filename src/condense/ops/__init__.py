@@ -7,6 +7,7 @@ from condense.ops.api import (
     importance,
     pool,
     pool_groups,
+    prepare_step,
     summarize,
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
@@ -57,6 +58,7 @@ __all__ = [
     "importance",
     "pool",
     "pool_groups",
+    "prepare_step",
     "resolve_backend",
     "resolve_pooling",
     "seen_pairs",

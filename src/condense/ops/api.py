@@ -7,6 +7,7 @@ Dv value width, G groups of c tokens or spans of queries, Q mean queries kept fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from condense.ops.types import (
     SummaryColumns,
     SummarySpans,
 )
+
+if TYPE_CHECKING:
+    from condense.ops.triton.step import PreparedStep
 
 
 def attend(
@@ -141,6 +145,24 @@ def decode_step(
 
         return triton_step.step(token, state, settings, scale=scale, latent=latent, extras=extras)
     return torch_step.step(token, state, settings, scale=scale, own=own, latent=latent, extras=extras)
+
+
+def prepare_step(
+    token: NewToken,
+    state: StepState,
+    settings: StepSettings,
+    *,
+    scale: float,
+    latent: int = 0,
+    extras: Extras = NO_EXTRAS,
+) -> PreparedStep:
+    """`decode_step` of the Triton backend for one state, with all worked out that tokens laid out as this one share.
+
+    It is no torch operation, so it cannot be compiled or traced. Arguments as of `decode_step`; the token is not read.
+    """
+    from condense.ops.triton import step as triton_step
+
+    return triton_step.prepare_step(token, state, settings, scale=scale, latent=latent, extras=extras)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

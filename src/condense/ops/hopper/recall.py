@@ -15,14 +15,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.hopper.attend import attend as attend_sources
 from condense.ops.hopper.attend_forward import ROWS, shared_layout
-from condense.ops.hopper.recall_attend import PART, recall_fwd_hopper_kernel
-from condense.ops.hopper.recall_score import GROUPS, recall_score_hopper_kernel
+from condense.ops.hopper.recall_attend import PART, Form, recall_fwd_hopper_kernel
+from condense.ops.hopper.recall_score import GROUPS, ScoreForm, recall_score_hopper_kernel
 from condense.ops.triton.attend_call import not_empty, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_attend import Call, Kernels, attend_recall, operation
-from condense.ops.triton.recall_choice import CELL, Scoring, choice_operation, score
+from condense.ops.triton.recall_attend import Kernels, attend_recall, operation
+from condense.ops.triton.recall_attend_call import Call
+from condense.ops.triton.recall_choice import choice_operation
+from condense.ops.triton.recall_score import CELL, Scoring, score
 
 _SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hopper_kernel)
 _TILE = 2 * ROWS.value
@@ -46,7 +48,7 @@ def _score(call: Scoring) -> None:
         (min(tiles * heads, gpu_of(q.device).multiprocessors), 1, 1),
         (q, rows, call.grid_ptr, q if call.positions.starts is None else call.positions.starts, *call.scratch[:3]),
         (q.stride()[:3], *call.sizes, call.scale, tiles, tiles * heads),
-        (R, D, blocks, call.grid is not None, call.positions.kind, _INDEX_ROWS, CELL, _INDEX_STAGES),
+        (R, ScoreForm(D, _INDEX_ROWS, blocks, CELL, _INDEX_STAGES, call.grid is not None, call.positions.kind)),
         _SCORE_OPTIONS,
     )  # fmt: skip
 
@@ -79,7 +81,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
                     q.stride()[:3], call.level * LOG2E, K, L, first, stop, *opened.numbers, *call.rule,
                     call.scale * LOG2E, tiles, tiles * B * K,
                 ),
-                (R, g, D // PART.value, call.pool, call.kind, _KEYS, _STAGES),
+                (R, D // PART.value, Form(g, _KEYS, _STAGES, call.pool, call.kind)),
                 _OPTIONS,
             )  # fmt: skip
     return out, lse

@@ -32,6 +32,18 @@ from condense.ops.triton.recall_choice_kernels import row_of_words
 PART = gl.constexpr(64)
 
 
+class Form(NamedTuple):
+    """The constants that the kernel is compiled for: tokens per group, keys per block, blocks that are loaded ahead;
+    whether queries see entries; kind of positions.
+    """
+
+    g: int
+    BN: int
+    stages: int
+    pool: bool
+    kind: str
+
+
 class Problem(NamedTuple):
     """The numbers that are the same for all tiles: heads, ratio, the end of the block of queries, tiles of queries,
     tiles in all rows and heads; the block's first query, groups that have a word, room of a list; spans without the
@@ -87,7 +99,7 @@ class Stream(NamedTuple):
 class View(NamedTuple):
     """A tile of queries: in shared memory; the window that each row sees, its closed groups, its bit, for entries and,
     laid out as `_of_tokens`, for groups; pointers to the ``size`` words of the tile, and to those of the groups in its
-    list, of which there are ``count``.
+    list, of which there are ``count``; how many tiles the program has done before; scale of scores.
     """
 
     q: Any
@@ -100,6 +112,8 @@ class View(NamedTuple):
     size: Any
     of_groups: Any
     count: Any
+    piece: Any
+    scale: Any
 
 
 class Online(NamedTuple):
@@ -132,37 +146,40 @@ def _of_tokens(BN, g):
 
 
 @gluon.jit
-def _spans_of(row, problem, KIND: gl.constexpr):
+def _spans_of(row, problem, FORM: gl.constexpr):
+    KIND: gl.constexpr = FORM.kind
     spans = problem.spans
     start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
     return Spans(spans.rule, start, 0, 0)
 
 
 @gluon.jit
-def _stream(first, row, count, problem, g: gl.constexpr, BN: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr):
+def _stream(first, row, count, problem, FORM: gl.constexpr):
     """The `Stream` of a tile whose first query is ``first`` and which opens ``count`` groups.
 
     Spans never decrease, so that those of a tile's first and last query bound those of all.
     """
+    BN: gl.constexpr = FORM.BN
+    KIND: gl.constexpr = FORM.kind
     last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
-    spans = _spans_of(row, problem, KIND)
+    spans = _spans_of(row, problem, FORM)
     lo, _ = visible(1, first, row, spans, KIND)
     _, hi = visible(1, last, row, spans, KIND)
     # a tile that sees nothing reads one block, all masked
     near = gl.maximum(gl.cdiv(gl.maximum(hi - lo, 0), BN), 1)
     whole, entries = near, near
-    if POOL:
+    if FORM.pool:
         closed = gl.minimum(visible(0, first, row, spans, KIND)[1], problem.words)
         closed_last = gl.minimum(visible(0, last, row, spans, KIND)[1], problem.words)
         whole, entries = near + closed // BN, near + gl.cdiv(closed_last, BN)
-    return Stream(lo, near, whole, entries, entries + gl.cdiv(count * g, BN))
+    return Stream(lo, near, whole, entries, entries + gl.cdiv(count * FORM.g, BN))
 
 
 @gluon.jit
-def _load(source, row, start, rings, full, empty, count, BN: gl.constexpr, STAGES: gl.constexpr):
+def _load(source, row, start, rings, full, empty, count, FORM: gl.constexpr):
     """Loads BN rows from ``start`` on into a slot of the rings."""
-    stage = count % STAGES
-    mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+    stage = count % FORM.stages
+    mbarrier.wait(empty.index(stage), count // FORM.stages & 1 ^ 1)
     mbarrier.expect(full.index(stage), len(rings) * source.block_type.nbytes)
     for part in gl.static_range(len(rings)):
         place = rings[part].index(stage)
@@ -170,12 +187,12 @@ def _load(source, row, start, rings, full, empty, count, BN: gl.constexpr, STAGE
 
 
 @gluon.jit
-def _load_groups(
-    source, row, groups, rings, full, empty, count, g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr
-):
+def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.constexpr):
     """Loads the tokens of ``BN // g`` groups into a slot of the rings."""
-    stage = count % STAGES
-    mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
+    g: gl.constexpr = FORM.g
+    BN: gl.constexpr = FORM.BN
+    stage = count % FORM.stages
+    mbarrier.wait(empty.index(stage), count // FORM.stages & 1 ^ 1)
     mbarrier.expect(full.index(stage), BN // g * len(rings) * source.block_type.nbytes)
     for n in gl.static_range(BN // g):
         for part in gl.static_range(len(rings)):
@@ -185,11 +202,10 @@ def _load_groups(
 
 
 @gluon.jit
-def _produce(
-    sources, lists, problem, memory,
-    g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr,
-):  # fmt: skip
+def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
     """The loading warp. sources: descriptors of keys and values of entries, store and window."""
+    g: gl.constexpr = FORM.g
+    BN: gl.constexpr = FORM.BN
     entries_k, entries_v, store_k, store_v, window_k, window_v = sources
     at = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
@@ -197,32 +213,33 @@ def _produce(
         tile = (row.b * problem.K + row.head) * problem.tiles + first // (2 * ROWS // problem.R)
         count = gl.load(lists.counts + tile)
         list_ptr = lists.groups + tile.to(gl.int64) * problem.room
-        stream = _stream(problem.first + first, row, count, problem, g, BN, POOL, KIND)
+        stream = _stream(problem.first + first, row, count, problem, FORM)
         for t in range(stream.near):
             start = stream.window + t * BN
-            _load(window_k, row, start, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
-            _load(window_v, row, start, memory.v, memory.v_full, memory.v_empty, at, BN, STAGES)
+            _load(window_k, row, start, memory.k, memory.k_full, memory.k_empty, at, FORM)
+            _load(window_v, row, start, memory.v, memory.v_full, memory.v_empty, at, FORM)
             at += 1
         for t in range(stream.entries - stream.near):
-            _load(entries_k, row, t * BN, memory.k, memory.k_full, memory.k_empty, at, BN, STAGES)
-            _load(entries_v, row, t * BN, memory.v, memory.v_full, memory.v_empty, at, BN, STAGES)
+            _load(entries_k, row, t * BN, memory.k, memory.k_full, memory.k_empty, at, FORM)
+            _load(entries_v, row, t * BN, memory.v, memory.v_full, memory.v_empty, at, FORM)
             at += 1
         for t in range(stream.blocks - stream.entries):
             groups = ()
             for n in gl.static_range(BN // g):
                 # past the end of the list the last group is read once more, which no row sees
                 groups += (gl.load(list_ptr + gl.minimum(t * (BN // g) + n, count - 1)),)
-            _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, g, BN, STAGES)
-            _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, g, BN, STAGES)
+            _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, FORM)
+            _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, FORM)
             at += 1
 
 
 @gluon.jit
-def _scores(q, memory, at, BN: gl.constexpr, STAGES: gl.constexpr):
+def _scores(q, memory, at, FORM: gl.constexpr):
     """Starts the product of queries and one block of keys."""
+    BN: gl.constexpr = FORM.BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    stage = at % STAGES
-    mbarrier.wait(memory.k_full.index(stage), at // STAGES & 1)
+    stage = at % FORM.stages
+    mbarrier.wait(memory.k_full.index(stage), at // FORM.stages & 1)
     s = gl.zeros([ROWS, BN], gl.float32, layout)
     for part in gl.static_range(len(q)):
         k = memory.k[part].index(stage).reshape([BN, PART])
@@ -231,13 +248,13 @@ def _scores(q, memory, at, BN: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(p, acc, memory, at, BN: gl.constexpr, STAGES: gl.constexpr):
+def _add_values(p, acc, memory, at, FORM: gl.constexpr):
     """Starts adding one block's values, weighted, to the accumulators; they have arrived."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     p = gl.convert_layout(p.to(memory.v[0].dtype), operand)
     found = ()
     for part in gl.static_range(len(acc)):
-        v = memory.v[part].index(at % STAGES).reshape([BN, PART])
+        v = memory.v[part].index(at % FORM.stages).reshape([FORM.BN, PART])
         found += (hopper.warpgroup_mma(p, v, acc[part], is_async=True),)
     return found
 
@@ -254,21 +271,24 @@ def _softmax(s, m, total, level, scale):
 
 
 @gluon.jit
-def _first(view, stream, scale, memory, at, rows, BN: gl.constexpr, STAGES: gl.constexpr):
+def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
     """Reads the first block of a tile, of the window, up to its values."""
-    s = _scores(view.q, memory, at, BN, STAGES)
+    STAGES: gl.constexpr = FORM.stages
+    s = _scores(view.q, memory, at, FORM)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(memory.k_empty.index(at % STAGES))
-    n = stream.window + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
+    n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))
     seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
-    p, m, total, _ = _softmax(gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, scale)
+    p, m, total, _ = _softmax(gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, view.scale)
     mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
     return p, m, total
 
 
 @gluon.jit
-def _words(view, start, g: gl.constexpr, BN: gl.constexpr, SOURCE: gl.constexpr):
+def _words(view, start, FORM: gl.constexpr, SOURCE: gl.constexpr):
     """The words of block ``start`` of entries, by key, or of opened tokens, by group; of the window there are none."""
+    g: gl.constexpr = FORM.g
+    BN: gl.constexpr = FORM.BN
     columns: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
     if SOURCE == "window":
         return 0
@@ -282,25 +302,27 @@ def _words(view, start, g: gl.constexpr, BN: gl.constexpr, SOURCE: gl.constexpr)
 
 @gluon.jit
 def _step(
-    online, count, now, view, level, scale, memory, piece,
-    start, g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr,
+    online, count, now, start, view, level, memory, FORM: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """Reads ``count`` blocks of one source from key ``start`` on. On entry and exit, the values of the block before are
-    not added yet. now: number of the first among all blocks that the program has loaded.
+    not added yet. now: number of the first among all blocks that the program has loaded. level: added to all scores.
     """
+    g: gl.constexpr = FORM.g
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.stages
     acc, p, m, total = online.acc, online.p, online.m, online.total
     rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    word = _words(view, start, g, BN, SOURCE)
+    word = _words(view, start, FORM, SOURCE)
     for t in range(count):
         at = now + t
-        mbarrier.wait(memory.turns.index(GROUP), ((at - 1 - piece) & 1) ^ (1 - GROUP))
-        s = _scores(view.q, memory, at, BN, STAGES)
-        added = _add_values(p, acc, memory, at - 1, BN, STAGES)
+        mbarrier.wait(memory.turns.index(GROUP), ((at - 1 - view.piece) & 1) ^ (1 - GROUP))
+        s = _scores(view.q, memory, at, FORM)
+        added = _add_values(p, acc, memory, at - 1, FORM)
         mbarrier.arrive(memory.turns.index(1 - GROUP))
         n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
         # words come from far: those of the next block are asked for a block ahead
-        next_word = _words(view, start + (t + 1) * BN, g, BN, SOURCE)
+        next_word = _words(view, start + (t + 1) * BN, FORM, SOURCE)
         if SOURCE == "opened":
             seen = (word[None, :] & view.bit_of_groups[:, None]) != 0
         elif SOURCE == "window":
@@ -319,7 +341,7 @@ def _step(
             s = gl.convert_layout(gl.reshape(tokens, [ROWS, BN]), layout, assert_trivial=True)
         else:
             s = gl.where(seen, s, float("-inf"))
-        p, m, total, alpha = _softmax(s, m, total, level, scale)
+        p, m, total, alpha = _softmax(s, m, total, level, view.scale)
         # the softmax stands before this wait, see `condense.ops.hopper.attend_forward`
         mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
         alpha = gl.convert_layout(alpha, rows)[:, None]
@@ -335,11 +357,13 @@ def _step(
 
 @gluon.jit
 def _consume(
-    tensors, queries, lists, problem, level, scale, memory,
-    g: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr,
+    tensors, queries, lists, problem, level, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """A multiplying warp group: 64 of the 128 rows of each tile."""
+    g: gl.constexpr = FORM.g
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.stages
+    KIND: gl.constexpr = FORM.kind
     q_ptr, s_q, out_ptr, lse_ptr, length = tensors
     K, R, L = problem.K, problem.R, problem.L
     PARTS: gl.constexpr = len(queries)
@@ -363,8 +387,8 @@ def _consume(
         for part in gl.static_range(PARTS):
             _fetch_queries(q[part], q_ptr, s_q, first, row, R, L, part * PART, PART, GROUP)
         hopper.fence_async_shared()
-        stream = _stream(first, row, count, problem, g, BN, POOL, KIND)
-        spans = _spans_of(row, problem, KIND)
+        stream = _stream(first, row, count, problem, FORM)
+        spans = _spans_of(row, problem, FORM)
         i, r, real = _rows(first, j, L, R)
         lo, hi = visible(1, i, row, spans, KIND)
         _, closed = visible(0, i, row, spans, KIND)
@@ -373,32 +397,29 @@ def _consume(
         bit_of_groups = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
         view = View(
             q, lo, hi, closed, bit, bit_of_groups, lists.words + tile * size, size,
-            lists.of_groups + tile * problem.room, count,
+            lists.of_groups + tile * problem.room, count, piece, scale,
         )  # fmt: skip
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
-        p, m, total = _first(view, stream, scale, memory, at, nothing, BN, STAGES)
+        p, m, total = _first(view, stream, memory, at, nothing, FORM)
         acc = (gl.zeros([ROWS, PART], gl.float32, wide),)
         for _ in gl.static_range(1, PARTS):
             acc += (gl.zeros([ROWS, PART], gl.float32, wide),)
         online = Online(acc, p, m, total)
         online = _step(
-            online, stream.near - 1, at + 1, view, 0.0, scale, memory, piece,
-            stream.window + BN, g, BN, STAGES, "window", GROUP,
+            online, stream.near - 1, at + 1, stream.window + BN, view, 0.0, memory, FORM, "window", GROUP
         )  # fmt: skip
         online = _step(
-            online, stream.whole - stream.near, at + stream.near, view, level, scale, memory, piece,
-            0, g, BN, STAGES, "entries", GROUP,
+            online, stream.whole - stream.near, at + stream.near, 0, view, level, memory, FORM, "entries", GROUP
         )  # fmt: skip
         online = _step(
-            online, stream.entries - stream.whole, at + stream.whole, view, level, scale, memory, piece,
-            (stream.whole - stream.near) * BN, g, BN, STAGES, "edge", GROUP,
+            online, stream.entries - stream.whole, at + stream.whole, (stream.whole - stream.near) * BN, view, level,
+            memory, FORM, "edge", GROUP,
         )  # fmt: skip
         online = _step(
-            online, stream.blocks - stream.entries, at + stream.entries, view, 0.0, scale, memory, piece,
-            0, g, BN, STAGES, "opened", GROUP,
+            online, stream.blocks - stream.entries, at + stream.entries, 0, view, 0.0, memory, FORM, "opened", GROUP
         )  # fmt: skip
         at, piece = at + stream.blocks, piece + 1
-        added = _add_values(online.p, online.acc, memory, at - 1, BN, STAGES)
+        added = _add_values(online.p, online.acc, memory, at - 1, FORM)
         acc = hopper.warpgroup_mma_wait(0, deps=[added[0], added[PARTS - 1]])
         mbarrier.arrive(memory.v_empty.index((at - 1) % STAGES))
 
@@ -420,12 +441,13 @@ def recall_fwd_hopper_kernel(
     starts_ptr, out_ptr, lse_ptr,
     s_q, level, K, L, first, stop, words, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
-    R: gl.constexpr, g: gl.constexpr, PARTS: gl.constexpr, POOL: gl.constexpr, KIND: gl.constexpr, BN: gl.constexpr,
-    STAGES: gl.constexpr,
+    R: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel`. Keys and values are ``PARTS * 64`` wide; BN is
-    a multiple of g; tiles: of queries in the block; works: tiles times B times K.
+    """See `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel`. Keys and values are ``PARTS * 64`` wide; a
+    block of keys is a multiple of a group; tiles: of queries in the block; works: tiles times B times K.
     """
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.stages
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     problem = Problem(K, R, stop, tiles, works, first, words, room, Spans(rule, start, starts_ptr, 0))
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -452,7 +474,7 @@ def recall_fwd_hopper_kernel(
     tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(words_ptr, group_ptr, word_ptr, count_ptr)
     memory = Memory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
     gl.warp_specialize([
-        (_consume, (tensors, queries, lists, problem, level, scale, memory, g, BN, STAGES, POOL, KIND, 0)),
-        (_consume, (tensors, queries, lists, problem, level, scale, memory, g, BN, STAGES, POOL, KIND, 1)),
-        (_produce, (sources, lists, problem, memory, g, BN, STAGES, POOL, KIND)),
+        (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 0)),
+        (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 1)),
+        (_produce, (sources, lists, problem, memory, FORM)),
     ], [4, 1], [232, 40])  # fmt: skip

@@ -1,6 +1,6 @@
 """Recall's index scores for Hopper: one warp loads the index, three warp groups multiply.
 
-Computes the same as `condense.ops.triton.recall_choice_kernels.recall_score_kernel`, for an index of bounds of 16-bit
+Computes the same as `condense.ops.triton.recall_score_kernels.recall_score_kernel`, for an index of bounds of 16-bit
 queries. A persistent program loops over tiles of ``GROUPS * 64`` rows, all of which read the same blocks of the index
 from a ring in shared memory. A group starts the product with its next block as soon as it has taken the best blocks of
 groups from the last one, and only then scales, sums and writes these: no tensor core waits for that.
@@ -22,10 +22,24 @@ from condense.ops.hopper.attend_forward import ROWS, _packed
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import Row, Rule, Spans, Start
 from condense.ops.triton.device.rule import start_of_row, visible
-from condense.ops.triton.recall_choice_kernels import BLOCK, CHUNK, _place
+from condense.ops.triton.recall_score_kernels import BLOCK, CHUNK, place_of_cell
 
 # multiplying warp groups
 GROUPS = gl.constexpr(3)
+
+
+class ScoreForm(NamedTuple):
+    """The constants that the kernel is compiled for: width of keys; rows of the index per block, blocks of a group as a
+    power of two, groups of a cell; blocks that are loaded ahead; whether the index has a grid; kind of positions.
+    """
+
+    D: int
+    BN: int
+    MP: int
+    C: int
+    stages: int
+    grid: bool
+    kind: str
 
 
 class Problem(NamedTuple):
@@ -64,11 +78,12 @@ class Results(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Of each row the sum of its query, its closed groups, its place among the rows of the block, and whether it
-    counts. Where the scores and the cells of these rows' KV head go, and the steps and zeros of its groups stand; rows
-    of the block, and the scale of scores.
+    """The queries in shared memory, negative and positive parts. Of each row the sum of its query, its closed groups,
+    its place among the rows of the block, and whether it counts. Where the scores and the cells of these rows' KV head
+    go, and the steps and zeros of its groups stand; rows of the block, and the scale of scores.
     """
 
+    q: Any
     sum_q: Any
     closed: Any
     line: Any
@@ -98,8 +113,9 @@ def _rows(first, j, problem):
 
 
 @gluon.jit
-def _groups(i, row, problem, KIND: gl.constexpr):
+def _groups(i, row, problem, FORM: gl.constexpr):
     """Closed groups of queries i."""
+    KIND: gl.constexpr = FORM.kind
     spans = problem.spans
     start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
     hi = visible(0, i, row, Spans(spans.rule, start, 0, 0), KIND)[1]
@@ -107,20 +123,23 @@ def _groups(i, row, problem, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(first, row, problem, BG: gl.constexpr, KIND: gl.constexpr):
+def _blocks(first, row, problem, FORM: gl.constexpr):
     """Blocks that every query of a tile sees whole, and all; at least one."""
+    BG: gl.constexpr = FORM.BN // FORM.MP
     last = gl.minimum(first + problem.Q, problem.L) - 1
-    whole = _groups(first, row, problem, KIND) // BG
-    return whole, gl.maximum(gl.cdiv(_groups(last, row, problem, KIND), BG), 1)
+    whole = _groups(first, row, problem, FORM) // BG
+    return whole, gl.maximum(gl.cdiv(_groups(last, row, problem, FORM), BG), 1)
 
 
 @gluon.jit
-def _produce(rows, problem, memory, BN: gl.constexpr, BG: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr):
+def _produce(rows, problem, memory, FORM: gl.constexpr):
     """The loading warp."""
+    BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.stages
     count = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = _tile(work, problem)
-        _, blocks = _blocks(first, row, problem, BG, KIND)
+        _, blocks = _blocks(first, row, problem, FORM)
         for t in range(blocks):
             stage, phase = count % STAGES, count // STAGES & 1
             mbarrier.wait(memory.empty.index(stage), phase ^ 1)
@@ -132,11 +151,12 @@ def _produce(rows, problem, memory, BN: gl.constexpr, BG: gl.constexpr, STAGES: 
 
 
 @gluon.jit
-def _products(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
+def _products(q, memory, count, FORM: gl.constexpr):
     """Starts the product of queries with one block of the index."""
+    BN: gl.constexpr = FORM.BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    stage = count % STAGES
-    mbarrier.wait(memory.full.index(stage), count // STAGES & 1)
+    stage = count % FORM.stages
+    mbarrier.wait(memory.full.index(stage), count // FORM.stages & 1)
     s = gl.zeros([ROWS, BN], gl.float32, layout)
     low = memory.low.index(stage).reshape([BN, q[0].shape[1]])
     high = memory.high.index(stage).reshape([BN, q[1].shape[1]])
@@ -177,8 +197,11 @@ def _of_best(BC):
 
 
 @gluon.jit
-def _best_blocks(s, BC: gl.constexpr, MP: gl.constexpr, C: gl.constexpr):
+def _best_blocks(s, FORM: gl.constexpr):
     """The largest of each group's blocks: a thread has four groups in a row of each cell."""
+    MP: gl.constexpr = FORM.MP
+    C: gl.constexpr = FORM.C
+    BC: gl.constexpr = FORM.BN // MP // C
     s = gl.max(gl.reshape(s, [ROWS, BC, 2, MP, C // 4, 2]), 3)
     return gl.convert_layout(gl.reshape(gl.permute(s, [0, 1, 3, 2, 4]), [ROWS, BC, C]), _of_cells(BC, C))
 
@@ -190,16 +213,17 @@ def _by_thread(x, BC: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _add(lse, s, t, lines, C: gl.constexpr, GRID: gl.constexpr, MASKED: gl.constexpr):
+def _add(lse, s, t, lines, FORM: gl.constexpr, MASKED: gl.constexpr):
     """Scales and writes the scores of block t, ``[ROWS, BC, C]``, and adds them to the log-sum-exp: the largest so far,
     and sums of ``2 ** (score - largest)`` by row and thread.
     """
     top, total = lse
+    C: gl.constexpr = FORM.C
     BC: gl.constexpr = s.shape[1]
     of_groups: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(1, of_groups))[:, None]
     c = gl.arange(0, C, layout=gl.SliceLayout(0, of_groups))[None, :]
-    if GRID:
+    if FORM.grid:
         at = lines.grid + cell * (2 * C) + c
         s = s * gl.load(at)[None] + lines.sum_q[:, None, None] * gl.load(at + C)[None]
     else:
@@ -214,7 +238,7 @@ def _add(lse, s, t, lines, C: gl.constexpr, GRID: gl.constexpr, MASKED: gl.const
     best = gl.convert_layout(best, _of_best(BC))
     of_rows: gl.constexpr = gl.SliceLayout(1, best.type.layout)
     cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))
-    place = gl.convert_layout(lines.line, of_rows)[:, None] * CHUNK + _place(cell, lines.lines)[None, :]
+    place = gl.convert_layout(lines.line, of_rows)[:, None] * CHUNK + place_of_cell(cell, lines.lines)[None, :]
     gl.store(lines.cell + place, best, mask=gl.convert_layout(lines.real, of_rows)[:, None])
     safe = gl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
     added = _by_thread(gl.exp2(s - safe[:, None, None]), BC, C)
@@ -223,37 +247,33 @@ def _add(lse, s, t, lines, C: gl.constexpr, GRID: gl.constexpr, MASKED: gl.const
 
 
 @gluon.jit
-def _score(
-    s, lse, lo, hi, now, lines, q, memory,
-    BN: gl.constexpr, BC: gl.constexpr, MP: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
-    MASKED: gl.constexpr,
-):  # fmt: skip
+def _score(s, lse, lo, hi, now, lines, memory, FORM: gl.constexpr, MASKED: gl.constexpr):
     """Scores blocks ``[lo, hi)`` of a tile, of which the first one's products s have been started, and starts those of
     block hi. now: number of block 0 among all that the program has loaded.
     """
+    STAGES: gl.constexpr = FORM.stages
     for t in range(lo, hi):
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(memory.empty.index((now + t) % STAGES))
-        best = _best_blocks(s, BC, MP, C)
-        s = _products(q, memory, now + t + 1, BN, STAGES)
+        best = _best_blocks(s, FORM)
+        s = _products(lines.q, memory, now + t + 1, FORM)
         # this has been waited for: a wait's loop ends a basic block, so that the assembler cannot move what follows
         # before the products
         mbarrier.wait(memory.full.index((now + t + 1) % STAGES), (now + t + 1) // STAGES & 1)
-        lse = _add(lse, best, t, lines, C, GRID, MASKED)
+        lse = _add(lse, best, t, lines, FORM, MASKED)
     return s, lse
 
 
 @gluon.jit
 def _consume(
-    tensors, queries, problem, results, scale, memory,
-    D: gl.constexpr, BN: gl.constexpr, MP: gl.constexpr, C: gl.constexpr, STAGES: gl.constexpr, GRID: gl.constexpr,
-    KIND: gl.constexpr, GROUP: gl.constexpr,
+    tensors, queries, problem, results, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """A multiplying warp group: 64 of the rows of each tile."""
     q_ptr, s_q, grid_ptr = tensors
     K, R, L = problem.K, problem.R, problem.L
-    BG: gl.constexpr = BN // MP
-    BC: gl.constexpr = BG // C
+    D: gl.constexpr = FORM.D
+    C: gl.constexpr = FORM.C
+    BC: gl.constexpr = FORM.BN // FORM.MP // C
     packed: gl.constexpr = _packed(D)
     nothing = gl.zeros([ROWS, BC, C], gl.float32, _of_cells(BC, C))
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, nothing.type.layout))
@@ -276,19 +296,19 @@ def _consume(
         i, r, real = _rows(first, j, problem)
         of_head = head * results.cells * lines
         of_lines = Lines(
-            sum_q, _groups(i, row, problem, KIND), (i - problem.first) * R + r, real, results.score + of_head * C,
+            q, sum_q, _groups(i, row, problem, FORM), (i - problem.first) * R + r, real, results.score + of_head * C,
             results.cell + of_head, grid_ptr + head * results.cells * (2 * C), lines, scale,
         )  # fmt: skip
-        whole, blocks = _blocks(first, row, problem, BG, KIND)
+        whole, blocks = _blocks(first, row, problem, FORM)
         whole = gl.minimum(whole, blocks - 1)
         lse = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), _by_thread(nothing, BC, C))
-        s = _products(q, memory, count, BN, STAGES)
-        s, lse = _score(s, lse, 0, whole, count, of_lines, q, memory, BN, BC, MP, C, STAGES, GRID, False)
-        s, lse = _score(s, lse, whole, blocks - 1, count, of_lines, q, memory, BN, BC, MP, C, STAGES, GRID, True)
+        s = _products(q, memory, count, FORM)
+        s, lse = _score(s, lse, 0, whole, count, of_lines, memory, FORM, False)
+        s, lse = _score(s, lse, whole, blocks - 1, count, of_lines, memory, FORM, True)
         count += blocks
         s = hopper.warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(memory.empty.index((count - 1) % STAGES))
-        top, total = _add(lse, _best_blocks(s, BC, MP, C), blocks - 1, of_lines, C, GRID, True)
+        mbarrier.arrive(memory.empty.index((count - 1) % FORM.stages))
+        top, total = _add(lse, _best_blocks(s, FORM), blocks - 1, of_lines, FORM, True)
         total = gl.convert_layout(gl.sum(total, 1), of_rows)
         # 0 where no group is closed
         lse = gl.where(total > 0, top, 0.0) + gl.log2(gl.where(total > 0, total, 1.0))
@@ -300,22 +320,23 @@ def recall_score_hopper_kernel(
     q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
     s_q, K, L, G, first, stop, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
-    R: gl.constexpr, D: gl.constexpr, MP: gl.constexpr, GRID: gl.constexpr, KIND: gl.constexpr, BN: gl.constexpr,
-    C: gl.constexpr, STAGES: gl.constexpr,
+    R: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.recall_choice_kernels.recall_score_kernel`. tiles: of queries; works: tiles times B
+    """See `condense.ops.triton.recall_score_kernels.recall_score_kernel`. tiles: of queries; works: tiles times B
     times K.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     problem = Problem(K, R, stop, GROUPS * ROWS // R, tiles, works, first, G, Spans(rule, start, starts_ptr, 0))
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    D: gl.constexpr = FORM.D
+    STAGES: gl.constexpr = FORM.stages
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     queries = (
         gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], of_queries),
         gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], of_queries),
     )
-    low = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], rows.layout)
-    high = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], rows.layout)
+    low = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, FORM.BN, D], rows.layout)
+    high = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, FORM.BN, D], rows.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -325,8 +346,8 @@ def recall_score_hopper_kernel(
     tensors, results = (q_ptr, s_q, grid_ptr), Results(score_ptr, cell_ptr, lse_ptr, cells)
     memory = Memory(low, high, full, empty)
     gl.warp_specialize([
-        (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 0)),
-        (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 1)),
-        (_consume, (tensors, queries, problem, results, scale, memory, D, BN, MP, C, STAGES, GRID, KIND, 2)),
-        (_produce, (rows, problem, memory, BN, BN // MP, STAGES, KIND)),
+        (_consume, (tensors, queries, problem, results, scale, memory, FORM, 0)),
+        (_consume, (tensors, queries, problem, results, scale, memory, FORM, 1)),
+        (_consume, (tensors, queries, problem, results, scale, memory, FORM, 2)),
+        (_produce, (rows, problem, memory, FORM)),
     ], [4, 4, 1], [160, 160, 24])  # fmt: skip

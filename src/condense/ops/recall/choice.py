@@ -6,6 +6,7 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups, D key
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from condense.ops.tensors.per_row import IntT, at_most
 
 # more groups than any row has
 _UNLIMITED = 2**31 - 1
+# largest denominator of a share of the groups, so that a number of groups times its numerator fits into int64
+_MAX_DENOMINATOR = 2**31 - 1
 
 
 class Quota(NamedTuple):
@@ -24,6 +27,16 @@ class Quota(NamedTuple):
     most: int = _UNLIMITED
     part: int = 1
     of: int = 1
+
+    @classmethod
+    def of_share(cls, share: float) -> Quota:
+        """A share between 0 and 1 of the closed groups, in exact arithmetic: 0.55 of 100 is 55, not 56.
+
+        It is the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
+        """
+        nearest = Fraction(str(share)).limit_denominator(_MAX_DENOMINATOR)
+        part, of = max(nearest, Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
+        return cls(part=part, of=of)
 
     def at(self, closed: IntT) -> IntT:
         """The number for ``closed`` groups, an int or int64 of any shape."""

@@ -50,6 +50,11 @@ def map_rows(function: Callable[[int], int], x: PerRow) -> PerRow:
     return torch.tensor([function(n) for n in x.tolist()]) if isinstance(x, Tensor) else function(x)
 
 
+def comparable(x: PerRow) -> int | tuple[int, ...]:
+    """An int, or the numbers of all rows: what ``==`` compares as a whole."""
+    return tuple(x.tolist()) if isinstance(x, Tensor) else x
+
+
 def broadcast_rows(x: PerRow, ndim: int, device: torch.device | None = None) -> PerRow:
     """An int, or ``[B, 1, ...]`` of ``ndim`` dimensions on the device, to go with tensors whose rows come first."""
     if not isinstance(x, Tensor):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 LOG2E = math.log2(math.e)
 _MOST_PROGRAMS = 65_535
+_NO_CHANGE = nullcontext()
 
 
 def cdiv(whole: int, part: int) -> int:
@@ -46,7 +47,7 @@ def whole_rows(x: Tensor) -> Tensor:
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the device of x the current one, where kernels start: in a model spread over devices it may be another."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-        return nullcontext()
+        return _NO_CHANGE
     return torch.cuda.device_of(x)
 
 

@@ -1,7 +1,8 @@
 """Launching a compiled kernel without Triton's own launcher.
 
 Triton's launcher inspects every argument in Python to find the compiled kernel, which in a decode step takes longer
-than the rest of the host's work. Here the compiled kernel is remembered under one tuple, see `Launcher`.
+than the rest of the host's work. Here the compiled kernel is remembered: by `Launcher` under one tuple, by `Prepared`
+for one caller, whose arguments are of the same kinds in every call.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.driver import driver
 
 # compiled kernels remembered per `Launcher`; when full, all are forgotten and looked up by Triton once more
 _MOST_KNOWN = 4096
@@ -30,28 +32,63 @@ class Launcher:
         numbers: tuple[Any, ...],
         constants: tuple[Any, ...],
         options: Mapping[str, Any],
-    ) -> None:
+    ) -> Any:
         """``kernel[grid](*tensors, *numbers, *constants, **options)`` on the current device, which is the tensors'.
 
-        tensors: of one device, the first a tensor; also None, tuples of tensors and, with blocks that the constants
-        tell, tensor descriptors. numbers, constants: in its place each has one type, always; numbers also in tuples.
-        options: Triton's, such as ``num_warps``, always the same where all else is.
+        Returns the compiled kernel, None if there is none to remember: while torch compiles, and where Triton
+        interprets. tensors: of one device, the first a tensor; also None, tuples of tensors and, with blocks that the
+        constants tell, tensor descriptors. numbers, constants: in its place each has one type, always; numbers also in
+        tuples. options: Triton's, such as ``num_warps``, always the same where all else is.
         """
         if torch.compiler.is_compiling():
             # torch.compile traces Triton's own launch and makes the kernel part of its graph
             self.kernel[grid](*tensors, *numbers, *constants, **options)
-            return
+            return None
         key = (tensors[0].device, tuple([_kind(x) for x in tensors]), numbers, constants)
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*tensors, *numbers, *constants)
-            return
+            return compiled
         if len(self._compiled) >= _MOST_KNOWN:
             self._compiled.clear()
-        # None under TRITON_INTERPRET, where there is nothing to remember
         compiled = self.kernel[grid](*tensors, *numbers, *constants, **options)
         if compiled is not None:
             self._compiled[key] = compiled
+        return compiled
+
+
+class Prepared:
+    """A kernel with its grid, numbers and constants, to be started on tensors that are of the same kinds in every call:
+    dtypes, alignment to 16 bytes, device. Arguments as of `Launcher`, but no descriptors and tuples.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        grid: tuple[int, int, int],
+        numbers: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._first = launcher, numbers, constants, options
+        self._grid, self._rest = grid, (*numbers, *constants)
+        self._compiled: Any = None
+
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Start the kernel on the current device, which is the tensors'; the first is a tensor."""
+        compiled = self._compiled
+        if compiled is None:
+            launcher, numbers, constants, options = self._first
+            self._compiled = launcher(self._grid, tensors, numbers, constants, options)
+            return
+        # as Triton's `compiled[grid](...)`, which asks the driver about every tensor's address and calls hooks of
+        # Triton's profiler; an address by itself is taken as it is
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        stream = driver.active.get_current_stream(tensors[0].get_device())  # type: ignore[union-attr]
+        no_hooks = None, None, None
+        compiled.run(
+            *self._grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *addresses, *self._rest
+        )
 
 
 def _kind(x: Any) -> Any:

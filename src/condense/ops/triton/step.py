@@ -6,20 +6,18 @@ of queries, S splits, D and Dv widths.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.triton.host import dense_rows
-from condense.ops.triton.launch import Launcher
+from condense.ops.triton.host import dense_rows, on_device_of
+from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
 from condense.ops.triton.step_plan import Sizes, launch_of
-
-if TYPE_CHECKING:
-    from condense.ops.types import NewToken, StepSettings, StepState
+from condense.ops.types import NewToken, StepSettings, StepState, numbered_settings
 
 _step_kernel, _join_kernel = Launcher(step_kernel), Launcher(step_join_kernel)
 
@@ -99,6 +97,101 @@ def _check(token: NewToken, state: StepState, settings: StepSettings, latent: in
             raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
 
 
+class PreparedStep:
+    """Reads tokens that are laid out alike into one state: `step` for which everything but the token is worked out.
+
+    state: the buffers. A step checks only that its token is like the first one (`takes`), allocates and starts kernels.
+    """
+
+    def __init__(
+        self,
+        token: NewToken,
+        state: StepState,
+        settings: StepSettings,
+        *,
+        scale: float,
+        latent: int = 0,
+        extras: Extras = NO_EXTRAS,
+    ) -> None:
+        """token: laid out as all that will be read. Other arguments as of `step`, which has checked them all."""
+        self.state = state
+        self._layout = _layout_of(token, scale, extras)
+        q, k, v = map(dense_rows, token[:3])
+        (B, H, _, D), self._latent = q.shape, latent
+        sizes = Sizes(B, H, k.shape[1], D, latent or v.shape[3], *_columns(state))
+        launch = launch_of(
+            settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, token.real is not None
+        )
+        has_token = state.seen if token.real is None else token.real
+        strides = (
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *(n for x in state[:5] for n in x.stride()[:3]),
+            state.seen.stride(0), *state.prompt.stride(), *state.arrived.stride(), has_token.stride(0),
+        )  # fmt: skip
+        self._num_splits = launch.num_splits
+        self._step = Prepared(_step_kernel, launch.grid, strides + launch.numbers, (launch.kind,), launch.options)
+        self._join: Prepared | None = None
+        if launch.join_grid is not None:
+            numbers = (state.seen.stride(0), has_token.stride(0), H, launch.num_splits)
+            self._join = Prepared(_join_kernel, launch.join_grid, numbers, launch.join_constants, launch.join_options)
+
+    def takes(self, token: NewToken, state: StepState, scale: float, extras: Extras) -> bool:
+        """True if this is the state, and the token laid out as the first one was."""
+        return state is self.state and _layout_of(token, scale, extras) == self._layout
+
+    def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
+        """As `step`; sink: `Extras.sink_logits`."""
+        q, k, v, real, counter = token
+        state = self.state
+        if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
+            changed = (*state[:6], state.arrived, state.biases)
+            torch.autograd.graph.increment_version(changed if counter is None else (*changed, counter))
+        q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+        Dv = self._latent or v.shape[3]
+        part, lse = _scratch(q, self._num_splits, Dv)
+        out = torch.empty(*q.shape[:3], Dv, dtype=q.dtype, device=q.device)
+        has_token = state.seen if real is None else real
+        # kernels start on the current device, which may not be that of the tensors in a model spread over several
+        with on_device_of(q):
+            self._step((q, k, v, *state, has_token, sink, counter, part, lse, out))
+            if self._join is not None:
+                self._join((part, lse, out, state.seen, has_token, sink, counter))
+        return out
+
+
+def prepare_step(
+    token: NewToken,
+    state: StepState,
+    settings: StepSettings,
+    *,
+    scale: float,
+    latent: int = 0,
+    extras: Extras = NO_EXTRAS,
+) -> PreparedStep:
+    """The steps of a state for tokens that are laid out as this one, which is not read; arguments, errors of `step`."""
+    _check(token, state, settings, latent)
+    return PreparedStep(token, state, settings, scale=scale, latent=latent, extras=extras)
+
+
+def _layout_of(token: NewToken, scale: float, extras: Extras) -> tuple[Any, ...]:
+    """All of a token and of what is read with it that kernels are compiled or started for."""
+    q, k, v, real, counter = token
+    sink = extras.sink_logits
+    return (
+        scale, extras.softcap, q.dtype, k.dtype, v.dtype, q.device, q.shape, k.shape, v.shape,
+        q.stride(), k.stride(), v.stride(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+        real is None or _kind_of(real), counter is None or _kind_of(counter), sink is None or _kind_of(sink),
+    )  # fmt: skip
+
+
+def _kind_of(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16
+
+
+def _columns(state: StepState) -> tuple[int, int, int]:
+    """Columns of entries, tokens and queries."""
+    return state.entries_k.shape[2], state.ring_k.shape[2], state.ring_q.shape[2]
+
+
 def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, S, Dv]`` and log-sum-exp ``[B, H, S]`` of every split."""
     B, H = q.shape[:2]
@@ -127,42 +220,10 @@ def _step(
     latent: int,
     softcap: float,
 ) -> Tensor:
-    if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
-        changed = (entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived, biases)
-        torch.autograd.graph.increment_version(changed if counter is None else (*changed, counter))
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    (B, H, _, D), Dv, device = q.shape, latent or v.shape[3], q.device
-    sizes = Sizes(B, H, k.shape[1], D, Dv, entries_k.shape[2], ring_k.shape[2], ring_q.shape[2])
-    launch = launch_of(settings, (scale, softcap), latent, sizes, q.dtype, device, real is not None)
-    part, lse = _scratch(q, launch.num_splits, Dv)
-    out = torch.empty(B, H, 1, Dv, dtype=q.dtype, device=device)
-    has_token = seen if real is None else real
-    strides = (
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *entries_k.stride()[:3], *entries_v.stride()[:3],
-        *ring_k.stride()[:3], *ring_v.stride()[:3], *ring_q.stride()[:3], seen.stride(0), *prompt.stride(),
-        *arrived.stride(), has_token.stride(0),
-    )  # fmt: skip
-    # kernels start on the current device, which may not be that of the tensors in a model spread over several
-    with torch.cuda.device_of(q):
-        _step_kernel(
-            launch.grid,
-            (
-                q, k, v, entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases, has_token, sink,
-                counter, part, lse, out,
-            ),
-            strides + launch.numbers,
-            (launch.kind,),
-            launch.options,
-        )  # fmt: skip
-        if launch.join_grid is not None:
-            _join_kernel(
-                launch.join_grid,
-                (part, lse, out, seen, has_token, sink, counter),
-                (seen.stride(0), has_token.stride(0), H, launch.num_splits),
-                launch.join_constants,
-                launch.join_options,
-            )
-    return out
+    state = StepState(entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases)
+    token, extras = NewToken(q, k, v, real, counter), Extras(softcap, sink)
+    of_settings: StepSettings = numbered_settings(settings)
+    return PreparedStep(token, state, of_settings, scale=scale, latent=latent, extras=extras)(token, sink)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:

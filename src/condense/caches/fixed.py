@@ -1,0 +1,46 @@
+"""The part of transformers' cache contract that follows from buffers of fixed size at fixed addresses."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from condense.caches.base import CondensedCacheLayer
+
+
+class FixedCacheLayer(CondensedCacheLayer):
+    """Base of static condensed layers: the sizes that they give, and the calls that they refuse."""
+
+    is_compileable = True
+    is_croppable = False
+    is_sliding = False
+    max_cache_len: int
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask has a column for every slot that there will ever be."""
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        """``max_cache_len``."""
+        return self.max_cache_len
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused with ValueError: the ring has no room for tokens that might be taken back."""
+        _refuse("cannot take tokens back (assisted decoding, prompt lookup)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused with ValueError, as `batch_select_indices`."""
+        _refuse("keeps its number of rows")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refused with ValueError: buffers at fixed addresses cannot change their size."""
+        _refuse("keeps its number of rows")
+
+    def offload(self) -> None:
+        """Refused with ValueError: the buffers' addresses are fixed."""
+        _refuse("stays where it is")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"a static condensed cache {what}: use a cache that grows (cache_implementation unset)")

@@ -1,0 +1,124 @@
+"""What the kernels of one call of Recall's attention over a prompt share: arguments, tiles, lists of opened groups.
+
+Shapes as in `condense.ops.triton.recall_attend`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.triton.attend import Tiles, small_tiles
+from condense.ops.triton.attend_call import not_empty, row_strides
+from condense.ops.triton.descriptors import described
+from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.host import LOG2E, dense_rows
+from condense.ops.triton.recall_opened import Opened, opened
+
+# bytes of the words that say which queries of a block open which groups
+_WORDS = 2**29
+
+
+@functools.cache
+def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
+    """Tiles by kernel, dtype, width and heads per KV head.
+
+    Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts. Of keys and values
+    expanded from latents, 192 and 128 wide, 32 at a time took 80 ms where 64 took 144 (128K tokens, 16 heads, H200).
+    """
+    if (small := small_tiles(kernel, dtype, is_cuda, R)) is not None:
+        return small
+    if kernel == "dkv":
+        return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
+    if kernel == "store":
+        return Tiles(64, 64, {"num_warps": 4, "num_stages": 2 if widest <= 128 else 1})
+    if kernel == "fwd" and widest <= 128 and R > 1:  # a word has up to 64 bits, of a query each
+        return Tiles(128, 32, {"num_warps": 4, "num_stages": 2})
+    if kernel == "fwd" and R == 1 and 128 < widest <= 192:
+        return Tiles(64, 32, {"num_warps": 4, "num_stages": 2})
+    return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 2})
+
+
+class Call(NamedTuple):
+    """The arguments of the operations. k, v: of entries, store and window; biases float ``[B|1, K|1, G]``: the entries'
+    own, None for none; groups int32 ``[B, K|1, L, r]``, as `choose` gives them; closed: no query sees more groups as
+    closed; level: added to all scores of entries.
+    """
+
+    q: Tensor
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    biases: Tensor | None
+    groups: Tensor
+    starts: Tensor | None
+    rule: Sequence[int]
+    closed: int
+    level: float
+    pool: bool
+    scale: float
+    softcap: float = 0.0
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """KV heads, and how many of them choose groups: each, or 1 for all."""
+        return self.k[0].shape[1], self.groups.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        """Tokens per group."""
+        return self.k[1].shape[2] // self.k[0].shape[2]
+
+    @property
+    def kind(self) -> str:
+        """As of `Positions`."""
+        return "row" if self.starts is None else "rows"
+
+    @property
+    def numerics(self) -> tuple[str, float]:
+        """Precision of products; soft cap of scores, base 2."""
+        # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
+        return "tf32x3" if self.q.dtype == torch.float32 else "tf32", self.softcap * LOG2E
+
+    def constants(self, *more: float | str) -> tuple[float | str, ...]:
+        """Widths, in parts, and what follows."""
+        return *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3]), *more
+
+    def opened(self, tile: int, first: int, stop: int) -> Opened:
+        """What tiles of queries open."""
+        return opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop)
+
+    def blocks(self, tile: int) -> Iterator[tuple[int, int, Opened]]:
+        """Blocks ``[first, stop)`` of queries whose words have a limited size, and what their tiles open."""
+        B, K, L, _ = self.groups.shape
+        # a word for each group takes at most 8 bytes
+        step = max(1, _WORDS // (8 * B * K * max(self.closed, 1))) * tile
+        for first in range(0, L, step):
+            stop = min(first + step, L)
+            yield first, stop, self.opened(tile, first, stop)
+
+
+class Shared(NamedTuple):
+    """Tensors, strides and numbers that the kernels of a call share, in the order in which they take them."""
+
+    sources: tuple[Any, ...]
+    s_store: tuple[int, ...]
+    biases: Tensor | None
+    s_bias: tuple[int, int]
+
+    @classmethod
+    def of(cls, call: Call, keys: int) -> Shared:
+        """keys: rows of a tile of entries and window."""
+        of_k, of_v = (not_empty([x[0], x[2]]) for x in (call.k, call.v))
+        described_k, described_v = ([described([x], keys) for x in tensors] for tensors in (of_k, of_v))
+        store = dense_rows(call.k[1]), dense_rows(call.v[1])
+        biases = None if call.biases is None else (call.biases.float() * LOG2E).contiguous()
+        return cls(
+            (*described_k[0], *described_v[0], *described_k[1], *described_v[1], *store, biases),
+            tuple(stride for x in store for stride in x.stride()[:3]),
+            biases,
+            (0, 0) if biases is None else row_strides(biases),
+        )

@@ -1,0 +1,194 @@
+"""Index scores of a block of queries of a prompt: what the kernels that score take, and how they are started.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, n queries of a block, G groups, D key width.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.triton.descriptors import descriptor
+from condense.ops.triton.device.parts import tile_width
+from condense.ops.triton.host import cdiv, power_of_2, whole_rows
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_score_kernels import ScoreForm, recall_score_kernel, recall_score_wide_kernel
+
+_SCORE, _SCORE_WIDE = Launcher(recall_score_kernel), Launcher(recall_score_wide_kernel)
+# groups of a cell, of which the best score is kept
+CELL = 16
+# a tile of scores has at most so many groups
+MOST_GROUPS = 128
+# queries wider than this are not held in registers
+_WIDE = 256
+
+
+class Tiles(NamedTuple):
+    """Rows of a tile of scores and of the index, Triton's options, and columns of a key that are read at a time."""
+
+    rows: int
+    columns: int
+    options: dict[str, int]
+    width: int = 0
+
+
+@functools.cache
+def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, R: int) -> Tiles:
+    rows = power_of_2(R)
+    if not is_cuda:  # the interpreter
+        return Tiles(max(16, rows), 32, {})
+    if dtype == torch.float32:
+        return Tiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
+    return Tiles(128, 64, {"num_warps": 4 if width <= 128 else 8, "num_stages": 1})
+
+
+def _wide_tiles(dtype: torch.dtype, is_cuda: bool) -> Tiles:
+    if not is_cuda:  # the interpreter
+        return Tiles(16, 32, {}, 64)
+    if dtype == torch.float32:
+        return Tiles(32, 64, {"num_warps": 4, "num_stages": 1}, 32)
+    return Tiles(128, 256, {"num_warps": 8, "num_stages": 3}, 64)
+
+
+class Positions(NamedTuple):
+    """Where a call's queries stand: what `condense.ops.triton.attend_call.describe` makes of `RuleSpans`."""
+
+    starts: Tensor | None
+    rule: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        """As `condense.ops.triton.device.rule` names it."""
+        return "row" if self.starts is None else "rows"
+
+
+class Scratch(NamedTuple):
+    """Of n queries: score ``[B * K, cells, n * R, CELL]``, best score of every cell ``[B * K, cells / 4, n * R, 4]``,
+    log-sum-exp ``[B * K, n * R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``, and what their
+    groups must reach, int32 ``[B * K, n]``. Room for so many; a block with fewer queries begins at the same places.
+    """
+
+    score: Tensor
+    cell: Tensor
+    lse: Tensor
+    picked: Tensor
+    floor: Tensor
+
+
+def index_rows(index: GroupIndex, settings: IndexSettings, cells: int, dtype: torch.dtype) -> Tensor:
+    """The index of ``cells`` cells as numbers of the dtype of the queries, as `recall_score_kernel` reads it: codes of
+    8 bits are exact in all. The last block is repeated up to a power of two.
+    """
+    m = settings.num_blocks
+    codes = index.codes.unflatten(3, (-1, m, index.codes.shape[3] // settings.num_rows))
+    if settings.bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+    codes = F.pad(codes, (0, 0, 0, 0, 0, 0, 0, cells * CELL - codes.shape[2]))
+    blocks = torch.arange(power_of_2(m), device=codes.device).clamp(max=m - 1)
+    # [B, K, cells, CELL / 4, 2, 2, F / m, m, D] to [B, K * F / m, cells * 2 * m * CELL / 4 * 2, D]
+    codes = codes[:, :, :, :, blocks].unflatten(2, (-1, CELL // 4, 2, 2)).permute(0, 1, 6, 2, 4, 7, 3, 5, 8)
+    return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 7).flatten(1, 2))
+
+
+def index_grid(index: GroupIndex, cells: int, scale: float) -> Tensor:
+    """Steps and zeros times the scale, float32 ``[B, K, cells, 2, CELL]``."""
+    grid = F.pad(index.grid * scale, (0, 0, 0, cells * CELL - index.num_groups))
+    return grid.unflatten(2, (-1, CELL)).mT.contiguous()
+
+
+class Scoring(NamedTuple):
+    """A block of queries to score: what all blocks of a call share, and where the results go.
+
+    rows, grid: the index, as `index_rows` and `index_grid` make it, no grid of 16 bits; sizes: what the kernels take as
+    numbers, from K to the rule; scale: of base-2 scores.
+    """
+
+    q: Tensor
+    rows: Tensor
+    grid: Tensor | None
+    settings: IndexSettings
+    positions: Positions
+    scratch: Scratch
+    first: int
+    stop: int
+    sizes: tuple[int, ...]
+    scale: float
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Rows times KV heads, and query heads per KV head."""
+        return self.rows.shape[0] * self.sizes[0], self.q.shape[1] // self.sizes[0]
+
+    def form(self, groups: int, steps: int = 0) -> ScoreForm:
+        """What Triton's kernels are compiled for, with so many groups per tile; steps: as `ScoreForm` says."""
+        m, precision = self.settings.num_blocks, "tf32x3" if self.q.dtype == torch.float32 else "tf32"
+        is_bounds, has_grid = self.settings.kind == "bounds", self.grid is not None
+        return ScoreForm(m, power_of_2(m), groups, CELL, is_bounds, has_grid, steps, precision)
+
+    @property
+    def grid_ptr(self) -> Tensor:
+        """The grid, or any tensor: kernels that get records cannot get None."""
+        return self.scratch.lse if self.grid is None else self.grid
+
+
+def bytes_per_query(q: Tensor, settings: IndexSettings, cells: int) -> int:
+    """Bytes of scratch memory that one query takes in all rows and heads: its scores of ``cells`` cells and, of wide
+    keys, its copies in `_score_wide`.
+    """
+    B, H, _, D = q.shape
+    copies = 0 if D <= _WIDE else 3 if settings.kind == "bounds" else 2
+    return B * H * (cells * CELL * 4 + copies * D * q.element_size())
+
+
+def score(call: Scoring) -> None:
+    """Fills the first three of the scratch tensors."""
+    if call.q.shape[3] > _WIDE:
+        _score_wide(call)
+        return
+    q, (heads, R), D = call.q, call.heads, call.q.shape[3]
+    tiles, blocks = _tiles(q.dtype, q.is_cuda, D, R), power_of_2(call.settings.num_blocks)
+    groups = max(CELL, tiles.columns // blocks)
+    _SCORE(
+        (cdiv(call.stop - call.first, tiles.rows // R), heads, 1),
+        (
+            q, descriptor(TensorDescriptor, call.rows, [1, 1, groups * blocks, tile_width(D)]), call.grid_ptr,
+            call.positions.starts, *call.scratch[:3],
+        ),
+        (q.stride()[:3], *call.sizes, call.scale),
+        (R, D, tile_width(D), call.positions.kind, tiles.rows, call.form(groups)),
+        tiles.options,
+    )  # fmt: skip
+
+
+def _score_wide(call: Scoring) -> None:
+    """The same for wide keys: rows of queries, one behind the other, are made for the block."""
+    (heads, R), D, n = call.heads, call.q.shape[3], call.stop - call.first
+    # [B, H, n, D] to [B * K, n, R, D]
+    q = call.q[:, :, call.first : call.stop].unflatten(1, (-1, R)).transpose(2, 3).flatten(0, 1)
+    is_bounds = call.settings.kind == "bounds"
+    rows = q.new_empty(heads, 2 if is_bounds else 1, n, R, D)
+    if is_bounds:
+        torch.clamp(q, max=0, out=rows[:, 0])
+        torch.clamp(q, min=0, out=rows[:, 1])
+    else:
+        rows[:, 0] = q
+    tiles, blocks = _wide_tiles(q.dtype, q.is_cuda), power_of_2(call.settings.num_blocks)
+    groups = min(MOST_GROUPS, max(CELL, tiles.columns // blocks))
+    _SCORE_WIDE(
+        (cdiv(n * R, tiles.rows), heads, 1),
+        (
+            q.sum(3, dtype=torch.float32).contiguous(),
+            descriptor(TensorDescriptor, whole_rows(rows.flatten(2, 3)), [1, 1, tiles.rows, tiles.width]),
+            descriptor(TensorDescriptor, call.rows, [1, 1, groups * blocks, tiles.width]), call.grid_ptr,
+            call.positions.starts, *call.scratch[:3],
+        ),
+        (*call.sizes, call.scale),
+        (R, call.positions.kind, tiles.rows, call.form(groups, cdiv(D, tiles.width))),
+        tiles.options,
+    )  # fmt: skip

@@ -1,0 +1,291 @@
+"""Kernels that score the index for a block of queries of a prompt.
+
+`recall_score_kernel`: scores by matrix products; the best of every C groups (a *cell*) and the log-sum-exp of all.
+`recall_score_wide_kernel`: the same for keys as wide as latents. `condense.ops.triton.recall_choice_kernels` chooses by
+them.
+
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups, m blocks
+per group, D width, P columns of the tile that holds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.device.parts import parts
+from condense.ops.triton.device.records import Row, Rule, Spans, Start
+from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
+
+# numbers that differ from block to block of queries, and would compile a new kernel each
+BLOCK = ("G", "first", "stop", "cells")
+
+# cells whose best scores a row has side by side: 16 bytes
+CHUNK = tl.constexpr(4)
+
+
+class ScoreForm(NamedTuple):
+    """The constants of an index and of its tiles: blocks of a group, and the same as a power of two; groups of a tile,
+    groups of a cell; whether it holds bounds, whether it has a grid; steps of `_wide_products`, 0 for queries in
+    registers; precision of products.
+    """
+
+    m: int
+    MP: int
+    BG: int
+    C: int
+    bounds: bool
+    grid: bool
+    steps: int
+    precision: str
+
+
+@triton.jit
+def place_of_cell(cell, lines):
+    """Where row 0 of ``lines`` rows has the best scores of cells."""
+    return cell // CHUNK * lines * CHUNK + cell % CHUNK
+
+
+@triton.jit
+def row_of_program(rule, start, starts_ptr, K, KIND: tl.constexpr):
+    """Batch row and KV head of a program of a grid (tiles, B * K), and the spans of that row."""
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    return row, Spans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
+
+
+@triton.jit
+def closed_groups(i, row, spans, G, KIND: tl.constexpr):
+    """Groups that are closed for queries i, of those that the index has."""
+    return tl.minimum(visible(0, i, row, spans, KIND)[1], G).to(tl.int32)
+
+
+@triton.jit
+def _load_queries(q_ptr, at, real, D: tl.constexpr, P: tl.constexpr):
+    d = tl.arange(0, P)
+    return tl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+
+
+class _Index(NamedTuple):
+    """The index of one KV head: its rows, as `recall_score_kernel` has them, batch row and first head of these; its
+    groups' steps and zeros.
+    """
+
+    rows: Any
+    b: Any
+    head: Any
+    grid: Any
+
+
+class _Wide(NamedTuple):
+    """Queries of a tile by descriptor, with the batch row times KV heads and the first row to read."""
+
+    rows: Any
+    head: Any
+    line: Any
+
+
+class _Lines(NamedTuple):
+    """Of each row of a tile: its place among the ``size`` rows of the block, whether it counts, its query's closed
+    groups.
+    """
+
+    line: Any
+    real: Any
+    closed: Any
+    size: Any
+
+
+class _Results(NamedTuple):
+    """Where scores, cells' best scores and log-sum-exps go, and how many cells there are."""
+
+    score: Any
+    cell: Any
+    lse: Any
+    cells: Any
+
+
+class _Scored(NamedTuple):
+    """Queries of a tile: those that meet the rows of the index (of bounds: the negative and the positive part), or
+    `_Wide`; the sum of each, their scale, where they write their scores and cells' best scores, and rows of a cell in
+    memory.
+    """
+
+    q: Any
+    sum_q: Any
+    scale: Any
+    score: Any
+    cell: Any
+    real: Any
+    lines: Any
+
+
+@triton.jit
+def _index_products(q, index, at, PRECISION: tl.constexpr):
+    """Products of a tile of queries with the rows of the index from ``at`` on; of bounds, the sum of both."""
+    x = index.rows.load([index.b, index.head, at, 0])
+    s = tl.dot(q[0], tl.trans(x.reshape(x.shape[2], x.shape[3])), input_precision=PRECISION)
+    if len(q) == 2:
+        x = index.rows.load([index.b, index.head + 1, at, 0])
+        s = tl.dot(q[1], tl.trans(x.reshape(x.shape[2], x.shape[3])), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _wide_products(q, index, at, FORM: tl.constexpr):
+    """The same for keys of any width, in ``FORM.steps`` steps of as many columns as the descriptors read."""
+    STEPS: tl.constexpr = FORM.steps
+    PRECISION: tl.constexpr = FORM.precision
+    BM: tl.constexpr = q.rows.block_shape[2]
+    BN: tl.constexpr = index.rows.block_shape[2]
+    BK: tl.constexpr = q.rows.block_shape[3]
+    s = tl.zeros([BM, BN], tl.float32)
+    for step in range(STEPS * (2 if FORM.bounds else 1)):
+        part, d = step // STEPS, step % STEPS * BK
+        x = q.rows.load([q.head, part, q.line, d]).reshape(BM, BK)
+        y = index.rows.load([index.b, index.head + part, at, d]).reshape(BN, BK)
+        s = tl.dot(x, tl.trans(y), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _score_groups(queries, index, lse, stretch, closed, FORM: tl.constexpr, MASKED: tl.constexpr):
+    """Scores and writes the groups of a stretch ``[lo, hi)``, and adds them to lse: the largest score of each row and
+    the sum of ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
+    """
+    top, total = lse
+    lo, hi = stretch
+    MP: tl.constexpr = FORM.MP
+    BG: tl.constexpr = FORM.BG
+    C: tl.constexpr = FORM.C
+    PRECISION: tl.constexpr = FORM.precision
+    BM: tl.constexpr = closed.shape[0]
+    BC: tl.constexpr = BG // C
+    for group in range(lo, hi, BG):
+        cell, c = group // C + tl.arange(0, BC), tl.arange(0, C)
+        if FORM.steps > 0:
+            s = _wide_products(queries.q, index, group * MP, FORM)
+        else:
+            s = _index_products(queries.q, index, group * MP, PRECISION)
+        s = tl.permute(tl.reshape(s, [BM, BC, 2, MP, C // 4, 2]), [0, 1, 4, 2, 5, 3])
+        s = tl.reshape(s, [BM, BC, C, MP])
+        if FORM.bounds:
+            # step > 0 and zero are the group's, so that the best block is known before them
+            s = tl.max(s, 3)
+            if FORM.grid:
+                at = index.grid + cell[:, None] * (2 * C) + c[None, :]
+                s = s * tl.load(at)[None] + queries.sum_q[:, None, None] * tl.load(at + C)[None]
+            else:
+                s = s * queries.scale
+        else:
+            if FORM.grid:
+                at = index.grid + cell[:, None] * (2 * C) + c[None, :]
+                s = s * tl.load(at)[None, :, :, None]
+                s += (queries.sum_q[:, None, None] * tl.load(at + C)[None])[:, :, :, None]
+            else:
+                s = s * queries.scale
+            s = tl.where(tl.arange(0, MP)[None, None, None, :] < FORM.m, s, float("-inf"))
+            largest = tl.max(s, 3)
+            s = largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, :, None]), 3))
+        if MASKED:
+            n = cell[:, None] * C + c[None, :]
+            s = tl.where(n[None] < closed[:, None, None], s, float("-inf"))
+        of_cells = tl.max(s, 2)
+        tl.store(
+            queries.cell[:, None] + place_of_cell(cell, queries.lines)[None, :], of_cells, mask=queries.real[:, None]
+        )
+        at = (cell * queries.lines)[:, None] * C + c[None, :]
+        tl.store(queries.score[:, None, None] + at[None], s, mask=queries.real[:, None, None])
+        larger = tl.maximum(top, tl.max(of_cells, 1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
+        total = total * tl.exp2(top - safe) + tl.sum(tl.sum(tl.exp2(s - safe[:, None, None]), 2), 1)
+        top = larger
+    return top, total
+
+
+@triton.jit
+def _log_of_sum(lse):
+    """The log-sum-exp, base 2, of the largest score and the sum relative to it; 0 where no group is closed."""
+    some = lse[1] > 0
+    return tl.where(some, lse[0], 0.0) + tl.log2(tl.where(some, lse[1], 1.0))
+
+
+@triton.jit
+def _score_tile(q, sum_q, lines, row, rows, grid_ptr, results, scale, FORM: tl.constexpr):
+    """Scores the closed groups of a tile of queries. rows, grid_ptr: see `recall_score_kernel`."""
+    head, line = tl.program_id(1).to(tl.int64), lines.line
+    of_head = head * lines.size
+    index = _Index(
+        rows, row.b, row.head * (2 if FORM.bounds else 1), grid_ptr + head * results.cells * 2 * FORM.C
+    )  # fmt: skip
+    queries = _Scored(
+        q, sum_q, scale, results.score + (of_head * results.cells + line) * FORM.C,
+        results.cell + of_head * results.cells + line * CHUNK, lines.real, lines.size,
+    )  # fmt: skip
+    BM: tl.constexpr = lines.closed.shape[0]
+    lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
+    whole = tl.min(lines.closed) // FORM.BG * FORM.BG
+    lse = _score_groups(queries, index, lse, (0, whole), lines.closed, FORM, False)
+    lse = _score_groups(queries, index, lse, (whole, tl.max(lines.closed)), lines.closed, FORM, True)
+    tl.store(results.lse + of_head + line, _log_of_sum(lse), mask=lines.real)
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_score_kernel(
+    q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
+    s_q, K, L, G, first, stop, cells,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Of queries ``[first, stop)``: scores float32 ``[B * K, cells, n * R, C]`` of closed groups, base 2; the best of
+    every cell ``[B * K, cells / 4, n * R, 4]``; the log-sum-exp ``[B * K, n * R]``. Grid (tiles of BM rows, B * K).
+
+    rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, cells * C * MP, D]``, first the lowest and
+    then the highest keys, else ``[B, K, cells * C * MP, D]``; MP: m as a power of two; the rows of a cell as
+    ``[2, MP, C / 4, 2]``, block p of group 4 i + 2 j + k at ``[j, p, i, k]``, so that a thread, which has every other
+    pair of columns of a product, has groups side by side. A quantised index holds its codes, and grid float32
+    ``[B, K, cells, 2, C]`` (not read without a grid) their step and zero, both times the scale: ``q . (zero + step *
+    code)`` is ``zero * sum(q) + step * (q . code)``.
+    Scores of tiles of groups beyond the last closed one of a tile of queries are not written.
+    """
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
+    # the last queries see the most groups and take longest: start them first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    i, r, real = tile_rows(first + tile * (BM // R), stop, R, BM)
+    at = row.b.to(tl.int64) * s_q[0] + (row.head.to(tl.int64) * R + r) * s_q[1] + i.to(tl.int64) * s_q[2]
+    q = _load_queries(q_ptr, at, real, D, P)
+    negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
+    lines = _Lines((i - first) * R + r, real, closed_groups(i, row, spans, G, KIND), (stop - first) * R)
+    _score_tile(
+        parts(negative if FORM.bounds else q, positive if FORM.bounds else None), tl.sum(q.to(tl.float32), 1), lines,
+        row, rows, grid_ptr, _Results(score_ptr, cell_ptr, lse_ptr, cells), scale, FORM,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def recall_score_wide_kernel(
+    sum_q_ptr, q, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
+    K, L, G, first, stop, cells,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    R: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """As `recall_score_kernel`, for keys of any width, whose queries do not stay in registers.
+
+    q: a descriptor: of bounds ``[B * K, 2, n * R, D]``, the negative and the positive part, else ``[B * K, 1, n * R,
+    D]``; sum_q float32 ``[B * K, n * R]``. Both descriptors read as many columns at a time.
+    """
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
+    # as there
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    size, line = (stop - first) * R, tile * BM + tl.arange(0, BM)
+    real = line < size
+    line = tl.minimum(line, size - 1)
+    lines = _Lines(line, real, closed_groups(first + line // R, row, spans, G, KIND), size)
+    _score_tile(
+        _Wide(q, tl.program_id(1), tile * BM), tl.load(sum_q_ptr + tl.program_id(1).to(tl.int64) * size + line), lines,
+        row, rows, grid_ptr, _Results(score_ptr, cell_ptr, lse_ptr, cells), scale, FORM,
+    )  # fmt: skip
