@@ -241,6 +241,7 @@ def test_a_step_allocates_and_starts_kernels(method, started):
     _read(layer, _qkv(50))
     _read(layer, _qkv(1))
     made_room = 0
+    started.clear()
     for i in range(20 if DEVICE == "cuda" else 12):
         new, before = _qkv(1, i), layer._ring.buffers
         with Counting() as counting:
@@ -252,7 +253,7 @@ def test_a_step_allocates_and_starts_kernels(method, started):
             assert len(counting.names) <= 7
         else:
             assert len(counting.names) == 3
-        assert len(started) in (1, 2)
+        assert len(started) == 1
         started.clear()
     assert made_room <= 2
 

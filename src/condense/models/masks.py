@@ -42,7 +42,8 @@ def condense_mask(
 
     Transformers builds it once per forward and, for some caches, passes the result through here again, which keeps this
     shape. If the caller gave no mask, all are real: returns the numbers of packed documents, int32 ``[B, 1, 1, L]``,
-    where positions mark several, else None. Some models give positions to no layer, and every layer gets this. Unused
+    where positions mark several, else None. Some models give positions to no layer, and every layer gets this. For a
+    single token after others in a growing cache it looks at the mask here, and returns None if all are real. Unused
     slots of a static cache count as padding. A mask that is too short is returned too short, and the attention function
     raises; but for one token and a static cache on a GPU, checking would wait for the device, so the missing columns
     count as padding.
@@ -58,10 +59,22 @@ def condense_mask(
         )
     if attention_mask is None:
         return _documents(mask_function)
-    num_missing = kv_offset + kv_length - attention_mask.shape[1]
+    num_slots = kv_offset + kv_length
+    # counts of static caches are tensors; their steps may be captured and do not wait for the device
+    if q_length == 1 and isinstance(q_offset, int) and _is_all_real(attention_mask, batch_size, num_slots):
+        return None
+    num_missing = num_slots - attention_mask.shape[1]
     if num_missing > 0 and _covers(attention_mask, q_length, q_offset):
         attention_mask = F.pad(attention_mask, (0, num_missing))
-    return attention_mask[:, None, None, : kv_offset + kv_length].to(torch.bool)
+    return attention_mask[:, None, None, :num_slots].to(torch.bool)
+
+
+def _is_all_real(attention_mask: Tensor, rows: int, num_slots: int) -> bool:
+    """True if the mask covers all slots and has no padding; False while it cannot be looked at."""
+    if torch.compiler.is_compiling() or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    covers = attention_mask.shape[0] == rows and attention_mask.shape[1] >= num_slots
+    return covers and bool(attention_mask[:, :num_slots].all())
 
 
 def _covers(attention_mask: Tensor, q_length: int, q_offset: Tensor | int) -> bool:

@@ -103,6 +103,9 @@ class PreparedStep:
     state: the buffers. A step checks only that its token is like the first one (`takes`), allocates and starts kernels.
     """
 
+    # no `__dict__`: `condense.caches.cache_nbytes` looks through all attributes, and compiled kernels have no end
+    __slots__ = ("_is_dense", "_join", "_latent", "_layout", "_num_splits", "_step", "state")
+
     def __init__(
         self,
         token: NewToken,
@@ -112,15 +115,20 @@ class PreparedStep:
         scale: float,
         latent: int = 0,
         extras: Extras = NO_EXTRAS,
+        host_bound: bool = False,
     ) -> None:
-        """token: laid out as all that will be read. Other arguments as of `step`, which has checked them all."""
+        """token: laid out as all that will be read. host_bound: as of `launch_of`. Other arguments as of `step`, which
+        has checked them all.
+        """
         self.state = state
         self._layout = _layout_of(token, scale, extras)
         q, k, v = map(dense_rows, token[:3])
+        self._is_dense = all(x is given for x, given in zip((q, k, v), token, strict=False))
         (B, H, _, D), self._latent = q.shape, latent
         sizes = Sizes(B, H, k.shape[1], D, latent or v.shape[3], *_columns(state))
+        has_real = token.real is not None
         launch = launch_of(
-            settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, token.real is not None
+            settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, has_real, host_bound
         )
         has_token = state.seen if token.real is None else token.real
         strides = (
@@ -142,10 +150,8 @@ class PreparedStep:
         """As `step`; sink: `Extras.sink_logits`."""
         q, k, v, real, counter = token
         state = self.state
-        if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
-            changed = (*state[:6], state.arrived, state.biases)
-            torch.autograd.graph.increment_version(changed if counter is None else (*changed, counter))
-        q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+        if not self._is_dense:
+            q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
         Dv = self._latent or v.shape[3]
         part, lse = _scratch(q, self._num_splits, Dv)
         out = torch.empty(*q.shape[:3], Dv, dtype=q.dtype, device=q.device)
@@ -167,9 +173,13 @@ def prepare_step(
     latent: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> PreparedStep:
-    """The steps of a state for tokens that are laid out as this one, which is not read; arguments, errors of `step`."""
+    """The steps of a state in a loop on the host, for tokens that are laid out as this one, which is not read.
+
+    Autograd is not told that the state changes: nothing that it keeps may share memory with the state. Arguments and
+    errors as of `step`.
+    """
     _check(token, state, settings, latent)
-    return PreparedStep(token, state, settings, scale=scale, latent=latent, extras=extras)
+    return PreparedStep(token, state, settings, scale=scale, latent=latent, extras=extras, host_bound=True)
 
 
 def _layout_of(token: NewToken, scale: float, extras: Extras) -> tuple[Any, ...]:
@@ -220,6 +230,9 @@ def _step(
     latent: int,
     softcap: float,
 ) -> Tensor:
+    if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
+        changed = (entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived, biases)
+        torch.autograd.graph.increment_version(changed if counter is None else (*changed, counter))
     state = StepState(entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases)
     token, extras = NewToken(q, k, v, real, counter), Extras(softcap, sink)
     of_settings: StepSettings = numbered_settings(settings)

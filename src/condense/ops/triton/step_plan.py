@@ -92,8 +92,11 @@ def launch_of(
     dtype: torch.dtype,
     device: torch.device,
     has_real: bool,
+    host_bound: bool = False,
 ) -> Launch:
-    """number: `StepSettings.number`. scores: their scale and soft cap."""
+    """number: `StepSettings.number`. scores: their scale and soft cap. host_bound: the host takes longer than the GPU,
+    so one kernel is taken also where two are faster.
+    """
     scale, softcap = scores
     check_programs(sizes.B * sizes.K)
     settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
@@ -103,7 +106,7 @@ def launch_of(
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
     S = _num_splits(device, row_tiles * B * K, M + W, tiles)
-    joins = row_tiles == 1 and not few and R * S * Dv <= _MOST_JOINED
+    joins = row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
     # the join may start up while the last splits run; one kernel leaves no multiprocessor free for the next step's
     early = gpu is not None and gpu.capability >= (9, 0) and not joins
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
