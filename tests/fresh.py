@@ -43,12 +43,12 @@ def run(function, *arguments):
     assert finish(start(function, *arguments)) == [0]
 
 
-def run_two(function, *arguments, **environment):
-    """Call a function with ranks 0 and 1 of one group in its environment, as torchrun would."""
+def run_ranks(count, function, *arguments, **environment):
+    """Call a function with each rank of a group of ``count`` in its environment, as torchrun would."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    group |= environment
-    ranks = [start(function, *arguments, **group, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
-    assert finish(*ranks) == [0, 0]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    group |= {"LOCAL_WORLD_SIZE": str(count), **environment}
+    ranks = [start(function, *arguments, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
+    assert finish(*ranks) == [0] * count

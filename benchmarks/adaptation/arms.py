@@ -53,6 +53,7 @@ class Arm:
 
 _BOTH: Mapping[str, Any] = {"distill": 1.0, "group_sizes": (4, 8)}
 _TWICE: Mapping[str, Any] = {"batch_size": 4}
+_FOCAL = DGA(group_size=16, window=512, gamma=0.1, summary="streaming", rep_bias="log_size")
 # in the order in which they run: if time ends, the last are missing
 ARMS: Mapping[str, Arm] = {
     "dense": Arm("dense control", fields={"mix": "dense"}),
@@ -68,32 +69,26 @@ ARMS: Mapping[str, Arm] = {
     "alternate": Arm("both, every other step dense", fields={**_BOTH, "mix": "alternate"}),
     "lora-16": Arm("both, LoRA of rank 16", train="lora", lora_rank=16, fields=_BOTH),
     "last": Arm(
-        "both, CCA as in its paper",
+        "both, CCA: last query, weighted keys",
         method=CCA(group_size=16, window=512, rep_bias="log_size"),
         fields=_BOTH,
     ),
-    "dga": Arm(
-        "both, DGA, a tenth focal",
-        method=DGA(group_size=16, window=512, gamma=0.1, summary="streaming", rep_bias="log_size"),
-        fields=_BOTH,
-    ),
+    "dga": Arm("both, DGA: a tenth focal", method=_FOCAL, fields=_BOTH),
     "matched": Arm("both, matched biases", method=OWN.replace(rep_bias="matched"), fields=_BOTH),
     "unbiased": Arm("both, no bias", method=OWN.replace(rep_bias="none"), fields=_BOTH),
     "half": Arm("both, half of the loss the KL", fields={**_BOTH, "distill": 0.5}),
+    "dga-half-twice": Arm(
+        "both, DGA: half of the loss the KL, twice the tokens",
+        method=_FOCAL,
+        fields={**_BOTH, **_TWICE, "distill": 0.5},
+    ),
     "wide-1024": Arm("both, window 1,024", method=OWN.replace(window=1024), fields=_BOTH),
-    "wide": Arm("both, window 2,048", method=OWN.replace(window=2048), fields=_BOTH),
     "slow": Arm("both, learning rate 3e-4", fields={**_BOTH, "learning_rate": 3e-4}),
     "fast": Arm("both, learning rate 2e-3", fields={**_BOTH, "learning_rate": 2e-3}),
     "latents": Arm(
         "both, LCA on latents",
         base="base-mla",
         method=LCA(group_size=16, window=512, rep_bias="log_size"),
-        fields=_BOTH,
-    ),
-    "latents-last": Arm(
-        "both, LCA on latents, the last query",
-        base="base-mla",
-        method=LCA(group_size=16, window=512, summary="last", rep_bias="log_size"),
         fields=_BOTH,
     ),
 }

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from arms import ARMS, CHANGES, CONTROLS
 
 from condense.plots import plot_lines, require_matplotlib
 
-Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by arm and seed
+
+class Row(NamedTuple):
+    """An arm and its bases, a number that counts the result files with bases of that architecture."""
+
+    arm: str
+    bases: int = 1
+
+    @property
+    def title(self) -> str:
+        return ARMS[self.arm].title + (f" [{self.bases}]" if self.bases > 1 else "")
+
+
+Results = Mapping[Row, Mapping[int, Mapping[str, Any]]]  # by seed
 LEARNED = 0.9  # of what the dense control finds in the end
 _SHOWN = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the steps
 _DRAWN = ("dense", "both", "growing", "plain", "distilled", "alternate")
@@ -22,15 +35,10 @@ def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) ->
     """Fill ``page.md`` with the tables of ``results`` (lists of documents) and of measured shapes; draw a picture."""
     picture = output.with_suffix(".png")
     require_matplotlib(picture)
-    documents = [document for path in results for document in json.loads(path.read_text(encoding="utf-8"))]
-    bases = {_of_base(d["results"]): d["results"] for d in documents if "phases" in d["results"]}
-    found: dict[str, dict[int, Mapping[str, Any]]] = {name: {} for name in ARMS}
-    for document in sorted(documents, key=lambda document: document["results"]["seed"]):
-        if "arm" in document["results"]:
-            found[document["results"]["arm"]][document["results"]["seed"]] = document["results"]
-    found = {name: runs for name, runs in found.items() if runs}
-    phase = next(iter(found["dense"].values()))["phase"]
-    left = [arm.title.removeprefix("both, ") for name, arm in ARMS.items() if name not in found]
+    bases, found = _read(results)
+    phase = next(iter(found[Row("dense")].values()))["phase"]
+    arms = {row.arm for row in found}
+    left = [arm.title.removeprefix("both, ") for name, arm in ARMS.items() if name not in arms]
     parts = {
         "STEPS": f"{phase['steps']:,}",
         "TOKENS": f"{phase['steps'] * phase['batch_size'] * phase['sequence_length'] / 1e6:.1f}",
@@ -51,6 +59,27 @@ def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) ->
     _draw(found, picture)
 
 
+def _read(paths: Sequence[Path]) -> tuple[dict[Row, Mapping[int, Any]], dict[Row, dict[int, Any]]]:
+    """Bases and arms of result files, by seed; a base has its architecture's name in place of an arm's."""
+    files, bases, found = Counter[str](), {}, {}
+    for path in paths:
+        contents = [document["results"] for document in json.loads(path.read_text(encoding="utf-8"))]
+        files.update({_base(content) for content in contents})
+        for content in sorted(contents, key=lambda content: content["seed"]):
+            name, number = _base(content), files[_base(content)]
+            if "arm" in content:
+                found.setdefault(Row(content["arm"], number), {})[content["seed"]] = content
+            else:
+                bases.setdefault(Row(name, number), {})[content["seed"]] = content
+    order = list(ARMS)
+    return bases, {row: found[row] for row in sorted(found, key=lambda row: (order.index(row.arm), row.bases))}
+
+
+def _base(content: Mapping[str, Any]) -> str:
+    """Architecture; files from before there were two do not name the first."""
+    return ARMS[content["arm"]].base if "arm" in content else content.get("base", "base")
+
+
 def _origin(path: Path) -> str:
     content = json.loads(path.read_text(encoding="utf-8"))
     origin = (content[0] if isinstance(content, list) else content)["provenance"]
@@ -63,10 +92,10 @@ def _origin(path: Path) -> str:
 def _draw(found: Results, path: Path) -> None:
     """What is found on the way, a panel for each seed."""
     panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    for arm in (name for name in _DRAWN if name in found):
-        for seed, run in found[arm].items():
+    for row in (Row(arm) for arm in _DRAWN if Row(arm) in found):
+        for seed, run in found[row].items():
             steps, shares = ([entry[what] for entry in run["curve"]] for what in ("step", "found"))
-            panels.setdefault(f"seed {seed}", {})[ARMS[arm].title] = steps, shares
+            panels.setdefault(f"seed {seed}", {})[row.title] = steps, shares
     plot_lines(panels, path, x_label="steps", y_label="found")
 
 
@@ -94,48 +123,45 @@ def _loss(run: Mapping[str, Any], name: str) -> float | None:
     return None if entry is None else entry["loss"]
 
 
-def _own(arm: str) -> str:
-    return "dense" if arm.startswith("dense") else "own"
+def _own(row: Row) -> str:
+    return "dense" if row.arm.startswith("dense") else "own"
 
 
-def _control(found: Results, arm: str, seed: int) -> Mapping[str, Any] | None:
-    """The dense control of as many tokens, from the same base."""
-    if ARMS[arm].base != ARMS["dense"].base:
+def _control(found: Results, row: Row, seed: int) -> Mapping[str, Any] | None:
+    """The dense control of as many tokens, from the same base, else from the first of that seed."""
+    if ARMS[row.arm].base != ARMS["dense"].base:
         return None
-    return found.get("dense-twice" if arm.endswith("-twice") else "dense", {}).get(seed)
+    name = "dense-twice" if row.arm.endswith("-twice") else "dense"
+    return found.get(Row(name, row.bases), {}).get(seed) or found.get(Row(name), {}).get(seed)
 
 
-def _of_base(results: Mapping[str, Any]) -> tuple[str, int]:
-    """Architecture and seed; files from before there were two have the first."""
-    return results.get("base", "base"), results["seed"]
-
-
-def _bases(bases: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:
+def _bases(bases: Results) -> str:
     rows = []
-    for (name, seed), base in sorted(bases.items()):
-        cells = [f"{seed}, latents" if name == "base-mla" else str(seed)]
-        for part in base["phases"]:
-            last = part["history"][-1]
-            cells.append(f"{last['step']:,} steps: {last['dense_answer_accuracy']:.3f}")
-        rows.append(cells)
-    phases = next(iter(bases.values()))["phases"]
+    for (name, number), seeds in sorted(bases.items()):
+        for seed, base in seeds.items():
+            cells = [f"{seed}, latents" if name == "base-mla" else f"{seed} [{number}]" if number > 1 else str(seed)]
+            for part in base["phases"]:
+                last = part["history"][-1]
+                cells.append(f"{last['step']:,} steps: {last['dense_answer_accuracy']:.3f}")
+            rows.append(cells)
+    phases = next(iter(next(iter(bases.values())).values()))["phases"]
     return _table(["seed", *(f"{part['phase']['sequence_length']:,} tokens" for part in phases)], rows)
 
 
 def _arms(found: Results) -> str:
     rows = []
-    for arm, runs in found.items():
-        own = _own(arm)
+    for row, runs in found.items():
+        own = _own(row)
         above = []
         for seed, run in runs.items():
-            control, loss = _control(found, arm, seed), _loss(run, own)
+            control, loss = _control(found, row, seed), _loss(run, own)
             above.append(None if control is None or loss is None else loss - (_loss(control, "dense") or 0.0))
         cells = [
-            ARMS[arm].title,
-            "" if ARMS[arm].train == "none" else _each([_learned(found, arm, seed) for seed in runs], 0),
+            row.title,
+            "" if ARMS[row.arm].train == "none" else _each([_learned(found, row, seed) for seed in runs], 0),
             _each([_found(run, own) for run in runs.values()], 3),
             _each([_loss(run, own) for run in runs.values()], 3),
-            "" if own == "dense" or ARMS[arm].base != ARMS["dense"].base else _each(above, 3, "?"),
+            "" if own == "dense" or ARMS[row.arm].base != ARMS["dense"].base else _each(above, 3, "?"),
         ]
         cells += [
             "" if own == "dense" else _each([side(run, "dense") for run in runs.values()], 3)
@@ -149,18 +175,18 @@ def _arms(found: Results) -> str:
     return _table(head, rows)
 
 
-def _learned(found: Results, arm: str, seed: int) -> int | None:
+def _learned(found: Results, row: Row, seed: int) -> int | None:
     """The first measured step with `LEARNED` of what the seed's dense control found at its end; of all without one."""
-    control = _control(found, arm, seed)
+    control = _control(found, row, seed)
     wanted = LEARNED * (1.0 if control is None else control["curve"][-1]["found"])
-    return next((entry["step"] for entry in found[arm][seed]["curve"] if entry["found"] >= wanted), None)
+    return next((entry["step"] for entry in found[row][seed]["curve"] if entry["found"] >= wanted), None)
 
 
 def _curves(found: Results) -> str:
-    steps = [entry["step"] for entry in next(iter(found["dense"].values()))["curve"]]
+    steps = [entry["step"] for entry in next(iter(found[Row("dense")].values()))["curve"]]
     chosen = [steps[max(0, round(share * len(steps)) - 1)] for share in _SHOWN]
     rows = []
-    for arm, runs in found.items():
+    for row, runs in found.items():
         curves = [{entry["step"]: entry for entry in run["curve"]} for run in runs.values()]
         if all(curves):
             cells = [
@@ -168,30 +194,30 @@ def _curves(found: Results) -> str:
                 f"{mean(curve[step]['text_loss'] for curve in curves):.2f}"
                 for step in chosen
             ]
-            rows.append([ARMS[arm].title, *cells])
+            rows.append([row.title, *cells])
     return _table(["found; mean text loss, at step", *map(str, chosen)], rows)
 
 
 def _positions(found: Results) -> str:
     head, rows = ["text loss"], []
-    for arm, runs in found.items():
-        entries = [_measured(run, "text", _own(arm)) for run in runs.values()]
+    for row, runs in found.items():
+        entries = [_measured(run, "text", _own(row)) for run in runs.values()]
         parts = [entry["by_position"] for entry in entries if entry is not None]
         head[1:] = [f"{part['start']:,} to {part['stop'] - 1:,}" for part in parts[0]]
-        rows.append([ARMS[arm].title, *(_each([run[i]["loss"] for run in parts], 3) for i in range(len(head) - 1))])
+        rows.append([row.title, *(_each([run[i]["loss"] for run in parts], 3) for i in range(len(head) - 1))])
     return _table(head, rows)
 
 
 def _changed(found: Results) -> str:
     names = ("own", *CHANGES, *CONTROLS)
     rows = []
-    for arm, runs in found.items():
+    for row, runs in found.items():
         cells = []
         for name in names:
             losses = [loss for run in runs.values() if (loss := _loss(run, name)) is not None]
             shares = _each([_found(run, name) for run in runs.values()], 2, "?")
             cells.append(f"{shares}; {mean(losses):.3f}" if losses else "?")
-        rows.append([ARMS[arm].title, *cells])
+        rows.append([row.title, *cells])
     return _table(["found; mean text loss", "as trained", *names[1:]], rows)
 
 

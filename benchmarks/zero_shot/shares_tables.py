@@ -160,7 +160,8 @@ def _short(text: str) -> str:
         window = re.search(r"window=(\d+)", method)
         detail = size[1] if size else window[1] if window and kind == "StreamingLLM" else ""
         kind += " without entries" if "unchosen='drop'" in part else ""
-        return f"{kind}{' ' + detail if detail else ''}: {layers}"
+        more = {"index_size=8,": ", finer index", "store_bits=8": ", 8 bits"}
+        return f"{kind}{' ' + detail if detail else ''}{''.join(more[key] for key in more if key in part)}: {layers}"
 
     return "; ".join(map(name, text.split("; ")))
 

@@ -60,20 +60,25 @@ def test_the_page_shows_every_run(tmp_path):
     for name, content in (("shape", shape), ("one", shape | one)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"provenance": origin, "results": content}))
     shapes = [tmp_path / "shape.json", tmp_path / "one.json"]
-    page.write_page([tmp_path / "study.json"], shapes, tmp_path / "page.md")
+    again = [base, _run("dense", 0, 1.0, 3.02), _run("both", 0, 0.8, 3.05), _run("half", 1, 0.9, 3.2)]
+    (tmp_path / "again.json").write_text(json.dumps(again))
+    page.write_page([tmp_path / "study.json", tmp_path / "again.json"], shapes, tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert "{{" not in text
     # 0.9 of the control's 1.0 is reached at the tenth measurement; 0.9 of the other's 0.9 never
     assert "| distilled, growing groups | 500, never | 0.990, 0.500 | 3.040, 3.300 | 0.040, 0.200 |" in text
+    # other bases: above their own control, or the first of that seed
+    assert "| distilled, growing groups [2] | never | 0.800 | 3.050 | 0.030 |" in text
+    assert "| both, half of the loss the KL [2] | 450 | 0.900 | 3.200 | 0.100 |" in text
     # another base, so no control: 0.9 of all, which 0.95 has from the tenth measurement on
     assert "| both, LCA on latents | 500 | 0.950 | 3.200 |  |" in text
     assert "| not adapted |  | 0.100 | 3.500 |" in text
     assert "| 0.99, ?; 3.040 |" in text
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-    for seed in ("0", "0, latents"):
+    for seed in ("0", "0 [2]", "0, latents"):
         assert f"| {seed} | 1,200 steps: 0.980 | 1,200 steps: 0.980 |" in text
     assert "| condensed | 8,000 | ? | 2 | 40.1 GiB |" in text
     assert "| condensed | 2,500 | 2.50 | 2 | 40.1 GiB |" in text
     assert "llama, condensed, 32,768 tokens: 4 GPUs train 80% of 4 times what one does." in text
     assert "Not measured: growing groups; plain;" in text
-    assert text.count(f"commit {'c' * 12}, 2026-01-01") == 3
+    assert text.count(f"commit {'c' * 12}, 2026-01-01") == 4

@@ -152,14 +152,16 @@ def test_heads_stand_beside_whole_layers_of_as_many():
 
 def test_calibrated_rows_are_held_against_their_own_dense_ones():
     run = _run(0, dense=(3, 2, 1), **{"calibrated, host, 5.0%": (3, 3, 3)}) | {"part": "calibrated"}
-    run["choices"] = {"calibrated, host, 5.0%": "Recall(unchosen='drop') in layers 0; CCA(group_size=32) in layers 1"}
+    run["choices"] = {
+        "calibrated, host, 5.0%": "Recall(index_size=8, unchosen='drop') in layers 0; CCA(group_size=32) in layers 1"
+    }
     met = {"held_out": "loses 0.0264±0.0040 nats, finds 113 of 128 (dense 117)"}
     run["goals"] = {"host": {"0.1%": "cache: too small", "5.0%": met, "layers": []}}
     assert list(readings.by_label([run])) == ["dense", "calibrated, host, 5.0%"]
     # in a table with the methods dense attention stands once per seed
     assert len(readings.by_label([_run(0, dense=(3, 2, 1)), run])["dense"]) == 1
     table = shares_tables.chosen([run])
-    layers = "Recall without entries: 0; CCA 32: 1"
+    layers = "Recall without entries, finer index: 0; CCA 32: 1"
     losses = "+1.000 | +1.500 | 0.0264±0.0040, 113 of 117"
     assert f"| calibrated, host, 5.0% | 0 | 50.0% | 0.0% | 1.000 | {losses} | {layers} |" in table
     assert "| calibrated, host, 0.1% | 0 |  |  |  |  |  |  | cache: too small |" in table

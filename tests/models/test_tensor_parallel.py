@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fresh import run_two
+from fresh import run_ranks
 from models import tiny, two_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -36,7 +36,7 @@ def models(folder):
 @pytest.fixture(scope="module")
 def ranks(folder):
     devices = {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    run_two(two_ranks.main, folder, *NAMES, **devices)
+    run_ranks(2, two_ranks.main, folder, *NAMES, **devices)
     return [torch.load(folder / f"rank{rank}.pt", map_location=DEVICE) for rank in (0, 1)]
 
 

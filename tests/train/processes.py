@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 import condense
-from condense.train import RECIPES, run_training
+from condense.train import RECIPES, TrainConfig, run_training
 from condense.train.trainer import MixedTrainer
 
 
@@ -32,8 +32,8 @@ def take_gloo_for_fsdp() -> None:
     Accelerator.get_state_dict = lambda *args, **kwargs: {k: v + 0 for k, v in gathered(*args, **kwargs).items()}
 
 
-def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
-    config = RECIPES["adapt"](
+def recipe(folder: Path, name: str, train: str) -> TrainConfig:
+    return RECIPES["adapt"](
         [folder / "text.jsonl"],
         folder / name,
         pretrained=folder / "base",
@@ -52,11 +52,31 @@ def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
         train=train,
         workers=0,
     )
-    if killed_at:
+
+
+def main(folder: Path, *runs: str) -> None:
+    """``NAME:TRAIN:HOW`` of each run in the folder of base and text; names in fsdp... by FSDP2.
+
+    HOW: "whole"; "begun": killed in its fourth step, after the checkpoint of two; "resumed": one that was begun;
+    "killed": begun and resumed.
+    """
+    torch.set_num_threads(1)
+    take_gloo_for_fsdp()
+    for run in runs:
+        name, train, how = run.split(":")
+        os.environ["ACCELERATE_USE_FSDP"] = str(name.startswith("fsdp")).lower()
+        adapt(folder, name, train, how)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def adapt(folder: Path, name: str, train: str, how: str) -> None:
+    config = recipe(folder, name, train)
+    if how in ("begun", "killed"):
         stock = MixedTrainer.training_step
 
         def step(self, *args, **kwargs):
-            if self.state.global_step == killed_at:
+            if self.state.global_step == 3:
                 raise KilledError
             return stock(self, *args, **kwargs)
 
@@ -65,16 +85,5 @@ def adapt(folder: Path, name: str, train: str, killed_at: int) -> None:
             run_training(config)
         except KilledError:
             MixedTrainer.training_step = stock
-    run_training(config, resume=killed_at > 0)
-
-
-def main(folder: Path, *runs: str) -> None:
-    """``NAME:TRAIN:KILLED_AT`` of each run in the folder of base and text; names in fsdp... by FSDP2."""
-    torch.set_num_threads(1)
-    take_gloo_for_fsdp()
-    for run in runs:
-        name, train, killed_at = run.split(":")
-        os.environ["ACCELERATE_USE_FSDP"] = str(name.startswith("fsdp")).lower()
-        adapt(folder, name, train, int(killed_at))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if how != "begun":
+        run_training(config, resume=how != "whole")

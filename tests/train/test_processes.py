@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from fresh import run_two
+from fresh import run_ranks
 from train import processes
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -44,15 +44,16 @@ def folder(tmp_path_factory, text):
     return path
 
 
-def launched(folder, *runs):
-    """Run ``processes.main`` in two processes; the losses of each run."""
-    run_two(processes.main, folder, *runs, **FSDP2)
-    return [losses(folder / name, killed) for name, _, killed in (run.split(":") for run in runs)]
+def launched(folder, *runs, count=2):
+    """Run ``processes.main`` in two processes, or as many as ``count``; the losses of each run that came to its end."""
+    run_ranks(count, processes.main, folder, *runs, **FSDP2)
+    parts = [run.split(":") for run in runs]
+    return [losses(folder / name, how) for name, _, how in parts if how != "begun"]
 
 
-def losses(output, killed):
+def losses(output, how):
     (phase,) = json.loads((output / "training.json").read_text())["results"]["phases"]
-    assert phase["resumed_from"] == (None if killed == "0" else "checkpoint-2")
+    assert phase["resumed_from"] == (None if how == "whole" else "checkpoint-2")
     found = [entry["loss"] for entry in phase["history"] if "loss" in entry]
     assert len(found) == 4
     return found
@@ -60,8 +61,8 @@ def losses(output, killed):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    processes.adapt(folder, "one", "all", 0)
-    return losses(folder / "one", "0")
+    processes.adapt(folder, "one", "all", "whole")
+    return losses(folder / "one", "whole")
 
 
 def same(losses):
@@ -72,7 +73,7 @@ def same(losses):
 
 
 def test_two_processes_have_the_losses_of_one_also_after_a_kill(folder, one):
-    shared, spread = launched(folder, "ddp:all:3", "fsdp:all:3")
+    shared, spread = launched(folder, "ddp:all:killed", "fsdp:all:killed")
     assert shared == same(one)
     assert spread == same(one)
     expected = AutoModelForCausalLM.from_pretrained(folder / "one").state_dict()
@@ -84,10 +85,18 @@ def test_two_processes_have_the_losses_of_one_also_after_a_kill(folder, one):
 @pytest.mark.slow  # what was killed is resumed above too, and adapters in one process in test_adapt.py
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_killed_runs_are_the_whole_ones_bit_for_bit_and_adapters_spread(folder):
-    whole, killed, lora = launched(folder, "ddp-whole:all:0", "ddp-killed:all:3", "fsdp-lora:lora:3")
+    whole, killed, lora = launched(folder, "ddp-whole:all:whole", "ddp-killed:all:killed", "fsdp-lora:lora:killed")
     assert killed == whole
-    processes.adapt(folder, "one-lora", "lora", 0)
-    assert lora == same(losses(folder / "one-lora", "0"))
+    processes.adapt(folder, "one-lora", "lora", "whole")
+    assert lora == same(losses(folder / "one-lora", "whole"))
     adapters = {path.name for path in (folder / "fsdp-lora").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "condense.json"} <= adapters
     assert "model.safetensors" not in adapters
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_run_of_two_processes_goes_on_in_four(folder, one):
+    launched(folder, "ddp-more:all:begun", "fsdp-more:all:begun")
+    for found in launched(folder, "ddp-more:all:resumed", "fsdp-more:all:resumed", count=4):
+        assert found == same(one)

@@ -244,8 +244,11 @@ class StaticCondensedLayer(FixedCacheLayer):
         if self._counts is not None and self._counts.rows is not None:
             seen, prompt_tokens = self._counts.rows
         else:
-            seen = int_if_equal(buffers.seen.cpu())
-            prompt_tokens = int_if_equal(buffers.prompt[:, 0].cpu()) if isinstance(buffers, StepState) else 0
+            # copies also on a CPU: all layers share what is made of these numbers, and a step changes its own in place
+            seen = int_if_equal(buffers.seen.to("cpu", copy=True))
+            prompt_tokens = 0
+            if isinstance(buffers, StepState):
+                prompt_tokens = int_if_equal(buffers.prompt[:, 0].to("cpu", copy=True))
         return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen), fetched)
 
     def _set_bias(self, prompt_tokens: PerRow) -> None:

@@ -69,8 +69,8 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     """Dense attention, Recall with its store in host memory, with entries and without, pooling and a window, for texts
     of ``length`` tokens; of 4,096 tokens the last four keep 11, 9, 6 and 4 % of the dense cache, of more tokens less.
 
-    Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens a sixteenth of the groups, at most 64, and
-    without entries twice as many, and keeps slots for a sixty-fourth, at most 64. Index and entries are of 4 bits.
+    Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, at most 128, and
+    keeps slots for a sixty-fourth, at most 64. Index and entries are of 4 bits.
     latents: for models with latents (MLA), which Recall stores on the device: in 4 bits and without entries, in groups
     of 32, an eighth of them open, at most 128.
     """
@@ -83,8 +83,8 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
         )
         return Dense(), recall, LCA(window=window, rep_bias="log_size"), base
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
-    num_recall = min(64, math.ceil(length / 16 / 16))
+    num_recall = min(128, math.ceil(length / 16 / 8))
     slots = min(64, math.ceil(length / 16 / 64))
     recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots, index_bits=4, entry_bits=4)
-    dropping = recall.replace(unchosen="drop", num_recall=2 * num_recall, entry_bits=16)
+    dropping = recall.replace(unchosen="drop", entry_bits=16)
     return Dense(), recall, dropping, pooled, base

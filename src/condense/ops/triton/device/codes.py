@@ -74,6 +74,20 @@ def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _codes_at(words, AT: tl.constexpr, BITS: tl.constexpr):
+    """The codes in bits ``[AT, AT + BITS)`` of words, float32."""
+    return ((words >> AT) & (2**BITS - 1)).to(tl.float32)
+
+
+@triton.jit
+def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
+    """Of each byte of words ``[n, m]`` the code that begins at its bit AT, float32 ``[n, 4 m]``."""
+    even = tl.join(_codes_at(words, AT, BITS), _codes_at(words, AT + 16, BITS))
+    odd = tl.join(_codes_at(words, AT + 8, BITS), _codes_at(words, AT + 24, BITS))
+    return tl.reshape(tl.join(even, odd), (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
 def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
     """Columns ``[LO, LO + N)`` of the vectors of width D in the rows that begin at ``ptr`` ``[n]``, zeros behind."""
     P: tl.constexpr = tile_width(N)
@@ -82,16 +96,21 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
     HALF: tl.constexpr = dtype.primitive_bitwidth
     d, block = LO + tl.arange(0, P), tl.arange(0, P // W) + LO // _BLOCK
     # a step and a zero are loaded as one word, which is wide enough to be prefetched
-    codes_at, grid_at = ptr[:, None] + (d % C)[None, :], (ptr + _grid_start(D, BITS, dtype))[:, None]
-    grid_at = grid_at.to(tl.pointer_type(_bits_of(dtype, 2))) + block[None, :]
-    if P == N:
-        codes, grid = tl.load(codes_at), tl.load(grid_at)
+    grid_at = (ptr + _grid_start(D, BITS, dtype))[:, None].to(tl.pointer_type(_bits_of(dtype, 2))) + block[None, :]
+    grid = tl.load(grid_at) if P == N else tl.load(grid_at, mask=(block * _BLOCK < LO + N)[None, :], other=0)
+    if P == N and (BITS == 8 or P == D):
+        # whole words of codes take a third of the instructions
+        word = LO // 4 + tl.arange(0, P * BITS // 32)
+        words = tl.load(ptr[:, None].to(tl.pointer_type(tl.uint32)) + word[None, :])
+        codes = _codes_of_words(words, 0, BITS)
+        if BITS == 4:
+            codes = tl.permute(tl.join(codes, _codes_of_words(words, 4, BITS)), (0, 2, 1))
     else:
-        codes = tl.load(codes_at, mask=(d < LO + N)[None, :], other=0)
-        grid = tl.load(grid_at, mask=(block * _BLOCK < LO + N)[None, :], other=0)
+        bytes = tl.load(ptr[:, None] + (d % C)[None, :], mask=(d < LO + N)[None, :], other=0)
+        codes = unpacked(bytes, d, C, BITS)
     step = grid.to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
     zero = (grid >> HALF).to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
-    codes = tl.reshape(unpacked(codes, d, C, BITS), (ptr.shape[0], P // W, W))
+    codes = tl.reshape(codes, (ptr.shape[0], P // W, W))
     return tl.reshape((zero[:, :, None] + step[:, :, None] * codes).to(dtype), (ptr.shape[0], P))
 
 
@@ -141,27 +160,21 @@ def _store_grid(ptr, step, zero, LO: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _columns(x, d, D0: tl.constexpr):
-    """Columns d ``[1, m]`` of the row x ``[1, P]`` in parts."""
-    first = tl.gather(x[0], tl.minimum(d, x[0].shape[1] - 1), 1)
-    if len(x) == 1:
-        return first
+def _store_codes(
+    ptr, codes, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr
+):  # fmt: skip
+    """Store the codes ``[1, P]`` of a part of N columns from LO on. Of 4 bits, those of the first half of D columns; or
+    HIGH, those of the other half, into the high halves of bytes whose low ones all threads have stored.
+    """
+    C: tl.constexpr = _code_bytes(D, BITS)
+    d = LO + tl.arange(0, codes.shape[1])[None, :]
+    there = d < LO + N
+    if HIGH:
+        there = there & (d >= C)
+        codes = (codes << 4) + tl.load(ptr + d - C, mask=there, other=0)
+        tl.store(ptr + d - C, codes.to(tl.uint8), mask=there)
     else:
-        rest = tl.gather(x[1], tl.minimum(tl.maximum(d - D0, 0), x[1].shape[1] - 1), 1)
-        return tl.where(d < D0, first, rest)
-
-
-@triton.jit
-def _store_codes(ptr, codes, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
-    """Store the codes ``[1, P]`` in parts of one vector."""
-    if BITS == 8:
-        store_row(ptr, codes, D0, D1)
-    else:
-        C: tl.constexpr = _code_bytes(D0 + D1, BITS)
-        c = tl.arange(0, tile_width(C))[None, :]
-        high = tl.where(c + C < D0 + D1, _columns(codes, c + C, D0), 0)
-        both = _columns(codes, c, D0) + (high << 4)
-        tl.store(ptr + c, both.to(tl.uint8), mask=c < C)
+        tl.store(ptr + d, codes.to(tl.uint8), mask=there & (d < C))
 
 
 @triton.jit
@@ -174,17 +187,23 @@ def put_vector(ptr, x, writes, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.cons
             store_row(ptr, x, D0, D1)
         return x
     else:
-        grid = (ptr + _grid_start(D0 + D1, BITS, x[0].dtype)).to(tl.pointer_type(x[0].dtype))
+        D: tl.constexpr = D0 + D1
+        grid = (ptr + _grid_start(D, BITS, x[0].dtype)).to(tl.pointer_type(x[0].dtype))
         codes, step, zero, first = _quantised(x[0], D0, BITS)
+        numbers = parts(first, None)
         if writes:
             _store_grid(grid, step, zero, 0, D0)
+            _store_codes(ptr, codes, 0, D0, D, BITS, False)
         if D1 > 0:
             more, step, zero, rest = _quantised(x[1], D1, BITS)
+            numbers = parts(first, rest)
             if writes:
                 _store_grid(grid, step, zero, D0, D1)
-                _store_codes(ptr, (codes, more), D0, D1, BITS)
-            return first, rest
-        else:
+                _store_codes(ptr, more, D0, D1, D, BITS, False)
+        if BITS == 4:  # noqa: SIM102 - known when the kernel is compiled
             if writes:
-                _store_codes(ptr, (codes,), D0, D1, BITS)
-            return (first,)
+                tl.debug_barrier()
+                _store_codes(ptr, codes, 0, D0, D, BITS, True)
+                if D1 > 0:
+                    _store_codes(ptr, more, D0, D1, D, BITS, True)
+        return numbers
