@@ -224,7 +224,7 @@ def _changed(found: Results) -> str:
 def _shapes(paths: Sequence[Path]) -> str:
     if not paths:
         return ""
-    contents = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in paths]
+    contents = _joined([json.loads(path.read_text(encoding="utf-8"))["results"] for path in paths])
     head = "## Models of a billion parameters and more"
     about = (
         "Random weights and tokens, a sequence on each GPU, activations recomputed, cross entropy but in rows that\n"
@@ -232,6 +232,21 @@ def _shapes(paths: Sequence[Path]) -> str:
         'which kernels are compiled; "steps": how many are left. Several GPUs hold the weights by FSDP2.'
     )
     return "\n\n".join([head, about, *map(_shape, contents), *_scaling(contents)]) + "\n\n"
+
+
+def _joined(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, but what was measured of one shape's longest sequences in several files is one."""
+    joined: list[dict[str, Any]] = []
+    longest: dict[tuple[str, str], dict[str, Any]] = {}
+    for content in contents:
+        shape = content["shape"], content["train"]
+        if "length" not in content and shape in longest:
+            longest[shape]["rows"] += content["rows"]
+            continue
+        if "length" not in content:
+            longest[shape] = content
+        joined.append(content)
+    return joined
 
 
 def _scaling(contents: Sequence[Mapping[str, Any]]) -> list[str]:
