@@ -136,8 +136,9 @@ def _read_prompt(
 
 def _unpacked(form: EntryFormat, entries: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Keys and values of kept entries in the widths and dtype of the tokens k and v."""
-    if entries[0].shape[2] == 0:  # before the first entries, they have the width of the tokens
-        return entries[:2]
+    if form.bits < 16 and entries[0].shape[2] == 0:
+        # no bytes to unpack: buffers hold rows of bytes from the start, other states begin with rows of the tokens
+        return k[:, :, :0], v[:, :, :0]
     return tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in zip(entries, (k, v), strict=False))
 
 
