@@ -4,11 +4,13 @@ What all methods promise (parity, causality, gradients, buffers) is tested where
 `condense.testing.cases` and of Recall's tests.
 """
 
+import itertools
+
 import pytest
 import torch
 
 import condense
-from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.caches import CondensedLayer, RecallLayer, StaticCondensedLayer, StaticRecallLayer, read_request
 from condense.functional import extend, read_whole
 from condense.ops import EntryFormat
 from condense.testing import oracle
@@ -77,6 +79,31 @@ def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
     kept = layer.buffers.entries if isinstance(layer, StaticCondensedLayer) else layer.state.entries
     assert [x.dtype for x in kept[:2]] == [torch.uint8] * 2
     assert [x.shape[3] for x in kept[:2]] == [40 + 3 * 4 + 4, 6 + 4 + 6]
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["grow", "fix"])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_pieces_before_the_first_entry_read_none(method, fixed):
+    """Buffers without entries hold rows of bytes already, and so does a growing layer that took all of them back."""
+    (q, k, v), method = inputs(torch.float64), method.replace(entry_bits=4)
+    kinds = {condense.CCA: (CondensedLayer, StaticCondensedLayer), condense.Recall: (RecallLayer, StaticRecallLayer)}
+    kind = kinds[type(method)][fixed]
+    layer = kind(method, 41) if fixed else kind(method)
+    want = method.attend(q, read_whole(method, q, k, v, scale=SCALE), scale=SCALE)[0]
+
+    def read(*ends):
+        for start, stop in itertools.pairwise(ends):
+            part = [x[:, :, start:stop] for x in (q, k, v)]
+            context = layer.read(*part[1:], read_request(part[0], scale=SCALE))
+            got = method.attend(part[0], context, scale=SCALE)[0]
+            torch.testing.assert_close(got, want[:, :, start:stop], rtol=0, atol=1e-12)
+
+    if not fixed:
+        read(0, 5, 12)
+        layer.crop(-8)
+        read(4, 6)
+        layer.reset()
+    read(0, 2, 5, 8, 12, 41)
 
 
 def test_entries_in_16_bits_are_those_without_the_setting():
