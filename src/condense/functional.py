@@ -136,7 +136,7 @@ def _read_prompt(
 
 def _unpacked(form: EntryFormat, entries: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Keys and values of kept entries in the widths and dtype of the tokens k and v."""
-    if entries[0].shape[2] == 0:  # before the first entries, they have the width of the tokens
+    if entries[0].dtype == k.dtype:  # entries of 16 bits, or a new state, which has no entries yet
         return entries[:2]
     return tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in zip(entries, (k, v), strict=False))
 

@@ -1,5 +1,6 @@
 """On a CUDA device (collected only there): every row of the kernel benchmark, and a small model."""
 
+import pytest
 import torch
 
 import condense
@@ -23,9 +24,13 @@ METHODS = {
 RECALL = {"recall": condense.Recall(group_size=16, window=256, num_recall=16)}
 
 
-def test_kernel_rows_are_right_and_every_baseline_runs():
+@pytest.mark.parametrize(
+    ("name", "baselines"), [("cca", GPU_BASELINES), *((x, ("cudnn",)) for x in METHODS if x != "cca")]
+)
+def test_kernel_rows_are_right_and_every_baseline_runs(name, baselines):
     setting = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
-    plan = KernelPlan(setting, (1024, 4096), METHODS, GPU_BASELINES, backends=("triton", "torch"), budget_s=0.02)
+    methods = {name: METHODS[name]}
+    plan = KernelPlan(setting, (1024, 4096), methods, baselines, backends=("triton", "torch"), budget_s=0.02)
     content = bench_kernel(plan)
     assert [row for row in content["rows"] if "error" in row] == []
     assert content["claims"] is True

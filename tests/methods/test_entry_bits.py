@@ -66,9 +66,12 @@ def test_a_rounded_entry_has_the_gradient_of_the_pooled_one(method, bits):
 def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
     method, (q, k, v) = POOLED.replace(entry_bits=4), inputs(torch.bfloat16)
     layer, want = layer(method), read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
-    for start, stop in ((0, 9), (9, 30), (30, 41)):
+    for start, stop in ((0, 3), (3, 6), (6, 30), (30, 41)):
         part = [x[:, :, start:stop] for x in (q, k, v)]
         context = layer.read(*part[1:], read_request(part[0], scale=SCALE))
+        # also where there are none yet
+        assert [x.dtype for x in context.tensors] == [torch.bfloat16] * 4
+        assert [x.shape[3] for x in context.tensors] == [80, 11] * 2
     assert torch.equal(context.sources[0].k, want.k)
     assert torch.equal(context.sources[0].v, want.v)
     kept = layer.buffers.entries if isinstance(layer, StaticCondensedLayer) else layer.state.entries

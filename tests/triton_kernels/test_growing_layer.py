@@ -101,7 +101,8 @@ def _same_numbers(one, other, rows=B):
     mine, theirs = one.state, other.state
     assert as_rows(mine.seen, rows).tolist() == as_rows(theirs.seen, rows).tolist()
     assert as_rows(mine.prompt_tokens, rows).tolist() == as_rows(theirs.prompt_tokens, rows).tolist()
-    assert [x.shape for x in mine.entries] == [x.shape for x in theirs.entries]
+    # without entries their width is that of tokens in one of the two
+    assert [x.shape[:3] for x in mine.entries] == [x.shape[:3] for x in theirs.entries]
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])

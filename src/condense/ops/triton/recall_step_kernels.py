@@ -62,18 +62,21 @@ def _add_entries(
     """Adds tiles ``[lo, hi)`` of entries in fewer than 16 bits, whose scores get an offset each; no tile is empty."""
     dtype: tl.constexpr = q[0].dtype
     BN: tl.constexpr = softmax.total.shape[1]
+    offset = tl.zeros([BN], tl.float32)
     for tile in range(lo, hi):
         n = tile * BN + tl.arange(0, BN)
         at = tl.minimum(n, entries.size - 1).to(tl.int64)
+        # waited for and loaded ahead as in `recall_attend_kernel`: the compiler would load this tile's own too early
         if tile == lo:
-            # as in `recall_attend_kernel`
             after_the_last(EARLY)
-        offset = tl.load(offset_ptr + n, mask=n < entries.size, other=float("-inf"))
+            offset = tl.load(offset_ptr + n, mask=n < entries.size, other=float("-inf"))
+        next_offset = tl.load(offset_ptr + n + BN, mask=n + BN < entries.size, other=float("-inf"))
         k = load_vectors(entries.k, at * entries.s_k, dtype, FORM.D0, FORM.D1, BITS)
         v = (k[0],)
         if FORM.DV > 0:
             v = load_vectors(entries.v, at * entries.s_v, dtype, FORM.V0, FORM.V1, BITS)
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
+        offset = next_offset
     return softmax
 
 
