@@ -3,7 +3,7 @@
 Its length is the number of tokens seen, though it stores entries, the exact window and a few tokens more. What it keeps
 has one of two forms:
 
-- a `LayerState`, of which `condense.functional.extend` makes a new one when tokens are read; on a CPU no other;
+- a `LayerState`, made anew by `condense.functional.extend` when tokens are read; on a CPU it has no other form;
 - a `condense.caches.ring.RingState`: buffers to which the Triton step adds single tokens in place.
 
 The first step after a read copies the state into buffers, the first read after a step copies it out of them. `Recall`
