@@ -9,6 +9,7 @@ from models import tiny
 import condense
 from condense.models import forward
 from condense.models.forward import AttentionCall, ForwardBoard
+from condense.models.masks import condense_mask
 
 PAIRS = {
     "llama-cca": ("llama", tiny.CCA),
@@ -167,6 +168,24 @@ def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
                 model(ids, attention_mask=mask, use_cache=False)
                 assert len(looks) <= count
         looks.clear()
+
+
+def test_a_token_of_a_growing_cache_gets_no_mask_without_padding():
+    """One look per forward; what a layer needs the mask for, it still gets."""
+    ones = torch.ones(2, 8, dtype=torch.long)
+    padded = ones.clone()
+    padded[1, 0] = 0
+    assert condense_mask(2, 1, 8, 7, attention_mask=ones) is None
+    assert condense_mask(2, 1, 8, 7, attention_mask=torch.ones(2, 9)) is None
+    kept = {
+        "padding": condense_mask(2, 1, 8, 7, attention_mask=padded),
+        "a static cache": condense_mask(2, 1, 8, torch.tensor(7), attention_mask=ones),
+        "two tokens": condense_mask(2, 2, 8, 6, attention_mask=ones),
+    }
+    assert all(mask.shape == (2, 1, 1, 8) for mask in kept.values())
+    # the attention function refuses them
+    assert condense_mask(2, 1, 8, 7, attention_mask=ones[:, :7]).shape == (2, 1, 1, 7)
+    assert condense_mask(2, 1, 8, 7, attention_mask=ones[:1]).shape == (1, 1, 1, 8)
 
 
 def test_nothing_is_remembered_of_masks_that_are_gone():

@@ -1,8 +1,14 @@
 """A growing condensed cache layer under transformers' cache contract.
 
-Its length is the number of tokens seen, though it stores entries, the exact window and a few tokens more. Several
-tokens are read by `condense.functional.extend`, which makes a new state; a single token is added to buffers in place
-where the Triton step runs. Shapes as in `condense.state`.
+Its length is the number of tokens seen, though it stores entries, the exact window and a few tokens more. What it keeps
+has one of two forms:
+
+- a `LayerState`, made anew by `condense.functional.extend` when tokens are read; on a CPU it has no other form;
+- a `condense.caches.ring.RingState`: buffers to which the Triton step adds single tokens in place.
+
+The first step after a read copies the state into buffers, the first read after a step copies it out of them. `Recall`
+has too much to copy: its layer (`condense.caches.growing_recall`) keeps buffers from the first read on, and both write
+to these. Shapes as in `condense.state`.
 """
 
 from __future__ import annotations
