@@ -4,6 +4,7 @@ Interpreted in float32 on a CPU, compiled on a GPU. Shapes: B rows, H query head
 """
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -186,6 +187,16 @@ def test_rows_follow_in_the_middle_of_steps(change, rows, name):
     for seed, L in enumerate((*[1] * 5, 4, 1)):
         _agree(layers, L, seed, rows=rows)
     _same_numbers(*layers, rows=rows)
+
+
+def test_rows_that_are_left_out_free_their_memory():
+    """At once, before the next step: a prepared one does not keep the old buffers."""
+    layer = CondensedLayer(METHODS["cca"])
+    for L in (20, 1):
+        _read(layer, _qkv(L))
+    old = [weakref.ref(x) for x in layer._ring.buffers]
+    layer.batch_select_indices(torch.tensor([1], device=DEVICE))
+    assert [x() for x in old] == [None] * len(old)
 
 
 def test_latents_are_stepped_over_and_read():

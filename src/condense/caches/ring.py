@@ -134,6 +134,7 @@ class RingState:
     def map_tensors(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> None:
         """Apply ``change`` to all buffers and ``change_number`` to the numbers per row."""
         self.buffers = type(self.buffers)._make(map(change, self.buffers))
+        self._prepared = None  # which would keep the old buffers alive
         self._before, self.prompt_tokens = change_number(self._before), change_number(self.prompt_tokens)
 
     def fits(self, k: Tensor) -> bool:
