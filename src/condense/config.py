@@ -110,8 +110,7 @@ def check_int(name: str, value: object, minimum: int) -> None:
 
 def check_bits(name: str, value: object) -> None:
     """Raise ValueError unless ``value``, bits per number, is the int 16, 8 or 4."""
-    check_int(name, value, 1)
-    if value not in (16, 8, 4):
+    if type(value) is not int or value not in (16, 8, 4):
         raise ValueError(f"{name} must be one of 16, 8, 4, got {value!r}")
 
 

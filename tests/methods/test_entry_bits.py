@@ -116,3 +116,10 @@ def test_entries_in_16_bits_are_those_without_the_setting():
 def test_dga_has_no_such_setting():
     with pytest.raises(ValueError, match=r"dga: unknown settings \['entry_bits'\]"):
         condense.methods.Method.parse("dga:entry_bits=4")
+
+
+@pytest.mark.parametrize("bits", [True, 0, 5, 32, 8.0, "4", None])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_other_numbers_of_bits_are_refused_with_those_that_there_are(method, bits):
+    with pytest.raises(ValueError, match=f"^entry_bits must be one of 16, 8, 4, got {bits!r}$"):
+        method.replace(entry_bits=bits)
