@@ -114,7 +114,7 @@ def test_the_recipe_leaves_one_finished_folder(config: TrainConfig) -> None:
     assert {"dense_loss", "condensed_loss", "grad_norm", "step"} <= history[0].keys()
     with pytest.raises(ValueError, match="output: wanted a path that does not exist yet"):
         run_training(config)
-    with pytest.raises(ValueError, match="resume: wanted an unfinished run in .*, got none, and .*model is there"):
+    with pytest.raises(ValueError, match=r"resume: wanted an unfinished run in .*, got none, and .*model is there"):
         run_training(config, resume=True)
 
 
