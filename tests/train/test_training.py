@@ -185,7 +185,7 @@ def test_another_run_is_not_resumed(config: TrainConfig, text: str, tmp_path: Pa
     """Other phases, another seed, and other data in a file of the same name; the same data may lie elsewhere."""
     config = config.with_steps(2)
     run_training(config, until="dense")
-    with pytest.raises(ValueError, match="got another phases; resume with the same settings, delete that folder or"):
+    with pytest.raises(ValueError, match="got another steps; resume with the same settings, delete that folder or"):
         run_training(config.with_steps(5), resume=True)
     with pytest.raises(ValueError, match="to start another run, delete that folder or choose another output"):
         run_training(config.with_steps(5))
