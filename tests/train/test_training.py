@@ -114,6 +114,8 @@ def test_the_recipe_leaves_one_finished_folder(config: TrainConfig) -> None:
     assert {"dense_loss", "condensed_loss", "grad_norm", "step"} <= history[0].keys()
     with pytest.raises(ValueError, match="output: wanted a path that does not exist yet"):
         run_training(config)
+    with pytest.raises(ValueError, match=r"resume: wanted an unfinished run in .*, got none, and .*model is there"):
+        run_training(config, resume=True)
 
 
 def test_a_saved_model_is_adapted(config: TrainConfig, text_file: Path, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_another_run_is_not_resumed(config: TrainConfig, text: str, tmp_path: Pa
     """Other phases, another seed, and other data in a file of the same name; the same data may lie elsewhere."""
     config = config.with_steps(2)
     run_training(config, until="dense")
-    with pytest.raises(ValueError, match="got another phases; resume with the same settings, delete that folder or"):
+    with pytest.raises(ValueError, match="got another steps; resume with the same settings, delete that folder or"):
         run_training(config.with_steps(5), resume=True)
     with pytest.raises(ValueError, match="to start another run, delete that folder or choose another output"):
         run_training(config.with_steps(5))

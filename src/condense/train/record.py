@@ -20,12 +20,23 @@ def check_same_run(config: TrainConfig) -> None:
         write_results(note, content, seed=config.seed)
         return
     before = json.loads(note.read_text(encoding="utf-8"))["results"]
-    changed = sorted(name for name in content if before.get(name) != content[name])
+    changed = sorted(_changed(before, content))
     if changed:
         raise ValueError(
             f"resume: wanted the run that lies in {config.work}, got another {', '.join(changed)}; resume with the "
             "same settings, delete that folder or choose another output"
         )
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """Names of the settings that differ; of phases, as many as before, those of the settings in them."""
+    names = {name for name, value in now.items() if before.get(name) != value}
+    phases = before.get("phases", []), now["phases"]
+    if "phases" in names and len(phases[0]) == len(phases[1]):
+        names.remove("phases")
+        for old, new in zip(*phases, strict=True):
+            names |= {name for name, value in new.items() if old.get(name) != value}
+    return names
 
 
 def summary(config: TrainConfig) -> dict[str, Any]:

@@ -109,6 +109,11 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     """
     processes = PartialState(cpu=not torch.accelerator.is_available())
     if processes.is_main_process:
+        if resume and config.output.exists() and not config.work.exists():
+            raise ValueError(
+                f"resume: wanted an unfinished run in {config.work}, got none, and {config.output} is there already; "
+                "to start another run, choose another output"
+            )
         refuse_existing(config.output, "output")
         if config.work.exists() and not resume:
             raise ValueError(
