@@ -4,6 +4,7 @@ Shapes: H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,6 +147,13 @@ def test_an_unknown_backend_is_refused():
     pool = Pool(METHODS["last"], (K, D, DV))
     with pytest.raises(ValueError, match="backend must be"):
         pool.read([(pool.add(3), random_tokens(3))], scale=SCALE, backend="paged")
+
+
+def test_entries_in_fewer_bits_are_refused():
+    pool = Pool(METHODS["last"], (K, D, DV))
+    pool.plan = replace(pool.plan, settings=replace(pool.plan.settings, entry_bits=4))
+    with pytest.raises(ValueError, match="use entry_bits=16"):
+        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
 
 
 def test_nothing_new_writes_nothing():

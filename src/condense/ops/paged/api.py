@@ -34,8 +34,10 @@ def read_paged(
     read what another one writes in the same call.
     backend: "reference"; or as of `condense.ops.attend` for requests with several new tokens, and "triton" or "torch"
     for those with one, by "auto" the first on CUDA where it can run.
-    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    Raises ValueError for an unknown backend, for an explicit one that cannot run here and for entries in fewer bits.
     """
+    if settings.entry_bits < 16:
+        raise ValueError(f"entries in pages have 16 bits, got entry_bits={settings.entry_bits}: use entry_bits=16")
     q, k, v = qkv
     if check_backend(backend) == "reference":
         out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))

@@ -188,13 +188,13 @@ def _layout_of(token: NewToken, scale: float, extras: Extras) -> tuple[Any, ...]
     sink = extras.sink_logits
     return (
         scale, extras.softcap, q.dtype, k.dtype, v.dtype, q.device, q.shape, k.shape, v.shape,
-        q.stride(), k.stride(), v.stride(), (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+        q.stride(), k.stride(), v.stride(), q.data_ptr() % 16 == 0, k.data_ptr() % 16 == 0, v.data_ptr() % 16 == 0,
         real is None or _kind_of(real), counter is None or _kind_of(counter), sink is None or _kind_of(sink),
     )  # fmt: skip
 
 
 def _kind_of(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16
+    return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16 == 0
 
 
 def _columns(state: StepState) -> tuple[int, int, int]:
