@@ -105,6 +105,17 @@ def test_compare_reads_standard_input_and_a_saved_model(saved: Path, story: Path
     assert "LCA(group_size=4, window=8)" in done.stdout
 
 
+def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved: Path, story: Path) -> None:
+    own = ("compare", "--model", str(saved), "--text", str(story), "--max-new-tokens", "1")
+    adapted = "the model was adapted to LCA(group_size=4, window=8) in layers 1\n"
+    assert run_here(*own, "--method", "cca").stderr.startswith("condense: CCA() is the default; " + adapted)
+    for methods in ((), ("--method", "cca:group_size=4", "--method", "recall")):
+        assert "default" not in run_here(*own, *methods).stderr
+    bundled = run_here("generate", "Once", "--method", "dense@0+lca@rest", "--max-new-tokens", "1")
+    assert "condense: LCA() is the default; the model was adapted to CCA(window=256, " in bundled.stderr
+    assert "default" not in run_here("generate", "Once", "--max-new-tokens", "1").stderr
+
+
 def test_compare_shows_questions_as_they_are(saved: Path, story: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     question = "Who said [/b] and [red]no[/red] :smile:"

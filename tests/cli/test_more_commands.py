@@ -1,6 +1,7 @@
 """Versions, the methods' settings, chat templates, and an interruption during the imports."""
 
 import dataclasses
+import re
 import tomllib
 
 import pytest
@@ -33,9 +34,11 @@ def test_the_version():
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_every_setting_of_a_method_is_listed(name):
-    shown = run_here("methods", name).stdout
-    assert all(field.name in shown for field in dataclasses.fields(method_class(name)))
+def test_every_setting_of_a_method_is_explained_and_listed(name):
+    explained, *table = re.split(r"^ setting +values", run_here("methods", name).stdout, flags=re.MULTILINE)
+    for field in dataclasses.fields(method_class(name)):
+        assert re.search(rf"\b{field.name}\b", explained)
+        assert f"\n {field.name} " in table[0]
     assert name in run_here("methods").stdout
 
 

@@ -23,6 +23,7 @@ from condense.cli.options import (
     progress,
     read_text,
     saved_choice,
+    warn_of_defaults,
     warn_of_length,
 )
 
@@ -87,6 +88,7 @@ def compare_command(
         outcomes = compare(
             loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=lambda: bar.advance(task)
         )
+    warn_of_defaults(methods, saved, bundled=model is None)
     warn_of_length(loaded, outcomes[0].text_tokens)
     _print(plain_console(), prompt, outcomes)
     content = {

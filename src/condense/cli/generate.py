@@ -20,6 +20,7 @@ from condense.cli.options import (
     progress,
     read_text,
     saved_choice,
+    warn_of_defaults,
     warn_of_length,
 )
 
@@ -63,9 +64,10 @@ def generate_command(
         method = [DEMO_METHOD]
     chosen = choose(choice_from_text(*method), layers) if method else None
     loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
+    saved = saved_choice(loaded)
     if chosen is None:
-        chosen = saved_choice(loaded) or Dense()
-    if saved_choice(loaded) is not None:
+        chosen = saved or Dense()
+    if saved is not None:
         restore(loaded)
     content = "".join(chat_message(tokenizer, content)) if chat else content
     ids = encode(tokenizer, content, loaded, special=not chat)
@@ -74,6 +76,7 @@ def generate_command(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     with attention_of(loaded, chosen), progress() as bar:
+        warn_of_defaults([chosen], saved, bundled=model is None)
         bar.add_task(f"reading {ids.shape[1]} tokens", total=None)
         loaded.generate(
             ids,

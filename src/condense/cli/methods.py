@@ -14,7 +14,7 @@ from condense.cli.options import plain_console
 def methods_command(
     name: Annotated[str | None, typer.Argument(help="A method, to see its settings. Default: list all.")] = None,
 ) -> None:
-    """The methods, or one method's settings with their types and defaults."""
+    """The methods, or one method's settings, explained, with their types and defaults."""
     from rich.table import Table
 
     from condense.config import method_class, method_names
@@ -28,6 +28,9 @@ def methods_command(
         return
     cls = method_class(name)
     console.print(paragraphs(cls))
+    for base in cls.__mro__[1:]:
+        if dataclasses.is_dataclass(base) and dataclasses.fields(base):
+            console.print(f"{base.__name__}: {paragraphs(base)}")
     fields, types = dataclasses.fields(cls), get_type_hints(cls)
     if not fields:
         return

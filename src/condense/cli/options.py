@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -178,6 +178,23 @@ def warn_of_length(model: PreTrainedModel, length: int) -> None:
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and length > limit:
         print(f"condense: {length} tokens are more than the {limit} the model was made for", file=sys.stderr)
+
+
+def warn_of_defaults(choices: Iterable[MethodChoice], saved: MethodChoice | None, *, bundled: bool) -> None:
+    """Say on stderr which CCA or LCA has its defaults although the model was adapted to other settings.
+
+    saved: the choice that the model was saved with; not looked at for the bundled model, which learned `DEMO_METHOD`.
+    """
+    from condense.methods.grouped import GroupPooling
+    from condense.models import choice_from_text, described, methods_of
+
+    learned = choice_from_text(DEMO_METHOD) if bundled else saved
+    known = [] if learned is None else methods_of(learned)
+    if learned is None or not any(isinstance(method, GroupPooling) for method in known):
+        return
+    for method in dict.fromkeys(method for choice in choices for method in methods_of(choice)):
+        if isinstance(method, GroupPooling) and method == type(method)() and method not in known:
+            print(f"condense: {method} is the default; the model was adapted to {described(learned)}", file=sys.stderr)
 
 
 def plain_console(*, stderr: bool = False) -> Console:
