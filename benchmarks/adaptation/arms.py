@@ -78,7 +78,7 @@ ARMS: Mapping[str, Arm] = {
     "unbiased": Arm("both, no bias", method=OWN.replace(rep_bias="none"), fields=_BOTH),
     "half": Arm("both, half of the loss the KL", fields={**_BOTH, "distill": 0.5}),
     "dga-half-twice": Arm(
-        "both, DGA: half of the loss the KL, twice the tokens",
+        "both, DGA with half of the loss the KL and twice the tokens",
         method=_FOCAL,
         fields={**_BOTH, **_TWICE, "distill": 0.5},
     ),

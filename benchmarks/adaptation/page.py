@@ -38,11 +38,11 @@ def write_page(results: Sequence[Path], shapes: Sequence[Path], output: Path) ->
     bases, found = _read(results)
     phase = next(iter(found[Row("dense")].values()))["phase"]
     arms = {row.arm for row in found}
-    left = [arm.title.removeprefix("both, ") for name, arm in ARMS.items() if name not in arms]
+    left = [f"*{arm.title}*" for name, arm in ARMS.items() if name not in arms]
     parts = {
         "STEPS": f"{phase['steps']:,}",
         "TOKENS": f"{phase['steps'] * phase['batch_size'] * phase['sequence_length'] / 1e6:.1f}",
-        "LEFT": f" Not measured: {'; '.join(left)}." if left else "",
+        "LEFT": f" The study has recipes that were not run: {'; '.join(left)}." if left else "",
         "ORIGIN": "\n".join(_origin(path) for path in [*results, *shapes]),
         "BASES": _bases(bases),
         "ARMS": _arms(found),

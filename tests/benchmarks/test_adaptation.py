@@ -80,5 +80,5 @@ def test_the_page_shows_every_run(tmp_path):
     assert "| condensed | 8,000 | ? | 2 | 40.1 GiB |" in text
     assert "| condensed | 2,500 | 2.50 | 2 | 40.1 GiB |" in text
     assert "llama, condensed, 32,768 tokens: 4 GPUs train 80% of 4 times what one does." in text
-    assert "Not measured: growing groups; plain;" in text
+    assert "recipes that were not run: *growing groups*; *plain*;" in text
     assert text.count(f"commit {'c' * 12}, 2026-01-01") == 4
