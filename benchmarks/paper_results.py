@@ -124,14 +124,16 @@ class Figures:
 
     def adapted(self, arm: str, what: str) -> str:
         """Numbers found, or the text loss, after an adaptation, seed by seed."""
-        runs = {x["results"]["seed"]: x["results"] for x in self.adaptations if x["results"].get("arm") == arm}
+        name = next(name for name, arms in self.adaptations.items() if arm in arms)
+        runs = {x["results"]["seed"]: x["results"] for x in self.read(name) if x["results"].get("arm") == arm}
         entries = [runs[seed]["retrieval" if what == "found" else "text"][0] for seed in sorted(runs)]
         return ", ".join(f"{x['exact']['share'] if what == 'found' else x['loss']:.3f}" for x in entries)
 
-    @property
-    def adaptations(self) -> list[Any]:
-        """The documents of the newest study of `benchmarks/adaptation`."""
-        return self.newest("adaptation-8192-h200-*")
+    @cached_property
+    def adaptations(self) -> dict[str, set[str]]:
+        """Files of `benchmarks/adaptation`'s study, the newest first, and the arms in each."""
+        paths = sorted(self.folder.glob("adaptation-8192-h200-*.json"), reverse=True)
+        return {x.name: {y["results"].get("arm") for y in json.loads(x.read_text("utf-8"))} for x in paths}
 
     def sparse(self, rho: str, last: str = "") -> str:
         """P_sparse by length."""

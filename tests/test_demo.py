@@ -39,7 +39,10 @@ def test_the_recipe_is_the_one_that_made_the_model(tmp_path: Path) -> None:
     config = recipe([tmp_path / "text.jsonl"], tmp_path / "model", seed=0)
     # fields that are newer than the model have their defaults, with which training is as it was
     unset = {field.name: plain(field.default) for field in fields(PhaseConfig) if field.default is not MISSING}
-    assert [unset | phase["phase"] for phase in phases] == plain(config.phases)
+    made = [unset | phase["phase"] for phase in phases]
+    for phase in (x for x in made if x["method"] is not None):
+        phase["method"] = condense.Method.parse(phase["method"]).to_dict()
+    assert made == plain(config.phases)
 
 
 @pytest.mark.slow  # cli/test_commands.py asks the same model for one number
