@@ -59,7 +59,7 @@ class RingState:
         self.buffers = self._take_memory(state.window_k, state.window_v, M, W)
         write_state(method, self.buffers, None, state)
         self._steps_left = self._count_steps()
-        # the newest step's, with the buffers of then
+        # what the newest step worked out, for tokens laid out as its own and for the buffers that it wrote to
         self._prepared: PreparedStep | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,6 +108,7 @@ class RingState:
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
         assert isinstance(self.buffers, StepState)
         token, buffers = NewToken(q, k, v, real), self.buffers
+        # a trace, or a subclass of tensors, has to see the step as one operation, which a prepared step is not
         if torch.compiler.is_compiling() or type(q) is not Tensor:
             return decode_step(
                 token, buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent), latent=self.latent,
