@@ -80,21 +80,17 @@ def _dropping(method: Recall) -> Recall:
     return _more(method).replace(unchosen="drop")
 
 
-def nearest(length: int, pooled: GroupPooling) -> dict[str, Method]:
+def nearest(length: int) -> dict[str, Method]:
     """What comes nearest to the study's goals in all layers, by label, after dense attention."""
     kept = stored(length).replace(entry_bits=4)
-    rows: dict[str, Method] = {
+    fine = recall(length).replace(index_size=GROUP // 2)
+    few = fine.replace(entry_bits=4)
+    return {
         "dense": Dense(),
         "recall 4-bit store, entries of 4 bits": kept,
         "recall 4-bit store, entries of 4 bits, more open": _more(kept),
         "recall 4-bit store, drop": _dropping(kept),
         "recall 8-bit store, drop": _dropping(kept).replace(store_bits=8),
-    }
-    if isinstance(pooled, LCA):
-        return rows
-    fine = recall(length).replace(index_size=GROUP // 2)
-    few = fine.replace(entry_bits=4)
-    return rows | {
         "recall finer index": fine,
         "recall finer index, entries of 8 bits": fine.replace(entry_bits=8),
         "recall finer index, entries of 4 bits": few,
@@ -139,8 +135,6 @@ def calibrations(length: int, texts: int, seed: int, pooled: GroupPooling) -> Ma
             *(_dropping(kept).replace(store_bits=bits) for bits in (8, 4)),
         ],
     }
-    if isinstance(pooled, LCA):
-        del recalling["host"]
     goals = [(BUDGET, None), *product([None], SHARES)]
     return {
         place: [

@@ -135,7 +135,7 @@ def _calibrated(model: PreTrainedModel, at: Place) -> dict[str, Any]:
 
 def _nearest(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     """Recall in all layers, as it comes nearest to the goals."""
-    return _read(model, at, nearest(at.length, at.pooled))
+    return _read(model, at, nearest(at.length))
 
 
 def _opened(model: PreTrainedModel, at: Place) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _adapted(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     student, history = _student(model, at, at.trained, "adapted")
     allocations, goals = _calibrate(student, at, at.trained, "adapted")
     before = _read(model, at, {"dense": condense.Dense()})
-    others = methods(at.length, at.trained) | nearest(at.length, at.trained)
+    others = methods(at.length, at.trained) | nearest(at.length)
     after = _read(student, at, {**others, **allocations})
     return after | {"history": history, "goals": goals, "before": before}
 

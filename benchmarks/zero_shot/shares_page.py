@@ -1,12 +1,13 @@
 """`docs/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
 
 ``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
-``methods+calibrated``. Of such parts ``{{goals ...}}`` is a table of the study's goals, ``{{equal ...}}`` one of the
-best of each kind at equal bytes, and ``{{picture ...}}`` a picture. ``{{chosen ARCHITECTURE LENGTH}}`` stands for a
-table of what calibrated allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads,
-``{{opened ARCHITECTURE}}`` for one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups
-that must be open, ``{{training ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the
-first result file that has it all; after the length a file may be named by a part of its name.
+``methods+calibrated``. Of such parts ``{{goals ...}}`` is a table of the study's goals, ``{{overall ...}}`` one of them
+over several runs, each as ``PARTS/ARCHITECTURE/LENGTH/FILE``, ``{{equal ...}}`` one of the best of each kind at equal
+bytes, and ``{{picture ...}}`` a picture. ``{{chosen ARCHITECTURE LENGTH}}`` stands for a table of what calibrated
+allocations gave each layer, ``{{heads ...}}`` for one of `Recall` in single KV heads, ``{{opened ARCHITECTURE}}`` for
+one of `Recall` by open groups, ``{{needed ARCHITECTURE ...}}`` for one of the groups that must be open, ``{{training
+ARCHITECTURE}}`` for one of the training, and ``{{origin}}`` for text. Each is of the first result file that has it all;
+after the length a file may be named by a part of its name.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def write_page(results: Sequence[Path], output: Path) -> None:
         "table": lambda *of: shares_tables.methods(by_label(pick(*of))),
         "equal": lambda *of: shares_tables.equal(by_label(pick(*of))),
         "goals": lambda *of: shares_tables.goals(pick(*of)),
+        "overall": lambda *of: shares_tables.overall([pick(*one.split("/")) for one in of]),
         "chosen": lambda *of: shares_tables.chosen(pick("calibrated", *of)),
         "heads": lambda *of: shares_tables.heads(pick("heads", *of)),
         "opened": lambda *of: shares_tables.opened(pick("opened", *of)),

@@ -33,6 +33,7 @@ _KINDS = {
 }
 _SLACK = 0.002  # of the dense cache, by which a size may be exceeded
 _LEAST = 0.99  # of the numbers that dense attention finds
+_NUMBERS = 512  # hidden for each model
 _FINER = "recall finer index, entries of 4 bits"
 _GOALS = {
     _FINER: "host store, 9 %: `Recall` in all layers",
@@ -97,8 +98,7 @@ def goals(runs: Runs) -> str:
         if len(rows) < len(seeds):
             continue
         found = [row.found / table["dense"].found for row, table in zip(rows, tables, strict=True)]
-        small = [row.above is not None and row.above <= BUDGET for row in rows]
-        met = [share >= _LEAST and less for share, less in zip(found, small, strict=True)]
+        met = [_meets(row, table["dense"]) for row, table in zip(rows, tables, strict=True)]
         columns = [
             ("{:.1%}", [row.share for row in rows]),
             ("{:+.3f}", [row.above for row in rows]),
@@ -113,6 +113,28 @@ def goals(runs: Runs) -> str:
             row_cells += [", ".join(f"{share:.3f}" for share in later), f"{many} of {len(later)}"]
         cells.append([*row_cells, "", ""][: len(head)])
     return _table(head, cells)
+
+
+def overall(runs: Sequence[Runs]) -> str:
+    """The goals over the models of several runs: their numbers together, losses from the least to the greatest."""
+    head = ("at most", "models", "found, of dense's numbers", "share", "text loss", "models that meet it")
+    models = [[run for run in of if run["seed"] == seed] for of in runs for seed in sorted({run["seed"] for run in of})]
+    tables = [{label: of[0] for label, of in by_label(model).items()} for model in models]
+    cells = []
+    for label, name in _GOALS.items():
+        rows = [(table[label], table["dense"]) for table in tables if label in table]
+        found, dense = (round(sum(pair[i].found for pair in rows) * _NUMBERS) for i in (0, 1))
+        losses = [row.above for row, _ in rows if row.above is not None]
+        met = sum(_meets(row, stock) for row, stock in rows)
+        share = f"{found / dense:.1%}"
+        between = f"{min(losses):+.3f} to {max(losses):+.3f}"
+        cells.append((name, str(len(rows)), f"{found:,} of {dense:,}", share, between, f"{met} of {len(rows)}"))
+    return _table(head, cells)
+
+
+def _meets(row: Row, dense: Row) -> bool:
+    """Whether a row loses little enough text and finds enough of the numbers that dense attention finds."""
+    return row.above is not None and row.above <= BUDGET and row.found / dense.found >= _LEAST
 
 
 def chosen(runs: Runs) -> str:

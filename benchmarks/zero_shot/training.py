@@ -32,7 +32,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "llama": {**DEMO_ARCHITECTURE, **_POSITIONS},
     # four query heads per KV head
     "gqa4": {**DEMO_ARCHITECTURE, **_POSITIONS, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "mla": {**TINY_MLA_ARCHITECTURE, **_POSITIONS},
+    # 160 + 32 cached numbers per token and layer, a width for which Recall has kernels
+    "mla": {**TINY_MLA_ARCHITECTURE, **_POSITIONS, "kv_lora_rank": 160},
 }
 TOKENS_PER_STEP = 65_536
 LEARNED = 0.97  # of the answer tokens right, over the steps between two entries of the log

@@ -77,14 +77,14 @@ def test_what_is_chosen_from_reaches_the_goals(length):
 
 def test_what_is_measured_on_latents_can_be():
     model = tiny.model("deepseek_v3")
-    for method in {**rows.methods(1024, rows.LATENT), **rows.nearest(1024, rows.LATENT)}.values():
+    for method in {**rows.methods(1024, rows.LATENT), **rows.nearest(1024)}.values():
         assert inspect(model, method, 1024)
-    assert list(rows.calibrations(1024, 2, 0, rows.LATENT)) == ["device"]
+    assert list(rows.calibrations(1024, 2, 0, rows.LATENT)) == ["host", "device"]
 
 
 def test_what_comes_nearest_to_the_goals_is_small_enough():
     model = condense.demo_model()[0].bfloat16()
-    reports = {name: inspect(model, method, 16384)[0] for name, method in rows.nearest(16384, rows.POOLED).items()}
+    reports = {name: inspect(model, method, 16384)[0] for name, method in rows.nearest(16384).items()}
     shares = {name: row.bytes / row.dense_bytes for name, row in reports.items()}
     assert shares["recall finer index"] > 0.12
     assert shares["recall finer index, entries of 4 bits, more open"] < 0.09

@@ -11,7 +11,7 @@ from condense.testing.budget import judge
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # d_n, d_r, d_c, d_v
-WIDTHS = [(128, 64, 512, 128), (64, 32, 256, 64)] if CUDA else [(16, 8, 256, 16)]
+WIDTHS = [(128, 64, 512, 128), (64, 32, 256, 64), (64, 32, 160, 64)] if CUDA else [(16, 8, 256, 16)]
 METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 METHODS = {
     "recall": METHOD,
