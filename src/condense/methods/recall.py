@@ -286,12 +286,13 @@ class Recall(Method):
     def _all_tokens(self, q: Tensor, context: Context) -> tuple[tuple[Source, Source], Spans]:
         """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.
 
-        If the window holds every row from its first token on, it holds the tokens of closed groups too, and exactly.
-        Then it alone is seen and the store is not read.
+        If the window holds every row from its first token on, exactly, it alone is seen, and the store is not read. Its
+        first columns, as many as a row has padding, hold no tokens.
         """
         spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        if max_row(spans.window_start) <= 0:
+        assert spans.padding is not None
+        if max_row(spans.window_start + spans.padding) <= 0:
             window, tokens = None, Source(k[:, :, :0], v[:, :, :0])
         else:
             window, tokens = self.window, self._asked_and_tokens(q, context)[1]
