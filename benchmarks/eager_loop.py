@@ -2,10 +2,10 @@
 
     python benchmarks/eager_loop.py OUT.json [--profile OUT.txt] [--seconds 60]
 
-4,096 tokens are read, 20 tokens follow that do not count, then 60. Dense and CCA() take turns, without a mask in
-inference mode, and with the mask of all tokens under no_grad, as `generate` calls a model. ``queued`` is the time in
-which the host queues a token's kernels. ``--profile`` writes where the host spends it (cProfile, which slows Python).
-The file is written anew after each row.
+4,096 tokens are read, 20 tokens follow that do not count, then 60. Dense, CCA(), Recall() and Recall with its store in
+host memory take turns, without a mask in inference mode, and with the mask of all tokens under no_grad, as `generate`
+calls a model. ``queued`` is the time in which the host queues a token's kernels. ``--profile`` writes where the host
+spends it (cProfile, which slows Python). The file is written anew after each row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from condense.bench.model_shapes import random_model
 from condense.results import refuse_existing, write_results
 
 TOKENS, SKIPPED, TIMED, TURNS = 4096, 20, 60, 3
-METHODS = {"dense": None, "cca": condense.CCA()}
+METHODS = {
+    "dense": None,
+    "cca": condense.CCA(),
+    "recall": condense.Recall(),
+    "recall, store in host memory": condense.Recall(store="host"),
+}
 MODES = {"inference mode, no mask": False, "no_grad, mask": True}
 
 

@@ -45,13 +45,17 @@ def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float32):
 
 def opened(scratch, state, settings):
     """What the kernel opened, bool ``[B, K, G]``, from its list of groups."""
-    closed = settings.rule.closed(state.seen).clamp(max=state.entries_k.shape[2])
-    chosen = torch.zeros_like(scratch[0].offset, dtype=torch.bool)
+    B, K, G, _ = state.entries_k.shape
+    closed = settings.rule.closed(state.seen).clamp(max=G)
+    lists, offset = (
+        x[: B * K * n].view(B, K, n) for x, n in ((scratch[0].groups, settings.quota.at(G)), (scratch[0].offset, G))
+    )
+    chosen = torch.zeros_like(offset, dtype=torch.bool)
     for row, n in enumerate(closed.tolist()):
-        groups = scratch[0].groups[row, :, : settings.quota.at(n)].long()
+        groups = lists[row, :, : settings.quota.at(n)].long()
         assert bool((groups.diff(dim=-1) > 0).all())
         chosen[row].scatter_(1, groups, True)
-        assert torch.equal(scratch[0].offset[row, :, :n] == -torch.inf, chosen[row, :, :n])
+        assert torch.equal(offset[row, :, :n] == -torch.inf, chosen[row, :, :n])
     return chosen, closed
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,9 +29,12 @@ from condense.caches.token_store import (
 )
 from condense.methods import Method, Recall
 from condense.ops import Extras, NewToken
-from condense.ops.recall import RecallSettings, RecallState, recall_step
+from condense.ops.recall import RecallSettings, RecallState, prepare_recall_step, recall_step
 from condense.ops.tensors.per_row import PerRow, max_row
 from condense.state import LayerState, num_entries
+
+if TYPE_CHECKING:
+    from condense.ops.triton.prepared import PreparedStep
 
 
 class RecallRing(PinnedCopies, RingState):
@@ -71,9 +75,12 @@ class RecallRing(PinnedCopies, RingState):
         super().map_tensors(change, change_number)
         self.buffers = with_pinned_store(self.buffers)
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
-        return recall_step(
-            NewToken(q, k, v, real), self.buffers, self.recall_settings, scale=scale, latent=self.latent, extras=extras
+    def _operation(self, token: NewToken, scale: float, extras: Extras) -> Tensor:
+        return recall_step(token, self.buffers, self.recall_settings, scale=scale, latent=self.latent, extras=extras)
+
+    def _prepare(self, token: NewToken, scale: float, extras: Extras) -> PreparedStep | None:
+        return prepare_recall_step(
+            token, self.buffers, self.recall_settings, scale=scale, latent=self.latent, extras=extras
         )
 
     def _longer_entries(self, buffers: Buffers, slots: int) -> RecallState:

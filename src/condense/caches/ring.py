@@ -22,7 +22,7 @@ from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries, prompt_entries
 
 if TYPE_CHECKING:
-    from condense.ops.triton.step import PreparedStep
+    from condense.ops.triton.prepared import PreparedStep
 
 # buffer sizes are multiples of this, because Triton compiles kernels anew for sizes that are not divisible by 16
 _BLOCK = 16
@@ -95,7 +95,7 @@ class RingState:
         if self._steps_left <= 0:
             self._make_room(self.seen + 1)
         on_device = None if real is None else real.to(q.device, non_blocking=True)
-        out = self._decode(q, k, v, scale=scale, real=on_device, extras=extras)
+        out = self._decode(NewToken(q, k, v, on_device), scale, extras)
         self._steps_left -= 1
         self.num_window = min(self.num_window + 1, self.buffers.ring_k.shape[2])
         self.num_queries = min(self.num_queries + 1, self._most_queries)
@@ -105,21 +105,27 @@ class RingState:
             self._before = int_if_equal(self._before + real)
         return out
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras) -> Tensor:
-        assert isinstance(self.buffers, StepState)
-        token, buffers = NewToken(q, k, v, real), self.buffers
+    def _decode(self, token: NewToken, scale: float, extras: Extras) -> Tensor:
         # a trace, or a subclass of tensors, has to see the step as one operation, which a prepared step is not
-        if torch.compiler.is_compiling() or type(q) is not Tensor:
-            return decode_step(
-                token, buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent), latent=self.latent,
-                extras=extras, backend="triton",
-            )  # fmt: skip
+        if torch.compiler.is_compiling() or type(token.q) is not Tensor:
+            return self._operation(token, scale, extras)
         prepared = self._prepared
-        if prepared is None or not prepared.takes(token, buffers, scale, extras):
-            prepared = self._prepared = prepare_step(
-                token, buffers, self.settings, scale=scale, latent=self.latent, extras=extras
-            )
-        return prepared(token, extras.sink_logits)
+        if prepared is None or not prepared.takes(token, self.buffers, scale, extras):
+            prepared = self._prepared = self._prepare(token, scale, extras)
+        return self._operation(token, scale, extras) if prepared is None else prepared(token, extras.sink_logits)
+
+    def _operation(self, token: NewToken, scale: float, extras: Extras) -> Tensor:
+        """Read a token by one operation."""
+        assert isinstance(self.buffers, StepState)
+        return decode_step(
+            token, self.buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent), latent=self.latent,
+            extras=extras, backend="triton",
+        )  # fmt: skip
+
+    def _prepare(self, token: NewToken, scale: float, extras: Extras) -> PreparedStep | None:
+        """The steps for tokens laid out as this one, which is not read; None: there is the operation alone."""
+        assert isinstance(self.buffers, StepState)
+        return prepare_step(token, self.buffers, self.settings, scale=scale, latent=self.latent, extras=extras)
 
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.

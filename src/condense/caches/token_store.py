@@ -164,7 +164,9 @@ class PinnedCopies:
     def __getstate__(self) -> dict[str, Any]:
         if self.buffers is not None and is_in_host_memory(self.buffers):
             finish_writes(self.buffers.seen.device)
-        return self.__dict__
+        state = super().__getstate__()
+        assert isinstance(state, dict)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -30,7 +30,7 @@ from condense.ops.types import (
 )
 
 if TYPE_CHECKING:
-    from condense.ops.triton.step import PreparedStep
+    from condense.ops.triton.prepared import PreparedStep
 
 
 def attend(

@@ -1,6 +1,6 @@
 """Recall: exact tokens of closed groups stay in a store; each query opens the few groups that an index ranks first."""
 
-from condense.ops.recall.api import Unchosen, attend_recall, recall_step
+from condense.ops.recall.api import Unchosen, attend_recall, prepare_recall_step, recall_step
 from condense.ops.recall.choice import (
     ArrayChoice,
     Choice,
@@ -35,5 +35,6 @@ __all__ = [
     "choose_groups",
     "chosen_groups",
     "index_scores",
+    "prepare_recall_step",
     "recall_step",
 ]

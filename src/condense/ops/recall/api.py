@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from condense.ops.reference import recall as reference_recall
 from condense.ops.torch import recall as torch_recall
 from condense.ops.torch import recall_step as torch_step
 from condense.ops.types import NewToken
+
+if TYPE_CHECKING:
+    from condense.ops.triton.prepared import PreparedStep
 
 Unchosen = Literal["pool", "drop"]
 # why a backend cannot attend, None if it can
@@ -130,3 +133,23 @@ def recall_step(
             f"{step_obstacle(token, state, settings, latent=latent) or 'was not asked for'}; use store='device'"
         )
     return torch_step.recall_step(token, state, settings, scale=scale, latent=latent, extras=extras)
+
+
+def prepare_recall_step(
+    token: NewToken,
+    state: RecallState,
+    settings: RecallSettings,
+    *,
+    scale: float,
+    latent: int = 0,
+    extras: Extras = NO_EXTRAS,
+) -> PreparedStep | None:
+    """As `condense.ops.prepare_step`, for `recall_step`; None where its backend is not "triton".
+
+    Raises ValueError for a state that does not fit.
+    """
+    if token.q.device.type != "cuda" or step_obstacle(token, state, settings, latent=latent) is not None:
+        return None
+    from condense.ops.triton import recall_step as triton_step
+
+    return triton_step.prepare_recall_step(token, state, settings, scale=scale, latent=latent, extras=extras)

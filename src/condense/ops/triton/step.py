@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.triton.host import dense_rows, on_device_of
+from condense.ops.triton.host import on_device_of
 from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.limits import step_obstacle
+from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
 from condense.ops.triton.step_plan import Sizes, launch_of
 from condense.ops.types import NewToken, StepSettings, StepState, numbered_settings
@@ -97,14 +98,12 @@ def _check(token: NewToken, state: StepState, settings: StepSettings, latent: in
             raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
 
 
-class PreparedStep:
-    """Reads tokens that are laid out alike into one state: `step` for which everything but the token is worked out.
+class _StepKernels(PreparedStep):
+    """The kernels of `step`."""
 
-    state: the buffers. A step checks only that its token is like the first one (`takes`), allocates and starts kernels.
-    """
+    __slots__ = ("_join", "_latent", "_num_splits", "_step")
 
-    # no `__dict__`: `condense.caches.cache_nbytes` looks through all attributes, and compiled kernels have no end
-    __slots__ = ("_is_dense", "_join", "_latent", "_layout", "_num_splits", "_step", "state")
+    state: StepState
 
     def __init__(
         self,
@@ -117,13 +116,9 @@ class PreparedStep:
         extras: Extras = NO_EXTRAS,
         host_bound: bool = False,
     ) -> None:
-        """token: laid out as all that will be read. host_bound: as of `launch_of`. Other arguments as of `step`, which
-        has checked them all.
-        """
-        self.state = state
-        self._layout = _layout_of(token, scale, extras)
-        q, k, v = map(dense_rows, token[:3])
-        self._is_dense = all(x is given for x, given in zip((q, k, v), token, strict=False))
+        """host_bound: as of `launch_of`. Others as of `PreparedStep` and `step`, which has checked them all."""
+        super().__init__(token, state, scale, extras)
+        q, k, v = self._dense(token)
         (B, H, _, D), self._latent = q.shape, latent
         sizes = Sizes(B, H, k.shape[1], D, latent or v.shape[3], *_columns(state))
         has_real = token.real is not None
@@ -142,16 +137,10 @@ class PreparedStep:
             numbers = (state.seen.stride(0), has_token.stride(0), H, launch.num_splits)
             self._join = Prepared(_join_kernel, launch.join_grid, numbers, launch.join_constants, launch.join_options)
 
-    def takes(self, token: NewToken, state: StepState, scale: float, extras: Extras) -> bool:
-        """True if this is the state, and the token laid out as the first one was."""
-        return state is self.state and _layout_of(token, scale, extras) == self._layout
-
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
-        """As `step`; sink: `Extras.sink_logits`."""
-        q, k, v, real, counter = token
-        state = self.state
-        if not self._is_dense:
-            q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+        """Attention ``[B, H, 1, Dv]``."""
+        q, k, v = self._dense(token)
+        state, real, counter = self.state, token.real, token.counter
         Dv = self._latent or v.shape[3]
         part, lse = _scratch(q, self._num_splits, Dv)
         out = torch.empty(*q.shape[:3], Dv, dtype=q.dtype, device=q.device)
@@ -179,22 +168,7 @@ def prepare_step(
     errors as of `step`.
     """
     _check(token, state, settings, latent)
-    return PreparedStep(token, state, settings, scale=scale, latent=latent, extras=extras, host_bound=True)
-
-
-def _layout_of(token: NewToken, scale: float, extras: Extras) -> tuple[Any, ...]:
-    """All of a token and of what is read with it that kernels are compiled or started for."""
-    q, k, v, real, counter = token
-    sink = extras.sink_logits
-    return (
-        scale, extras.softcap, q.dtype, k.dtype, v.dtype, q.device, q.shape, k.shape, v.shape,
-        q.stride(), k.stride(), v.stride(), q.data_ptr() % 16 == 0, k.data_ptr() % 16 == 0, v.data_ptr() % 16 == 0,
-        real is None or _kind_of(real), counter is None or _kind_of(counter), sink is None or _kind_of(sink),
-    )  # fmt: skip
-
-
-def _kind_of(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16 == 0
+    return _StepKernels(token, state, settings, scale=scale, latent=latent, extras=extras, host_bound=True)
 
 
 def _columns(state: StepState) -> tuple[int, int, int]:
@@ -236,7 +210,7 @@ def _step(
     state = StepState(entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases)
     token, extras = NewToken(q, k, v, real, counter), Extras(softcap, sink)
     of_settings: StepSettings = numbered_settings(settings)
-    return PreparedStep(token, state, of_settings, scale=scale, latent=latent, extras=extras)(token, sink)
+    return _StepKernels(token, state, of_settings, scale=scale, latent=latent, extras=extras)(token, sink)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:

@@ -1,0 +1,61 @@
+"""A decode step that a loop on the host repeats: everything but the token is worked out before the first one.
+
+Shapes as in `condense.ops.types` and `condense.ops.recall.state`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from condense.ops.extras import Extras
+from condense.ops.triton.host import dense_rows
+from condense.ops.types import NewToken
+
+
+class PreparedStep(ABC):
+    """Reads tokens that are laid out alike into one state.
+
+    state: the buffers. A step checks only that its token is like the first one (`takes`), allocates and starts kernels.
+    """
+
+    # no `__dict__`: `condense.caches.cache_nbytes` looks through all attributes, and compiled kernels have no end
+    __slots__ = ("_is_dense", "_layout", "state")
+
+    state: tuple[Tensor, ...]
+
+    def __init__(self, token: NewToken, state: tuple[Tensor, ...], scale: float, extras: Extras) -> None:
+        """token: laid out as all that will be read. extras: as of `condense.ops.attend`."""
+        self.state = state
+        self._layout = _layout_of(token, scale, extras)
+        self._is_dense = all(dense_rows(x) is x for x in token[:3])
+
+    def takes(self, token: NewToken, state: tuple[Tensor, ...], scale: float, extras: Extras) -> bool:
+        """True if this is the state, and the token laid out as the first one was."""
+        return state is self.state and _layout_of(token, scale, extras) == self._layout
+
+    @abstractmethod
+    def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
+        """Read the token, which `takes` was true for, and return its attention; sink: `Extras.sink_logits`."""
+
+    def _dense(self, token: NewToken) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as kernels read them."""
+        q, k, v = token[:3]
+        return (q, k, v) if self._is_dense else (dense_rows(q), dense_rows(k), dense_rows(v))
+
+
+def _layout_of(token: NewToken, scale: float, extras: Extras) -> tuple[Any, ...]:
+    """All of a token and of what is read with it that kernels are compiled or started for."""
+    q, k, v, real, counter = token
+    sink = extras.sink_logits
+    return (
+        scale, extras.softcap, q.dtype, k.dtype, v.dtype, q.device, q.shape, k.shape, v.shape,
+        q.stride(), k.stride(), v.stride(), q.data_ptr() % 16 == 0, k.data_ptr() % 16 == 0, v.data_ptr() % 16 == 0,
+        real is None or _kind_of(real), counter is None or _kind_of(counter), sink is None or _kind_of(sink),
+    )  # fmt: skip
+
+
+def _kind_of(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16 == 0
