@@ -131,7 +131,9 @@ class _StepKernels(PreparedStep):
             state.seen.stride(0), *state.prompt.stride(), *state.arrived.stride(), has_token.stride(0),
         )  # fmt: skip
         self._num_splits = launch.num_splits
-        self._step = Prepared(_step_kernel, launch.grid, strides + launch.numbers, (launch.kind,), launch.options)
+        self._step = Prepared(
+            _step_kernel, launch.grid, strides + launch.numbers, (launch.fixed, launch.kind), launch.options
+        )
         self._join: Prepared | None = None
         if launch.join_grid is not None:
             numbers = (state.seen.stride(0), has_token.stride(0), H, launch.num_splits)

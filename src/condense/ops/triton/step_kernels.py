@@ -48,6 +48,17 @@ from condense.ops.triton.device.softmax import (
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
+class Fixed(NamedTuple):
+    """Numbers of a model and a method for which the kernel is compiled, so that it need not divide by them: KV heads,
+    query heads per KV head, summary queries and tokens of a chunk.
+    """
+
+    K: int
+    R: int
+    num_summary: int
+    chunk: int
+
+
 class _Scores(NamedTuple):
     """Scale of a chunk's scores; scale and bias of attention, base 2; a KV head's biases, natural, if entries have
     their own.
@@ -252,7 +263,9 @@ def _join(places, sink_ptr, kvh, out_ptr, R, KIND: tl.constexpr):
 
 
 @triton.jit
-def _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prompt_focal, KIND: tl.constexpr):
+def _moment(
+    t, chunk: tl.constexpr, window, max_chunks, summary_delay, M, prompt_entries, prompt_focal, KIND: tl.constexpr
+):
     """The `_Moment` of the step that reads token t."""
     entries_each: tl.constexpr = KIND.focal + 1
     max_chunks = tl.minimum(max_chunks, (M - prompt_entries) // entries_each)
@@ -279,8 +292,7 @@ def step_kernel(
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_prompt, s_prompt_n, s_arrived, s_arrived_n, s_real,
-    K, R, M, W, Q, num_summary, chunk, window, max_chunks, summary_delay, scale, score_scale, bias,
-    KIND: tl.constexpr,
+    M, W, Q, window, max_chunks, summary_delay, scale, score_scale, bias, FIXED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
 
@@ -288,6 +300,10 @@ def step_kernel(
     biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
     value, None for none. counter int64 ``[]``: 1 is added to it; None for none.
     """
+    K: tl.constexpr = FIXED.K
+    R: tl.constexpr = FIXED.R
+    num_summary: tl.constexpr = FIXED.num_summary
+    chunk: tl.constexpr = FIXED.chunk
     if KIND.early:
         if KIND.joins:
             gdc_wait()

@@ -14,6 +14,7 @@ import torch
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
+from condense.ops.triton.step_kernels import Fixed
 from condense.ops.types import numbered_settings
 
 # stands for "no limit": positions are int32
@@ -63,6 +64,7 @@ class Launch(NamedTuple):
     num_splits: int
     grid: tuple[int, int, int]
     numbers: tuple[int | float, ...]
+    fixed: Fixed
     kind: Kind
     options: Mapping[str, int | bool]
     join_grid: tuple[int, int, int] | None
@@ -136,8 +138,8 @@ def launch_of(
     starts_early = {"launch_pdl": True} if early else {}
     return Launch(
         S, (S, row_tiles, B * K),
-        (K, R, M, W, Q, settings.num_summary, rule.chunk, window, max_chunks, settings.summary_delay,
-         weight_scale, scale * LOG2E, settings.bias * LOG2E),
+        (M, W, Q, window, max_chunks, settings.summary_delay, weight_scale, scale * LOG2E, settings.bias * LOG2E),
+        Fixed(K, R, settings.num_summary, rule.chunk),
         kind,
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
         None if joins else (B * H, cdiv(Dv, BC), 1),
