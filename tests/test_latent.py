@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import condense
 from condense import CCA, DGA, LCA
 from condense.functional import extend
-from condense.latent import LatentView, UpProjection, summary_queries
+from condense.latent import LatentView, UpProjection, mean_queries
 from condense.testing import cases, latent_oracle
 from condense.testing.latent_oracle import Latents
 
@@ -125,7 +125,7 @@ def read_in_steps(method, x, steps, *, absorb, hand_over=False):
         new_q, new = q[:, :, start : start + size], entries[:, :, start : start + size]
         start += size
         view = method.for_latents(x.c.shape[-1])
-        summary = summary_queries(method, new_q, up)
+        summary = mean_queries(method, new_q, up)
         sources, past = extend(view, past, summary, new, new[..., :0], scale=q.shape[-1] ** -0.5)
         handed = up.expand(new) if hand_over else None
         latents = LatentView.of(sources, new_q, up, new=handed, absorb=absorb)
@@ -278,8 +278,8 @@ def test_head_means_are_summed_in_float32():
     q = torch.full((1, H, 1, 3), 1 / 256)
     q[:, 0] = 1.0
     up = UpProjection(torch.ones(H, 1, 2), torch.ones(H, 1, 2))
-    summary = summary_queries(method, q.bfloat16(), UpProjection(*(w.bfloat16() for w in up)))
-    want = summary_queries(method, q, up)
+    summary = mean_queries(method, q.bfloat16(), UpProjection(*(w.bfloat16() for w in up)))
+    want = mean_queries(method, q, up)
     assert summary.dtype == torch.bfloat16
     torch.testing.assert_close(summary.float(), want, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
@@ -290,7 +290,7 @@ def test_head_means_fit_the_dtype_if_the_sum_does_not():
     q = torch.full((1, H, 1, d_n + 1), 16.0, dtype=torch.float16)
     up = UpProjection(*torch.full((2, H, 3, d_n), 16.0, dtype=torch.float16))
     want = torch.tensor([[[[512.0, 512.0, 512.0, 16.0]]]], dtype=torch.float16)
-    assert torch.equal(summary_queries(LCA(), q, up), want)
+    assert torch.equal(mean_queries(LCA(), q, up), want)
 
 
 def test_autocast_computes_in_its_dtype():

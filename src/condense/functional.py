@@ -2,7 +2,7 @@
 
 Training, prefill, chunked prefill and decode all call `extend`; they differ in how many tokens were read before.
 
-Shapes: B rows, H query heads, K KV heads, L new tokens, N tokens of the window, D and Dv widths, Q summary queries,
+Shapes: B rows, H query heads, K KV heads, L new tokens, N tokens of the window, D and Dv widths, Q mean queries,
 G chunks of c tokens. Positions count a row's real tokens from 0.
 Rows are right-aligned: new tokens end at column L - 1, padding stands to their left.
 """

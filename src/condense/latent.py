@@ -1,8 +1,9 @@
 """Condensed multi-head latent attention (MLA): pool latents, attend through the up-projections.
 
-A token is cached as one vector ``[c ; k_rope]``, shared by all heads. `extend` reads it as the key of a single KV head;
-the value is a part of that key, so the value tensor has width 0. Attention then either expands keys and values per head
-(prefill, training) or absorbs the up-projections into queries and outputs (decode); the results are equal.
+A token is cached as one vector ``[c ; k_rope]``, shared by all heads. `condense.functional.extend` reads it as the key
+of a single KV head; the value is a part of that key, so the value tensor has width 0. Attention then either expands
+keys and values per head (prefill, training) or absorbs the up-projections into queries and outputs (decode); the
+results are equal.
 
 Shapes: B rows, H heads, L new tokens, S entries and tokens, d_c latent width, d_n, d_r, d_v widths of a head's parts:
 key and query without position, key and query with position, value.
@@ -90,7 +91,7 @@ def latent_attention(
         def run(q: Tensor, entries: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
             context = read_whole(
                 latent_method,
-                summary_queries(method, q, up),
+                mean_queries(method, q, up),
                 entries,
                 entries[..., :0],
                 scale=scale,
@@ -106,13 +107,13 @@ def latent_attention(
     return out if lse is None else (out, lse)
 
 
-def summary_queries(
+def mean_queries(
     method: Method, q: Tensor, up: UpProjection, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 ) -> Tensor:
-    """Queries that score latents: the mean over heads of ``[q_nope W_UK^T ; q_rope]``, ``[B, 1, L, d_c + d_r]``.
+    """Queries on latents, of which summary queries are means: the mean over heads of ``[q_nope W_UK^T ; q_rope]``.
 
-    q ``[B, H, L, d_n + d_r]``. Their product with ``[c ; k_rope]`` is the mean over heads of each head's score, without
-    expanding a key. In the dtype of q; of width 0 for a method that needs no summaries.
+    ``[B, 1, L, d_c + d_r]`` of q ``[B, H, L, d_n + d_r]``, in its dtype; of width 0 for a method that needs no
+    summaries. Their product with ``[c ; k_rope]`` is the mean over heads of each head's score, without expanding a key.
     over_ranks: for heads spread over processes, ``x -> (sum of x over the processes, number of all heads)``; the sum is
     taken in float32 or wider, so that all processes compute the same scores and anchors.
     """

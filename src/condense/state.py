@@ -1,6 +1,6 @@
 """The state that one layer keeps between calls, and how much of it a method needs.
 
-Shapes: B rows, K KV heads, M condensed entries, N tokens of the window, Q summary queries, D and Dv widths.
+Shapes: B rows, K KV heads, M condensed entries, N tokens of the window, Q mean queries, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from condense.methods import Method
 from condense.ops.tensors.per_row import PerRow, at_least, max_row
 
-# Exact tokens and summary queries kept beyond those that the next token needs, so that `crop` can take as many tokens
-# back: assisted decoding proposes up to 20 at once by default.
+# Exact tokens and mean queries kept beyond those that the next token needs, so that as many tokens can be taken back
+# (`crop` of growing caches): assisted decoding proposes up to 20 at once by default.
 SLACK = 20
 
 
@@ -25,10 +25,10 @@ class LayerState(NamedTuple):
 
     entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, with fewer than
     16 bits rows of bytes (`condense.ops.EntryFormat`), then the method's own tensors as `condense.Method.represent`
-    makes them. window_k ``[B, K, N, D]``, window_v
-    ``[B, K, N, Dv]``: exact tokens, right-aligned. summary_q ``[B, K, Q, D]``: the newest summary queries,
-    right-aligned. seen: real tokens per row since its prompt; prompt_tokens: those of a prompt that was read at once
-    before, whose entries come first. Both are an int where the rows agree, else int64 CPU ``[B]``.
+    makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens, right-aligned. summary_q
+    ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head, right-aligned; a group's summary
+    query is a mean of these. seen: real tokens per row since its prompt; prompt_tokens: those of a prompt that was read
+    at once before, whose entries come first. Both are an int where the rows agree, else int64 CPU ``[B]``.
     """
 
     entries: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class LayerState(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors: entries, window, summary queries."""
+        """All tensors: entries, window, mean queries."""
         return *self.entries, self.window_k, self.window_v, self.summary_q
 
     def map(

@@ -147,5 +147,5 @@ def test_what_it_cannot_do_is_refused():
     method = METHODS["bounds"]
     with pytest.raises(ValueError, match="backend"):
         condense.attention(q, k, v, method=method, backend="triton")
-    with pytest.raises(ValueError, match=r"scale must be > 0 for an index of bounds, got -0\.5"):
+    with pytest.raises(ValueError, match=r"scale must be > 0 for Recall, .*, got -0\.5"):
         condense.attention(q, k, v, method=method, scale=-0.5)

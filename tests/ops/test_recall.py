@@ -273,9 +273,7 @@ def decoded(index, settings, width):
         rows = (
             index.grid[..., 1].double()[..., None, None] + index.grid[..., 0].double()[..., None, None] * codes.double()
         )
-    torch.testing.assert_close(
-        rows, index.rows(settings, width).double(), rtol=1e-6, atol=1e-6 * float(rows.abs().max())
-    )
+    torch.testing.assert_close(rows, index.rows(settings).double(), rtol=1e-6, atol=1e-6 * float(rows.abs().max()))
     return rows.chunk(2, dim=3)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.methods import Context
-from condense.ops.tensors.right_aligned import per_entry
+from condense.ops.tensors.bias import per_entry
 
 BLOCK = 128
 

@@ -13,8 +13,8 @@ from condense.caches.token_store import new_store, read_tokens, write_tokens
 from condense.methods import Method, Recall, entry_bias
 from condense.ops import StepSettings, StepState
 from condense.ops.recall import RecallState
+from condense.ops.tensors.bias import per_entry
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
-from condense.ops.tensors.right_aligned import per_entry
 from condense.state import LayerState, num_entries
 
 # the buffers that a decode step changes in place: `RecallState` for `condense.Recall`, `StepState` for other methods

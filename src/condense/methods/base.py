@@ -105,7 +105,10 @@ class PromptPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method(MethodConfig):
-    """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`."""
+    """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`.
+
+    A method with an `attend` of its own says in `check_attention` which arguments that refuses.
+    """
 
     @property
     def layout(self) -> Layout:
@@ -113,13 +116,13 @@ class Method(MethodConfig):
         raise TypeError(f"{type(self).__name__} must define `layout`")
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Entries of G chunks: keys ``[B, K, G * p, D]`` and values ``[B, K, G * p, Dv]`` in the dtype of k and v.
+        """Entries of G chunks: keys ``[B, K, G * p, D]`` and values ``[B, K, G * p, Dv]`` in the dtype of the tokens.
 
         summary ``[B, K, G, D]`` float32 or wider, None if the layout's ``num_summary`` is 0. Further tensors
         ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`; if the layout is ``matched``,
         the first of these holds the entries' biases, float32 or wider ``[B, K, G * p, 1]``. By default every token is
-        its own entry. On the latents of MLA, K is 1, k is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
-        Who calls it rounds the keys and values as the layout's ``entry_format`` says.
+        its own entry. On the latents of MLA, K is 1, a token's key is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
+        The caller rounds the keys and values as the layout's ``entry_format`` says.
         """
         k, v = chunks.tokens()
         return k.flatten(2, 3), v.flatten(2, 3)

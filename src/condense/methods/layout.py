@@ -12,7 +12,7 @@ from condense.ops import EntryFormat, Pooling, UniformRule
 
 
 class ChunkPooling(NamedTuple):
-    """A method's `condense.Method.represent` described as data, which kernels can carry out.
+    """A method's `condense.Method.represent` described as data, by which kernels make the same entries.
 
     key, value: how a chunk's tokens are pooled into its last entry. num_focal: how many tokens are not pooled but
     become entries of their own: those with the highest scores, ties to the earlier; they come first, in order of
@@ -43,9 +43,9 @@ class Layout:
     rule: the window, the chunks behind it, their entries. summary_delay: tokens after a chunk's last one until it is
     pooled, at most the window. num_summary: number of queries whose mean weighs a chunk, the last of them
     ``summary_delay`` tokens after the chunk's last; 0: none needed. pooling: how kernels make the entries; None if only
-    the method's `represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
-    matched: each entry has a bias of its own, which `represent` returns. entry_bits: 16, or 8 or 4 for entries that are
-    rounded when they are made, which `represent` leaves to its callers. lookahead: None for a causal method.
+    `condense.Method.represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
+    matched: each entry has a bias of its own, which ``represent`` returns. entry_bits: 16, or 8 or 4 for entries that
+    are rounded when they are made, which ``represent`` leaves to its callers. lookahead: None for a causal method.
     """
 
     rule: UniformRule

@@ -1,5 +1,7 @@
 """DGA on a whole prompt (Algorithms 1 and 2): choose focal tokens, group the others, and say what each query sees.
 
+`exact_prompt`, `highest` and `kept_tokens` serve SnapKV and sparse prefill too.
+
 Shapes: B rows, H query heads, K KV heads, L tokens, E entries, N tokens in groups, G groups of g tokens, D and Dv
 widths. Rows are right-aligned: row b's tokens are its last ``tokens[b]`` columns. focal: bool ``[B, K, L]``.
 """
@@ -166,8 +168,8 @@ def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping:
     bias = is_group.double() * grouping.bias if grouping.bias else None
 
     def kept() -> tuple[Tensor, Tensor]:
-        # Later queries see all of these entries, so their order is free: focal tokens first, so that `entry_bias` can
-        # tell them from groups by their number alone.
+        # Later queries see all of these entries, so their order is free: focal tokens first, so that a number is enough
+        # to tell them from groups (`condense.methods.base.entry_bias`).
         past_end = torch.arange(is_group.shape[2], device=k.device) >= broadcast_rows(num_entries, 3, k.device)
         order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
         return take(entries_k.detach(), order), take(entries_v.detach(), order)

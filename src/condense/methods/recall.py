@@ -214,7 +214,7 @@ class Recall(Method):
         if dropout_p > 0:
             raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
         if scale <= 0:
-            raise ValueError(f"scale must be > 0 for an index of bounds, got {scale}")
+            raise ValueError(f"scale must be > 0 for Recall, whose index ranks groups by their scores, got {scale}")
 
     def attend(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
-from condense.latent import LatentView, UpProjection, summary_queries
+from condense.latent import LatentView, UpProjection, mean_queries
 from condense.models.layers import Target, read_tokens
 from condense.models.sharding import head_group, sum_gradients, sum_over
 
@@ -36,8 +36,8 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
         c, k_rope = entries.split([up.w_uk.shape[1], entries.shape[-1] - up.w_uk.shape[1]], dim=-1)
         entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
     latent_width = up.w_uk.shape[1]
-    summary_q = summary_queries(method, q, up, over_ranks)
-    context = read_tokens(target, method, summary_q, entries, entries[..., :0], latent_width=latent_width)
+    mean_q = mean_queries(method, q, up, over_ranks)
+    context = read_tokens(target, method, mean_q, entries, entries[..., :0], latent_width=latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
     joined = target.padding is None or context.window.k.shape[2] == q.shape[2]
     expanded = (k, v) if joined else None

@@ -1,4 +1,4 @@
-"""The contract of one decode step: the state that it changes in place, and its fixed settings.
+"""The arguments that operations share; and the contract of one decode step: its state, changed in place, its settings.
 
 A backend's ``step(token, state, settings, *, scale, latent, extras) -> out`` reads one token per row
 (that of the torch backend also takes `OwnEntries`, for methods whose settings do not say how entries are made):

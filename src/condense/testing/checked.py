@@ -17,7 +17,7 @@ from torch import Tensor
 
 from condense.methods import Context, Method, Recall
 from condense.ops import Source
-from condense.ops.tensors.right_aligned import per_entry
+from condense.ops.tensors.bias import per_entry
 from condense.testing import oracle_recall
 from condense.testing.eager import masked_attention
 

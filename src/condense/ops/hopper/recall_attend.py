@@ -321,7 +321,7 @@ def _step(
         added = _add_values(p, acc, memory, at - 1, FORM)
         mbarrier.arrive(memory.turns.index(1 - GROUP))
         n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-        # words come from far: those of the next block are asked for a block ahead
+        # the words of the next block are loaded now, because a load from global memory takes long
         next_word = _words(view, start + (t + 1) * BN, FORM, SOURCE)
         if SOURCE == "opened":
             seen = (word[None, :] & view.bit_of_groups[:, None]) != 0

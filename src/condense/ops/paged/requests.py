@@ -1,4 +1,4 @@
-"""Reading new tokens request by request: pages into contiguous tensors, then today's operations on any backend.
+"""Reading new tokens request by request: pages into contiguous tensors, then the operations of `condense.ops`.
 
 Shapes: H query heads, K KV heads, L new tokens of a request, G groups, D and Dv widths, N slots of a page.
 """

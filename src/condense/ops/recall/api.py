@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from condense.ops.backends import check_backend
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.limits import attend_obstacle, hopper_obstacle, step_obstacle
@@ -58,10 +59,8 @@ def attend_recall(
     G, tokens = sources.entries.k.shape[2], sources.store.k.shape[2]
     if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
         raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
-    if backend not in ("auto", "reference", "torch", "triton", "hopper"):
-        raise ValueError(f"backend must be 'auto', 'reference', 'torch', 'triton' or 'hopper', got {backend!r}")
     pool = unchosen == "pool"
-    if backend == "reference":
+    if check_backend(backend) == "reference":
         out, lse = reference_recall.attend_recall(q, sources, choice, scale=scale, softcap=extras.softcap, pool=pool)
         return extras.finish(out, lse), lse if return_lse else None
     of_hopper = partial(hopper_obstacle, q, sources, choice, softcap=extras.softcap)

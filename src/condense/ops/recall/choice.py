@@ -110,7 +110,7 @@ def index_scores(q: Tensor, index: GroupIndex, settings: IndexSettings, scale: f
     mean)``.
     """
     B, H, L, D = q.shape
-    rows = index.rows(settings, D)
+    rows = index.rows(settings)
     K, G, m = rows.shape[1], rows.shape[2], settings.num_blocks
     queries = q.to(torch.promote_types(q.dtype, rows.dtype)).reshape(B, K, H // K * L, D)
     rows = rows.to(queries.dtype)

@@ -93,7 +93,7 @@ class GroupIndex(NamedTuple):
         """Groups ``[start, stop)``, a view."""
         return GroupIndex(*(x[:, :, start:stop] for x in self))
 
-    def rows(self, settings: IndexSettings, D: int) -> Tensor:
+    def rows(self, settings: IndexSettings) -> Tensor:
         """The index rows of all groups, decoded: ``[B, K, G, F, D]`` in float32 or wider."""
         codes = self.codes.unflatten(3, (settings.num_rows, -1))
         if settings.bits == 16:

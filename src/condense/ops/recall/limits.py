@@ -21,12 +21,8 @@ from condense.ops.types import NewToken
 MAX_GROUPS = 2**15
 # one program holds all pairs of an open group and a slot
 MAX_PAIRS = 2**16
-# the query heads of a KV head are one tile; the loop over a group's blocks is unrolled
-MAX_HEADS, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 16, 128
-
-
-# float32 tiles have 32 rows
-MAX_HEADS_FLOAT32 = 32
+# the query heads of a KV head are one tile, which has 32 rows in float32; the loop over a group's blocks is unrolled
+MAX_HEADS, MAX_HEADS_FLOAT32, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 32, 16, 128
 # keys of latents, by which all heads choose together
 LATENT_WIDTHS = (288, 576)
 # keys and values of Hopper's kernels; groups are loaded by rows of eight, and a block of 64 keys holds whole groups
@@ -34,7 +30,7 @@ HOPPER_WIDTHS, HOPPER_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
 
 def attend_obstacle(q: Tensor, sources: RecallSources, choice: Choice) -> str | None:
-    """Why the kernels cannot attend over a prompt, None if they can; arguments as in `attend_recall`."""
+    """Why the kernels cannot attend over a prompt, None if they can; see `condense.ops.recall.attend_recall`."""
     entries, _, window, spans = sources
     if (missing := absence(q.device)) is not None:
         return missing
@@ -70,7 +66,7 @@ def _choice_obstacle(choice: IndexChoice, K: int, *, on_gpu: bool) -> str | None
 
 
 def hopper_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str | None:
-    """Why the kernels for Hopper cannot attend over a prompt, None if they can; arguments as in `attend_recall`."""
+    """Why the kernels for Hopper cannot attend over a prompt, None if they can; arguments as in `attend_obstacle`."""
     if softcap:
         return f"{hopper_limits.NO_SOFTCAP}, got a cap of {softcap}"
     if (obstacle := attend_obstacle(q, sources, choice)) is not None:
@@ -93,7 +89,7 @@ def hopper_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softca
 
 
 def step_obstacle(token: NewToken, state: RecallState, settings: RecallSettings, *, latent: int = 0) -> str | None:
-    """Why the kernels cannot run this step, None if they can; arguments as in `recall_step`."""
+    """Why the kernels cannot run this step, None if they can; arguments as in `condense.ops.recall.recall_step`."""
     obstacle = store_obstacle(token.k, token.v, settings, latent=latent)
     if obstacle is not None:
         return obstacle

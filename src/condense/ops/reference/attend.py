@@ -12,7 +12,7 @@ from torch import Tensor
 
 from condense.ops.extras import soft_cap
 from condense.ops.spans import Source, Spans
-from condense.ops.tensors.right_aligned import joined_bias
+from condense.ops.tensors.bias import joined_bias
 
 
 def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.sources import RecallSources
-from condense.ops.tensors.right_aligned import per_entry
+from condense.ops.tensors.bias import per_entry
 
 
 def attend_recall(

@@ -1,4 +1,4 @@
-"""Moving tokens of right-aligned rows: append, cut into chunks, keep the newest.
+"""Tokens of right-aligned rows: append, cut into chunks, keep the newest; and queries averaged over heads.
 
 All of it is differentiable. Where all rows agree (`condense.ops.tensors.per_row`), slices replace gathers.
 
@@ -6,8 +6,6 @@ Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,28 +27,6 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
     for head in others:
         total = total + head
     return (total / (1 + len(others))).to(q.dtype)
-
-
-def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
-    """A bias as a tensor ``[B|1, K|1, N]``: a number is repeated for all entries, a tensor and None are returned."""
-    if bias is None or isinstance(bias, Tensor):
-        return bias
-    return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
-
-
-def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], device: torch.device) -> Tensor | None:
-    """The biases of all sources, concatenated: ``[B|1, K|1, S]``, None if no source has one. sizes: entries of each."""
-    known = [per_entry(bias, size, device) for bias, size in zip(biases, sizes, strict=True)]
-    if all(bias is None for bias in known):
-        return None
-    parts = [
-        torch.zeros(1, 1, size, dtype=torch.float64, device=device) if bias is None else bias
-        for bias, size in zip(known, sizes, strict=True)
-    ]
-    rows, heads = 1, 1
-    for part in parts:
-        rows, heads = max(rows, part.shape[0]), max(heads, part.shape[1])
-    return torch.cat([part.double().expand(rows, heads, -1) for part in parts], dim=2)
 
 
 def append_window(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:

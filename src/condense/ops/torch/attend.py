@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from condense.ops.extras import soft_cap
 from condense.ops.spans import Hull, Source, Spans
-from condense.ops.tensors.right_aligned import joined_bias
+from condense.ops.tensors.bias import joined_bias
 
 # Blocks keep their keys and masks for the backward pass as long as these are at most so many keys per query; entries,
 # whose number grows with L, make them more. Beyond that each block is computed again in the backward pass, and so it is

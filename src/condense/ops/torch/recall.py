@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from condense.ops.recall.choice import Choice, chosen_groups
 from condense.ops.recall.sources import RecallSources
 from condense.ops.spans import Hull, Source
-from condense.ops.tensors.right_aligned import per_entry
+from condense.ops.tensors.bias import per_entry
 from condense.ops.torch.attend import BlockKeys, attend_block
 
 # queries per block: the mask of a block has as many rows, times the query heads

@@ -16,6 +16,7 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import choose_groups, chosen_groups, index_scores
 from condense.ops.recall.index import build_index
 from condense.ops.recall.state import RecallSettings, RecallState
+from condense.ops.tensors.bias import per_entry
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import BlockKeys, attend_block
 from condense.ops.torch.pool import group_scores, pool
@@ -128,7 +129,7 @@ def _attend(
     if settings.pool and settings.entries.matched:
         bias = state.biases[..., 0]
     elif settings.pool and settings.entries.bias != 0.0:
-        bias = torch.full((1, 1, G), settings.entries.bias, dtype=torch.float64, device=q.device)
+        bias = per_entry(settings.entries.bias, G, q.device)
     values = keys[..., :latent] if latent else torch.cat(v, dim=2)
     block = BlockKeys(keys, values, sees | empty, empty, bias)
     return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)

@@ -21,8 +21,8 @@ _UNLIMITED = 1 << 29
 class Call(NamedTuple):
     """The arguments of the operations: the fields of all sources as lists, and spans as `describe` makes them.
 
-    biases: float ``[B|1, K|1, N]``, of sources that have one; bias_of: its number for each source, -1 for none. levels:
-    numbers added to all scores of a source.
+    biases: float ``[B|1, K|1, N]``, of the sources whose entries differ in bias; bias_of: its number for each source,
+    -1 for none. levels: for each source the bias that is one number for all of its entries, 0.0 for none.
     """
 
     q: Tensor
@@ -51,7 +51,7 @@ class Shared(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> Shared:
-        """Raises ValueError for more rows and heads than a grid holds."""
+        """What the kernels share of a call. Raises ValueError for more rows and heads than a grid holds."""
         K = call.k[0].shape[1]
         check_programs(call.q.shape[0] * K)
         biases: tuple[Tensor | None, ...] = (None,) * len(call.k)
@@ -87,7 +87,8 @@ def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
-    """Spans as kernels take them: a tensor on the device or None, and eight numbers: a `UniformRule` and a `Start`.
+    """Spans as kernels take them: a tensor on the device or None, and eight numbers: those of a `UniformRule`, then
+    those of a `condense.ops.spans.Start`.
 
     None: the rule, with the same start in all rows. int32 ``[B, 4]``: the rule, and the start of each row. int32
     ``[sources, 2, B|1, K|1, L]``: lo and hi of each source; the numbers are not used.

@@ -109,7 +109,7 @@ class _Sizes(NamedTuple):
 
 
 def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> _Launch:
-    """Raises ValueError as `store`."""
+    """The launch arguments for these tensors. Raises ValueError as `store`."""
     (R, H, D), (_, K, _, C) = q.shape, state.window.cache.shape
     Dv = C - D
     obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings)
@@ -137,7 +137,7 @@ class _Launch(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step of as many requests
 def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> _Launch:
-    """number: `StepSettings.number`."""
+    """The launch arguments of a step with these sizes; number: `condense.ops.types.Numbered.number` of its settings."""
     settings, (R, H, K, D, Dv, N, capacity) = numbered_settings(number), sizes
     check_programs(R * K)
     rule, heads = settings.rule, H // K

@@ -45,8 +45,9 @@ def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int
 
 class Call(NamedTuple):
     """The arguments of the operations. k, v: of entries, store and window; biases float ``[B|1, K|1, G]``: the entries'
-    own, None for none; groups int32 ``[B, K|1, L, r]``, as `choose` gives them; closed: no query sees more groups as
-    closed; level: added to all scores of entries.
+    own, None for none; groups int32 ``[B, K|1, L, r]``, as `condense.ops.triton.recall_choice.choose` gives them;
+    starts, rule: of `condense.ops.triton.recall_score.Positions`; closed: no query sees more groups as closed; level:
+    the bias that is one number for all entries; pool: whether queries see entries.
     """
 
     q: Tensor
@@ -74,7 +75,7 @@ class Call(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """As of `Positions`."""
+        """As `condense.ops.triton.recall_score.Positions.kind`."""
         return "row" if self.starts is None else "rows"
 
     @property

@@ -187,6 +187,7 @@ def _dq_entries(
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Adds the entries that `_forward_entries` reads to dq; arguments as there."""
     for start in range(lo, hi, source.k[0].block_shape[2]):
         k, v, seen = _load_entries(source, opened, start, closed, MASKED)
         dq = _dq_add(
@@ -209,6 +210,7 @@ def _dq_opened(
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Adds the tokens that `_forward_opened` reads to dq; arguments as there."""
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
         dq = _dq_add(dq, queries, k, v, seen, 0.0, None, scale, CAP, PRECISION)

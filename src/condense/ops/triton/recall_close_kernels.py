@@ -91,7 +91,7 @@ def _block(ring, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexp
 
 @triton.jit
 def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: tl.constexpr):
-    """Numbers on the grid: rounded up or down for bounds, else to the nearest; as `build_index` does."""
+    """Numbers on the grid: rounded up or down for bounds, else to the nearest; as `condense.ops.recall.build_index`."""
     position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
     if not BOUNDS:
         position = tl.floor(position + 0.5)
@@ -193,7 +193,7 @@ def recall_close_kernel(
 ):  # fmt: skip
     """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index, entry.
 
-    PS: columns of bytes of a stored key or value. arrived int32 ``[B, K]`` becomes 0, for `recall_choose_kernel`.
+    PS: columns of bytes of a stored key or value. arrived int32 ``[B, K]`` becomes 0, for the kernel that chooses.
     """
     if KIND.early:
         gdc_launch_dependents()

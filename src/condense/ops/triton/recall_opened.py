@@ -47,7 +47,8 @@ class Opened(NamedTuple):
 def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Opened:
     """What tiles of ``tile`` queries, 64 at most, of queries ``[first, stop)`` open.
 
-    groups: as `choose` gives them, of ``num_groups`` groups; closed: no query sees more groups as closed.
+    groups: as `condense.ops.triton.recall_choice.choose` gives them, of ``num_groups`` groups; closed: no query sees
+    more groups as closed.
     """
     B, K, L, r = groups.shape
     T, closed = cdiv(stop - first, tile), max(closed, 1)

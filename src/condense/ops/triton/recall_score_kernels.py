@@ -279,7 +279,7 @@ def recall_score_wide_kernel(
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
-    # as there
+    # the last queries see the most groups and take longest: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     size, line = (stop - first) * R, tile * BM + tl.arange(0, BM)
     real = line < size

@@ -89,7 +89,7 @@ def _best(key, valid, wanted):
 @triton.jit
 def _find_slots(lists, num_open, RANKING: tl.constexpr):
     """Where each open group is read, int32: -1 in the store, ``2 * slot`` in a slot, ``2 * slot + 1`` in the store, to
-    be put into that slot. ``held`` and ``order`` change as `RecallState` says.
+    be put into that slot. ``held`` and ``order`` change as `condense.ops.recall.RecallState` says.
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
     is_slot, is_open = s < RANKING.slots, i < num_open

@@ -181,7 +181,7 @@ def recall_attend_kernel(
         piece = store_ptr + tl.load(groups_ptr + n).to(tl.int64) * FORM.piece
         in_slot, moves = piece, False
         if SLOTS > 0:
-            # as the choice says
+            # `_find_slots` of `recall_step_choice_kernels` says what the numbers mean
             place = tl.load(place_ptr + n)
             in_slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
             moves = (place >= 0) & (place % 2 == 1)

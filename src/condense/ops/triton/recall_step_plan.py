@@ -129,8 +129,10 @@ def plan_of(
     scores: tuple[float, float],
     has_real: bool,
 ) -> Plan:
-    """heads: B, H, K; widths: D, Dv, latent; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
-    `RecallSettings.number`; scores: their scale and soft cap.
+    """The launch arguments of a step with these sizes.
+
+    heads: B, H, K; widths: D, Dv, latent; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
+    `condense.ops.types.Numbered.number` of the settings; scores: their scale and soft cap.
     """
     (B, H, K), (D, Dv, latent), (G, W, N, S, Q), (scale, softcap) = heads, widths, sizes, scores
     settings: RecallSettings = numbered_settings(number)

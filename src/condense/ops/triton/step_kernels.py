@@ -369,8 +369,10 @@ def step_join_kernel(
     part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, counter_ptr, s_seen, s_real, H, S,
     V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, V]``, contiguous, and ``seen`` one further; grid (B * H, columns). sink, counter: as of
-    `step_kernel`."""
+    """out ``[B, H, 1, V]``, contiguous; 1 is added to ``seen``. Grid (B * H, columns).
+
+    sink, counter: as of `step_kernel`.
+    """
     if EARLY:
         gdc_wait()
     row, b = tl.program_id(0).to(tl.int64), (tl.program_id(0) // H).to(tl.int64)

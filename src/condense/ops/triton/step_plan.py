@@ -96,8 +96,10 @@ def launch_of(
     has_real: bool,
     host_bound: bool = False,
 ) -> Launch:
-    """number: `StepSettings.number`. scores: their scale and soft cap. host_bound: the host takes longer than the GPU,
-    so one kernel is taken also where two are faster.
+    """The launch arguments of a step with these sizes.
+
+    number: `condense.ops.types.Numbered.number` of the settings. scores: their scale and soft cap. host_bound: the host
+    takes longer than the GPU, so one kernel is taken also where two are faster.
     """
     scale, softcap = scores
     check_programs(sizes.B * sizes.K)
