@@ -94,7 +94,7 @@ def _scratch_sizes(rows: tuple[int, int], G: int, r: int, splits: tuple[int, int
 
 
 def _scratch(sizes: tuple[int, ...], device: torch.device) -> _Scratch:
-    """Two allocations: eleven take longer than to start a kernel."""
+    """In two allocations, because a loop on the host waits for every one."""
     floats, integers = sizes[:_NUM_FLOATS], sizes[_NUM_FLOATS:]
     return _Scratch(
         *torch.empty(sum(floats), dtype=torch.float32, device=device).split_with_sizes(floats),
