@@ -1,3 +1,5 @@
+"""Result files: what is stamped and converted, that none is overwritten or left half written, and fingerprints."""
+
 import json
 import os
 import stat

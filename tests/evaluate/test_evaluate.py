@@ -1,3 +1,5 @@
+"""Evaluation: one forward retrieves what greedy generation does, losses are the model's own, bad input is refused."""
+
 import math
 from functools import partial
 from typing import Any

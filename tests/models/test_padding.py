@@ -159,7 +159,9 @@ def test_a_layer_without_marks_is_not_in_a_forward_whose_marks_are_gone():
 def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
     """In inference mode too: on a GPU every look is a wait."""
     looks = []
-    monkeypatch.setattr(forward, "look_at", lambda real, look=forward.look_at: (looks.append(real), look(real))[1])
+    monkeypatch.setattr(
+        forward, "find_padding", lambda real, look=forward.find_padding: (looks.append(real), look(real))[1]
+    )
     model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():

@@ -1,3 +1,5 @@
+"""Corpora: files of each kind are read, bad ones are refused, encodings are the whole text's and are kept on disk."""
+
 import io
 import json
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Passkey sequences: the text they say, the same from the same generator, in a user's text, with every tokenizer."""
+
 import re
 
 import numpy as np

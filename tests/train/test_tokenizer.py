@@ -1,3 +1,5 @@
+"""The tokenizer that `condense train` makes: text round-trips, in pieces too; digits and newlines stand alone."""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""Training runs: resumed, adapted and refused ones, what is drawn and when, the optimiser, phases and checkpoints."""
+
 import dataclasses
 import json
 import math

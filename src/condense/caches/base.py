@@ -22,7 +22,7 @@ class CondensedCacheLayer(CacheLayerMixin):
 
     @abstractmethod
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return what their queries attend to."""
+        """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
 
     @abstractmethod
     def exact_tokens(self) -> tuple[Tensor, Tensor] | None:

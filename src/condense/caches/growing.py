@@ -6,9 +6,9 @@ has one of two forms:
 - a `LayerState`, made anew by `condense.functional.extend` when tokens are read; on a CPU it has no other form;
 - a `condense.caches.ring.RingState`: buffers to which the Triton step adds single tokens in place.
 
-The first step after a read copies the state into buffers, the first read after a step copies it out of them. `Recall`
-has too much to copy: its layer (`condense.caches.growing_recall`) keeps buffers from the first read on, and both write
-to these. Shapes as in `condense.state`.
+The first step after a read copies the state into buffers, the first read after a step copies it out of them.
+`condense.Recall` has too much to copy: its layer (`condense.caches.growing_recall`) keeps buffers from the first read
+on, to which both reads and steps write. Shapes as in `condense.state`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of a condensed layer's `read`, and errors that growing and static layers have in common."""
+"""Arguments of ``read``, and errors that growing and static condensed layers have in common."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ReadRequest(NamedTuple):
 
     q ``[B, H, L, D]``: summary queries are means of these. scale: softmax scale. plan: which of the tokens are real.
     trailing: number of last slots that are real in every row, before rows were aligned. latent_width: as in
-    `condense.Method.for_latents`, None for ordinary keys and values. fetched: stored tokens that the layer's `fetch`
-    has begun to copy in this forward, None if it was not called.
+    `condense.Method.for_latents`, None for ordinary keys and values. fetched: stored tokens that the layer's ``fetch``
+    (of `condense.caches.RecallLayer`) has begun to copy in this forward, None if it was not called.
     """
 
     q: Tensor

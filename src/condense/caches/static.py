@@ -112,7 +112,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         return empty_buffers(k, v, M, W, self.settings.num_summary, self.settings)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
-        """True unless the next tokens are a prompt to be read at once, as in `CondensedLayer`."""
+        """True unless the next tokens are a prompt to be read at once; see `condense.caches.CondensedLayer`."""
         return self.expected is not Expected.WHOLE_PROMPT
 
     def step(
@@ -154,7 +154,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         )  # fmt: skip
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read new tokens and return what their queries attend to; arguments as in `CondensedLayer.read`.
+        """Read new tokens and return the sources that their queries attend to; as `condense.caches.CondensedLayer`.
 
         For a method that reads prompts at once, the first call is the prompt. After steps it waits for the device.
         Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as

@@ -39,7 +39,7 @@ class StaticRecallLayer(PinnedCopies, StaticCondensedLayer):
         return empty_recall_buffers(self.recall, k, v, M, W, stored=M, Q=self.settings.num_summary)
 
     def fetch(self) -> Tensor | None:
-        """As `RecallLayer.fetch`, of as many tokens as rows without padding would have stored."""
+        """As `condense.caches.RecallLayer.fetch`, of as many tokens as rows without padding would have stored."""
         if self.buffers is None or (slots := self.count_slots()) == 0:
             return None
         assert isinstance(self.buffers, RecallState)

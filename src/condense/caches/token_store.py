@@ -1,9 +1,9 @@
 """Recall's store of exact tokens: on the device of the other buffers, or in host memory.
 
-Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. Whole prompts are written to
-it on a stream of its own, while attention of the same layer runs; `join_writes` makes later work wait for that. A later
-piece of a prompt needs what is stored on the device: it is copied there on another stream, while the layer before runs.
-Beside tensors on the CPU, host memory is ordinary memory.
+Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. The tokens of a prompt are
+copied to it on a stream for writing, while attention of the same layer runs; `join_writes` makes later work wait for
+that. A later piece of a prompt needs the stored tokens on the device: they are copied there on a stream for fetching,
+while the layer before runs. Beside tensors on the CPU, host memory is ordinary memory.
 
 Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stored token has a width of its own.
 """
@@ -92,13 +92,13 @@ def write_tokens(store: Tensor, start: int, tokens: Tensor) -> None:
     if store.device == tokens.device:
         store[:, :, start : start + n].copy_(tokens)
         return
-    side = _side_stream(tokens.device)
-    side.wait_stream(torch.cuda.current_stream(tokens.device))
-    with torch.cuda.stream(side):
+    stream = _write_stream(tokens.device)
+    stream.wait_stream(torch.cuda.current_stream(tokens.device))
+    with torch.cuda.stream(stream):
         # one copy per row and KV head, because only their columns lie side by side in the store
         for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
             there[start : start + n].copy_(here, non_blocking=True)
-    tokens.record_stream(side)
+    tokens.record_stream(stream)
 
 
 def fetch_tokens(store: Tensor, count: int, device: torch.device) -> Tensor | None:
@@ -109,14 +109,14 @@ def fetch_tokens(store: Tensor, count: int, device: torch.device) -> Tensor | No
     if store.device == device or count == 0:
         return None
     tokens = torch.empty(*store.shape[:2], count, store.shape[3], dtype=store.dtype, device=device)
-    inward = _inward_stream(device)
+    stream = _fetch_stream(device)
     # wait for kernels that may still use the new tensor's memory, and for columns of the store still being written
-    inward.wait_stream(torch.cuda.current_stream(device))
-    inward.wait_stream(_side_stream(device))
-    with torch.cuda.stream(inward):
+    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(_write_stream(device))
+    with torch.cuda.stream(stream):
         for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
             here.copy_(there[:count], non_blocking=True)
-    tokens.record_stream(inward)
+    tokens.record_stream(stream)
     return tokens
 
 
@@ -129,13 +129,13 @@ def read_tokens(store: Tensor, count: int, device: torch.device, fetched: Tensor
         fetched = fetch_tokens(store, count, device)
     if fetched is None:
         return store[:, :, :count].to(device)
-    torch.cuda.current_stream(device).wait_stream(_inward_stream(device))
+    torch.cuda.current_stream(device).wait_stream(_fetch_stream(device))
     return fetched[:, :, :count]
 
 
 def join_writes(device: torch.device) -> None:
     """Make what is given to the device's current stream from now on wait for all that `write_tokens` has begun."""
-    torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+    torch.cuda.current_stream(device).wait_stream(_write_stream(device))
 
 
 def finish_writes(device: torch.device) -> None:
@@ -175,10 +175,12 @@ class PinnedCopies:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _write_stream(device: torch.device) -> torch.cuda.Stream:
+    """On which tokens are copied from the device to stores in host memory."""
     return torch.cuda.Stream(device)
 
 
 @functools.cache
-def _inward_stream(device: torch.device) -> torch.cuda.Stream:
+def _fetch_stream(device: torch.device) -> torch.cuda.Stream:
+    """On which stored tokens are copied from host memory to the device."""
     return torch.cuda.Stream(device)

@@ -61,7 +61,7 @@ class Store:
             )
         self._readings = held
 
-    def get(self, sample: int, allocation: Allocation) -> Any:
+    def get(self, sample: int, allocation: Allocation) -> Reading | None:
         """The reading of a text (by its number) under an allocation, None if there is none yet."""
         return self._readings.get(_key(sample, allocation))
 
@@ -119,16 +119,19 @@ class Meter:
     @torch.no_grad()
     def read(self, sample: int, allocations: Sequence[Allocation]) -> list[Reading]:
         """One reading of a text per allocation, from the store where it has them."""
-        readings = [self._store.get(sample, allocation) for allocation in allocations]
-        if None in readings:
-            dense = self._logits(sample, {})
-            self._on_forward()
-            for i, allocation in enumerate(allocations):
-                if readings[i] is None:
-                    logits = self._logits(sample, allocation) if allocation else dense
-                    readings[i] = _compared(dense, logits, self._samples[sample])
-                    self._store.put(sample, allocation, readings[i])
+        dense: Tensor | None = None
+        readings = []
+        for allocation in allocations:
+            reading = self._store.get(sample, allocation)
+            if reading is None:
+                if dense is None:
+                    dense = self._logits(sample, {})
                     self._on_forward()
+                logits = self._logits(sample, allocation) if allocation else dense
+                reading = _compared(dense, logits, self._samples[sample])
+                self._store.put(sample, allocation, reading)
+                self._on_forward()
+            readings.append(reading)
         return readings
 
     def _logits(self, sample: int, allocation: Allocation) -> Tensor:

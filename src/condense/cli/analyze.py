@@ -14,6 +14,13 @@ from condense.cli.analyze_recall import recall_command
 from condense.cli.loading import Command
 from condense.cli.options import (
     POOLING_HELP,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    OverwriteOption,
+    PlotOption,
+    TextsOption,
+    check_targets,
     load_model,
     plain_console,
     plain_table,
@@ -30,7 +37,7 @@ if TYPE_CHECKING:
 
 analyze_app = typer.Typer(help="Look into a model.")
 # the window that the bundled model was trained with, and lengths that fit the bundled text
-DEMO_METHOD, DEMO_LENGTHS = "lca:window=256", (512, 1024, 2048, 3584)
+DEMO_POOLING, DEMO_LENGTHS = "lca:window=256", (512, 1024, 2048, 3584)
 
 
 @analyze_app.callback()
@@ -56,10 +63,8 @@ analyze_app.command("cost", cls=Command, short_help="Keys that a query reads, be
 
 @analyze_app.command("deviation", cls=Command, short_help="How far tokens lie from the entries that stand for them.")
 def deviation_command(
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
-    text: Annotated[
-        list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
-    ] = None,
+    model: ModelOption = None,
+    text: TextsOption = None,
     method: Annotated[
         str | None, typer.Option(help=POOLING_HELP + " Default: what the model was saved with, or lca.")
     ] = None,
@@ -70,11 +75,11 @@ def deviation_command(
         ),
     ] = None,
     sequences: Annotated[int, typer.Option(help="Stretches cut from each text, where it is long enough.")] = 8,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     json: Annotated[Path | None, typer.Option(help="Write the results, layer by layer, to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
+    plot: PlotOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """How far keys and values lie from the entries that stand for them (LCA paper, Tables 9 and 10)."""
     from condense.analysis import measure_deviation
@@ -82,15 +87,11 @@ def deviation_command(
     from condense.evaluate.compare import encode
     from condense.methods import LCA, Method
     from condense.models import described, restore
-    from condense.plots import plot_deviation, require_matplotlib
-    from condense.results import refuse_existing, write_results
+    from condense.plots import plot_deviation
+    from condense.results import write_results
 
-    for name, path in (("json", json), ("plot", plot)):
-        if path is not None:
-            refuse_existing(path, name, overwrite=overwrite)
-    if plot is not None:
-        require_matplotlib(plot)
-    given = Method.parse(method or DEMO_METHOD) if method is not None or model is None else None
+    check_targets(json=json, plot=plot, overwrite=overwrite)
+    given = Method.parse(method or DEMO_POOLING) if method is not None or model is None else None
     sources = list(dict.fromkeys(text or ()))
     contents = {name: read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
     loaded, tokenizer = load_model(model, dtype, device)

@@ -10,9 +10,15 @@ import typer
 
 from condense.cli.options import (
     DEMO_METHOD,
-    DEVICE_HELP,
     METHOD_HELP,
-    MODEL_HELP,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    OverwriteOption,
+    PlotOption,
+    TextsOption,
+    check_targets,
     load_model,
     plain_console,
     plain_table,
@@ -26,36 +32,27 @@ if TYPE_CHECKING:
 
     from condense.analysis import Conditioning
 
-Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-Text = Annotated[
-    list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
-]
 Methods = Annotated[list[str] | None, typer.Option(help=METHOD_HELP + " Repeatable.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
-Device = Annotated[str | None, typer.Option(help=DEVICE_HELP)]
-Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]
 
 
 def sparsity_command(
-    model: Model = None,
-    text: Text = None,
+    model: ModelOption = None,
+    text: TextsOption = None,
     length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: 100 to 1000.")] = None,
     rho: Annotated[list[float] | None, typer.Option(help="Sparse rates. Default: 0.05, 0.02, 0.01.")] = None,
     sequences: Annotated[int, typer.Option(help="Stretches of each length.")] = 16,
-    dtype: Dtype = None,
-    device: Device = None,
-    json: Json = None,
-    plot: Plot = None,
-    overwrite: Overwrite = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """How often a weight of the last query is above 1 / (tokens * rho), by length (DGA paper, Figures 2, 6 and 7)."""
     from condense.analysis import measure_sparsity
     from condense.analysis.sparsity import EDGES
     from condense.plots import plot_lines
 
-    _check(json, plot, overwrite)
+    check_targets(json=json, plot=plot, overwrite=overwrite)
     loaded, texts = _load(model, text, dtype, device)
     lengths, rhos = length or [100, 200, 400, 700, 1000], rho or [0.05, 0.02, 0.01]
     with progress() as bar:
@@ -79,23 +76,23 @@ def sparsity_command(
 
 
 def noise_command(
-    model: Model = None,
-    text: Text = None,
+    model: ModelOption = None,
+    text: TextsOption = None,
     method: Methods = None,
     length: Annotated[int, typer.Option(help="Tokens of every stretch.")] = 1024,
     sequences: Annotated[int, typer.Option(help="Stretches.")] = 2,
-    dtype: Dtype = None,
-    device: Device = None,
-    json: Json = None,
-    plot: Plot = None,
-    overwrite: Overwrite = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """How far predictions move when Gaussian noise is put on the keys, method by method (DGA paper, Figure 3b)."""
     from condense.analysis import noise_effect
     from condense.methods import Method
     from condense.plots import method_labels, plot_lines
 
-    _check(json, plot, overwrite)
+    check_targets(json=json, plot=plot, overwrite=overwrite)
     methods = [Method.parse(each) for each in method or ["dense", DEMO_METHOD, "dga"]]
     loaded, texts = _load(model, text, dtype, device)
     parts = _parts(texts, length, sequences)
@@ -117,20 +114,20 @@ def noise_command(
 
 
 def conditioning_command(
-    model: Model = None,
-    text: Text = None,
+    model: ModelOption = None,
+    text: TextsOption = None,
     group_size: Annotated[int, typer.Option(help="Tokens of a group.", min=2)] = 16,
-    dtype: Dtype = None,
-    device: Device = None,
-    json: Json = None,
-    plot: Plot = None,
-    overwrite: Overwrite = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Condition numbers before and after grouping: DGA's Theorem 3 where it holds, and where it does not."""
     from condense.analysis import conditioning, counterexample
     from condense.plots import plot_lines
 
-    _check(json, plot, overwrite)
+    check_targets(json=json, plot=plot, overwrite=overwrite)
     loaded, texts = _load(model, text, dtype, device)
     values = _values(loaded, max(texts, key=len))
     few = min(
@@ -163,22 +160,22 @@ def conditioning_command(
 
 
 def cost_command(
-    model: Model = None,
+    model: ModelOption = None,
     method: Methods = None,
     length: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable. Default: 1024 to 131072.")] = None,
     longest: Annotated[int, typer.Option(help="Tokens up to which attention is timed too.")] = 8192,
-    dtype: Dtype = None,
-    device: Device = None,
-    json: Json = None,
-    plot: Plot = None,
-    overwrite: Overwrite = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Keys that a query reads, by length, beside measured times of one layer (DGA paper, Figure 5; LCA, Table 1)."""
     from condense.analysis import Heads, measure_cost
     from condense.methods import Method
     from condense.plots import method_labels, plot_lines
 
-    _check(json, plot, overwrite)
+    check_targets(json=json, plot=plot, overwrite=overwrite)
     methods = [Method.parse(each) for each in method or ["dense", "cca", "dga", "streaming_llm:window=1024"]]
     loaded, _ = load_model(model, dtype, device)
     config = loaded.config.get_text_config(decoder=True)
@@ -217,17 +214,6 @@ def cost_command(
             },
         }
         plot_lines(panels, plot, x_label="tokens", y_label="", log=True)
-
-
-def _check(json: Path | None, plot: Path | None, overwrite: bool) -> None:
-    from condense.plots import require_matplotlib
-    from condense.results import refuse_existing
-
-    for name, path in (("json", json), ("plot", plot)):
-        if path is not None:
-            refuse_existing(path, name, overwrite=overwrite)
-    if plot is not None:
-        require_matplotlib(plot)
 
 
 def _load(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from condense.cli.options import (
-    DEVICE_HELP,
-    MODEL_HELP,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
     load_model,
     plain_console,
     plain_table,
@@ -27,13 +28,13 @@ DEMO_BUDGET, DEMO_LENGTH = {"sink": 128, "window": 512}, 3584
 
 def patterns_command(
     output: Annotated[Path, typer.Option(help="File for the patterns; --method @FILE reads it.")],
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    model: ModelOption = None,
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     length: Annotated[int | None, typer.Option(help="First tokens of the text only.", min=1)] = None,
     sink: Annotated[int | None, typer.Option(help="First tokens that the A-shape sees. Default: 1024.")] = None,
     window: Annotated[int | None, typer.Option(help="Last tokens that it sees. Default: 4096.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Which of MInference's patterns suits each head: the one that keeps most of dense attention's weights.

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from condense.cli.options import (
-    DEVICE_HELP,
-    MODEL_HELP,
+    DEMO_RECALL,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    TextsOption,
     load_model,
     plain_console,
     plain_table,
@@ -21,14 +24,12 @@ from condense.cli.options import (
 if TYPE_CHECKING:
     from condense.analysis import LayerRecall
 
-DEMO_METHOD, DEMO_LENGTH = "recall:window=256,num_recall=16", 3584
+DEMO_LENGTH = 3584
 
 
 def recall_command(
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    text: Annotated[
-        list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
-    ] = None,
+    model: ModelOption = None,
+    text: TextsOption = None,
     method: Annotated[
         str | None, typer.Option(help="recall, also with settings, as in 'recall:num_recall=32'.")
     ] = None,
@@ -39,8 +40,8 @@ def recall_command(
         list[int] | None,
         typer.Option(help="Opened groups kept per KV head; repeatable. Default: 1, 2 and 4 times num_recall."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     json: Annotated[Path | None, typer.Option(help="Write the results, head by head, to this file.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result file.")] = False,
 ) -> None:
@@ -54,7 +55,7 @@ def recall_command(
 
     if json is not None:
         refuse_existing(json, "json", overwrite=overwrite)
-    chosen = Method.parse(method or (DEMO_METHOD if model is None else "recall"))
+    chosen = Method.parse(method or (DEMO_RECALL if model is None else "recall"))
     contents = [read_text(source) for source in dict.fromkeys(text or ())] or [demo_text().text]
     loaded, tokenizer = load_model(model, dtype, device)
     restore(loaded)

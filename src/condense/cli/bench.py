@@ -12,6 +12,8 @@ from condense.cli.loading import Command
 from condense.cli.options import (
     CHOICES_HELP,
     METHOD_HELP,
+    DeviceOption,
+    DtypeOption,
     parse_device,
     parse_dtype,
     plain_console,
@@ -38,8 +40,6 @@ LOG_WIDTH = 160  # in a file or a pipe
 bench_app = typer.Typer(name="bench", help="Measure kernels and whole models against named baselines.")
 
 LengthsOption = Annotated[str | None, typer.Option(help="Tokens, such as 4096,32K,1M. Default: 4K to 128K.")]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less time per figure.")]
 ResultsOption = Annotated[Path, typer.Option(help="Folder of result files: the last one is compared with.")]
 

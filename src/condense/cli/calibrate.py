@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from condense.cli.options import (
-    DEVICE_HELP,
-    DEVICE_MAP_HELP,
     METHOD_HELP,
-    MODEL_HELP,
-    REMOTE_HELP,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    OverwriteOption,
+    RemoteOption,
+    TextsOption,
+    check_targets,
     load_model,
     plain_console,
     plain_table,
@@ -31,10 +35,8 @@ DEMO_LENGTH, DEMO_TEXTS = 448, 4
 
 
 def calibrate_command(
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    text: Annotated[
-        list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
-    ] = None,
+    model: ModelOption = None,
+    text: TextsOption = None,
     budget_nats: Annotated[
         float | None, typer.Option(help="The most that may be lost, in nats per token. Default without --cache: 0.02.")
     ] = None,
@@ -60,25 +62,19 @@ def calibrate_command(
         Path | None, typer.Option(help="Keeps what was measured, to go on with. Default: beside the output.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw quality against cache into this .png or .svg file.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    device_map: Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    trust_remote_code: RemoteOption = False,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Find the cheapest method for every layer that keeps the model's quality on a text, and write it down."""
     from condense.calibration import CalibrationConfig, calibrate
     from condense.demo import demo_text
     from condense.methods import Method
     from condense.models import restore
-    from condense.plots import require_matplotlib
-    from condense.results import refuse_existing
 
-    for name, path in (("output", output), ("plot", plot)):
-        if path is not None:
-            refuse_existing(path, name, overwrite=overwrite)
-    if plot is not None:
-        require_matplotlib(plot)
+    check_targets(output=output, plot=plot, overwrite=overwrite)
     is_demo = model is None and not text
     config = CalibrationConfig(
         budget_nats=0.02 if budget_nats is None and cache is None else budget_nats,

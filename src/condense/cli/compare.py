@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,11 +11,17 @@ from condense.cli.options import (
     CHAT_HELP,
     CHOICES_HELP,
     DEMO_METHOD,
-    DEVICE_HELP,
-    DEVICE_MAP_HELP,
-    LAYERS_HELP,
-    MODEL_HELP,
-    REMOTE_HELP,
+    DEMO_RECALL,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    LayersOption,
+    ModelOption,
+    OverwriteOption,
+    PlotOption,
+    RemoteOption,
+    check_targets,
     choose,
     load_model,
     plain_console,
@@ -33,39 +38,35 @@ if TYPE_CHECKING:
     from condense.evaluate.compare import Outcome, Prompt
     from condense.models import MethodChoice
 
-DEMO_METHODS = ("dense", "recall:window=256,num_recall=16", DEMO_METHOD, "streaming_llm:sink=4,window=492")
+DEMO_METHODS = ("dense", DEMO_RECALL, DEMO_METHOD, "streaming_llm:sink=4,window=492")
 METHODS = ("dense", "recall", "cca", "streaming_llm")
 
 
 def compare_command(
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
+    model: ModelOption = None,
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     question: Annotated[list[str] | None, typer.Option(help="Asked after the text; repeatable.")] = None,
     method: Annotated[list[str] | None, typer.Option(help=CHOICES_HELP)] = None,
-    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
+    layers: LayersOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 8,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    device_map: Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    trust_remote_code: RemoteOption = False,
     chat: Annotated[bool, typer.Option("--chat", help=CHAT_HELP)] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")] = False,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Ask the same questions about a long text under dense attention, Recall and condensed attention, side by side."""
     from condense.demo import demo_prompt
     from condense.evaluate.compare import Prompt, compare
     from condense.methods import Dense
     from condense.models import choice_from_text, restore
-    from condense.plots import plot_comparison, require_matplotlib
-    from condense.results import refuse_existing, write_results
+    from condense.plots import plot_comparison
+    from condense.results import write_results
 
-    for name, path in (("json", json), ("plot", plot)):
-        if path is not None:
-            refuse_existing(path, name, overwrite=overwrite)
-    if plot is not None:
-        require_matplotlib(plot)
+    check_targets(json=json, plot=plot, overwrite=overwrite)
     if text is None and chat:
         raise ValueError("--chat needs a text of its own: add --text FILE")
     if text is None and question:

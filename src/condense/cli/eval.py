@@ -12,11 +12,12 @@ import typer
 from condense.cli.options import (
     CHOICES_HELP,
     DEMO_METHOD,
-    DEVICE_HELP,
-    DEVICE_MAP_HELP,
-    LAYERS_HELP,
     MODEL_HELP,
-    REMOTE_HELP,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
+    LayersOption,
+    RemoteOption,
     choose,
     load_model,
     plain_console,
@@ -39,7 +40,7 @@ def eval_command(
     method: Annotated[
         list[str] | None, typer.Option(help=CHOICES_HELP + " Default: what the model was saved with.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
+    layers: LayersOption = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of local data files; docs/guides/evaluate.md says which.")
     ] = None,
@@ -53,10 +54,10 @@ def eval_command(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Halved once if it does not fit into memory.", min=1)] = 1,
     max_length: Annotated[int | None, typer.Option(help="Tokens the model may read. Default: its own.", min=2)] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ...")] = None,
-    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    device_map: Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)] = False,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    trust_remote_code: RemoteOption = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the tokenizer's chat template.")] = False,
     run_generated_code: Annotated[
         bool, typer.Option("--run-generated-code", help="Allow tasks that run the programs the model writes.")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from condense.cli.options import (
     CHOICE_HELP,
-    LAYERS_HELP,
+    JsonOption,
+    LayersOption,
+    ModelOption,
     choose,
     parse_dtype,
     plain_console,
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def inspect_command(
-    model: Annotated[str | None, typer.Option(help="Folder or hub name of a causal LM. Default: bundled.")] = None,
+    model: ModelOption = None,
     method: Annotated[
         list[str] | None, typer.Option(help=CHOICE_HELP + " Default: what the model was saved with, or cca.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
+    layers: LayersOption = None,
     length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 131072,
     dtype: Annotated[str, typer.Option(help="Of the cache: float32, bfloat16, ...")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where it is to run: cpu or cuda.")] = "cpu",
-    json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
+    json: JsonOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result file.")] = False,
 ) -> None:
     """Entries, bytes and FLOPs per layer, dense and condensed, and the length from which it pays. Reads no weights."""

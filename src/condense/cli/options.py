@@ -7,7 +7,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +31,22 @@ DEVICE_MAP_HELP = "Spread the model over devices, as accelerate does: auto, bala
 REMOTE_HELP = "Run the code that comes with the model."
 CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's message."
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
-DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"  # what the bundled model learned
+# what the bundled model learned, and Recall with as many groups open as suit the bundled text
+DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
+DEMO_RECALL = "recall:window=256,num_recall=16"
+
+ModelOption = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+TextsOption = Annotated[
+    list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
+]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
+DeviceOption = Annotated[str | None, typer.Option(help=DEVICE_HELP)]
+DeviceMapOption = Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)]
+RemoteOption = Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)]
+LayersOption = Annotated[str | None, typer.Option(help=LAYERS_HELP)]
+JsonOption = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]
 
 T = TypeVar("T")
 
@@ -171,6 +188,22 @@ def read_text(source: str) -> str:
     if not text.strip():
         raise ValueError(f"text: {name} is empty")
     return text
+
+
+def check_targets(*, overwrite: bool, plot: Path | None = None, **files: Path | None) -> None:
+    """Raise ValueError, before any work, if a result file exists (unless ``overwrite``) or a picture cannot be drawn.
+
+    files: by the name of their option; None for those that are not asked for.
+    """
+    from condense.results import refuse_existing
+
+    for name, path in (*files.items(), ("plot", plot)):
+        if path is not None:
+            refuse_existing(path, name, overwrite=overwrite)
+    if plot is not None:
+        from condense.plots import require_matplotlib
+
+        require_matplotlib(plot)
 
 
 def warn_of_length(model: PreTrainedModel, length: int) -> None:

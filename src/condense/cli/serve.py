@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli.options import LAYERS_HELP, POOLING_HELP, choose, read_skeleton
+from condense.cli.options import POOLING_HELP, LayersOption, choose, read_skeleton
 
 
 def serve_command(
@@ -22,7 +22,7 @@ def serve_command(
             help=POOLING_HELP + " By layer, repeated: cca@2,3 and lca@rest. Default: what the model was saved with."
         ),
     ] = None,
-    layers: Annotated[str | None, typer.Option(help=LAYERS_HELP)] = None,
+    layers: LayersOption = None,
 ) -> None:
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from condense.methods import methods_in, settings_of
+from condense.methods import Method, methods_in, settings_of
 from condense.models.apply import apply, condensed_layers
 from condense.version import __version__
 
@@ -79,10 +79,10 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
         )
     if not held:
         apply(model, wanted)
-        logger.warning("the adapter in %s was trained with %s: so is the model condensed", adapter, _said(wanted))
+        logger.warning("the adapter in %s was trained with %s: the model is condensed likewise", adapter, _said(wanted))
 
 
-def _said(methods: dict[int, Any]) -> str:
+def _said(methods: dict[int, Method]) -> str:
     """The methods as text, each once."""
     return ", ".join(map(str, dict.fromkeys(methods.values())))
 

@@ -10,7 +10,7 @@ from condense.ops import UniformRule
 from condense.state import SLACK, first_needed, num_entries, prompt_entries
 
 
-def selects(method: Method) -> TypeGuard[DGA]:
+def chooses_from_prompt(method: Method) -> TypeGuard[DGA]:
     """True for DGA that chooses a whole prompt's focal tokens."""
     return isinstance(method, DGA) and method.selection == "prompt"
 
@@ -45,8 +45,8 @@ def sum_opened(method: Recall, length: int) -> int:
     return rule.chunk * sum(map(quota.at, range(full))) + (rest + 1) * quota.at(full) if full else 0
 
 
-def kept(method: Method, length: int) -> tuple[int, int]:
-    """How many entries and exact tokens, and how many summary queries, a cache keeps on the device, per KV head.
+def cached_counts(method: Method, length: int) -> tuple[int, int]:
+    """How many entries and exact tokens, and how many mean queries, a cache keeps on the device, per KV head.
 
     Exact tokens include those in Recall's store or slots.
     """
@@ -63,13 +63,13 @@ def kept(method: Method, length: int) -> tuple[int, int]:
     return int(num_entries(method, length)) + exact, tail
 
 
-def in_store(method: Recall, length: int) -> int:
+def stored_on_device(method: Recall, length: int) -> int:
     """Tokens per KV head in a store or its slots on the device."""
     groups = int(num_entries(method, length)) if method.store == "device" else method.store_slots
     return groups * method.group_size
 
 
-def on_host(method: Method, length: int) -> int:
+def stored_on_host(method: Method, length: int) -> int:
     """Tokens per KV head in host memory."""
     is_there = isinstance(method, Recall) and method.store == "host"
     return int(num_entries(method, length)) * method.layout.rule.chunk if is_there else 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from condense.models.padding import Padding, check_mask, look_at
+from condense.models.padding import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
 from condense.plan import ForwardPlan
 
@@ -95,7 +95,7 @@ class Forward:
             mask = self.mask
             if mask is not None:
                 check_mask(mask, self.B, max(0, -start, start + length - mask.shape[-1]))
-            self._paddings[slots] = None if mask is None else look_at(mask[:, 0, 0, start : start + length])
+            self._paddings[slots] = None if mask is None else find_padding(mask[:, 0, 0, start : start + length])
         return self._paddings[slots]
 
     def plan(self, start: int | None) -> ForwardPlan:

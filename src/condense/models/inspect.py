@@ -14,7 +14,15 @@ from condense.methods.prompt import FocalPrompt
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
-from condense.models.counts import first_that, in_store, kept, on_host, selects, sum_closed, sum_opened
+from condense.models.counts import (
+    cached_counts,
+    chooses_from_prompt,
+    first_that,
+    stored_on_device,
+    stored_on_host,
+    sum_closed,
+    sum_opened,
+)
 from condense.models.families import is_latent, sliding_window
 from condense.ops.tensors.per_row import PerRow, at_most
 from condense.ops.triton.limits import settings_obstacle
@@ -86,13 +94,13 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     if method is None:
         stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
-    entries, tail = kept(method, length)
+    entries, tail = cached_counts(method, length)
     numbers = entries * heads.entry_numbers + tail * heads.scored
     cached, token_bytes = heads.cached, heads.entry_numbers * itemsize
     saved = int(num_entries(method, length)) * (token_bytes - cached.entry_bytes(method, itemsize))
     extra_bytes = cached.bias_bytes(method, length, itemsize) - saved
     if isinstance(method, Recall):
-        saved = in_store(method, length) * (token_bytes - cached.stored_bytes(method, itemsize))
+        saved = stored_on_device(method, length) * (token_bytes - cached.stored_bytes(method, itemsize))
         extra_bytes += cached.index_bytes(method, length, itemsize) - saved
     slots = method.store_slots if isinstance(method, Recall) else 0
     return LayerReport(
@@ -109,7 +117,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
         remark=_remark(heads, method, length, itemsize),
-        host_bytes=on_host(method, length) * heads.cached.stored_bytes(method, itemsize),
+        host_bytes=stored_on_host(method, length) * heads.cached.stored_bytes(method, itemsize),
     )
 
 
@@ -119,11 +127,11 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
         if method.prompt == "exact":
             read = f"the prompt is read with dense attention; {read}"
         if method.store == "host":
-            host = on_host(method, length) * heads.cached.stored_bytes(method, itemsize)
+            host = stored_on_host(method, length) * heads.cached.stored_bytes(method, itemsize)
             return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
         larger = ", so the cache is larger than a dense one" if method.store_bits == 16 else ""
         return f"recall: all {length} tokens stay on the device{larger}; {read} of it"
-    if selects(method) and FocalPrompt(method).num_focal(length) == length:
+    if chooses_from_prompt(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
     if isinstance(method, SnapKV | SparsePrefill):
@@ -139,8 +147,11 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
 
 @dataclass(frozen=True)
 class _Heads:
-    """entry_numbers: in one cache entry of all KV heads. scored: those of them that a summary query scores.
-    cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its keys.
+    """A layer's heads and the cost of its attention.
+
+    entry_numbers: numbers in one entry, or one token, of all KV heads. scored: those of them that a summary query
+    scores. cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its
+    keys.
 
     FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to make
     keys and values of it; absorb_flops per token, to make a query on latents of its query.
@@ -183,7 +194,7 @@ class _Heads:
 
     def flops(self, method: Method, length: int) -> int:
         """FLOPs of a prompt of ``length`` tokens."""
-        if selects(method):
+        if chooses_from_prompt(method):
             return int(self._selected(method, length))
         if isinstance(method, Recall):
             return self._recalled(method, length)
@@ -207,7 +218,7 @@ class _Heads:
             opened = method.num_recall if isinstance(method.num_recall, int) else _MOST_OPENED
         # a method that pays at all pays from some length below this limit (DGA's prompts: 8 ``min_focal`` above it)
         limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
-        if selects(method):
+        if chooses_from_prompt(method):
             return self._selection_pays_from(method, limit + 8 * method.min_focal)
 
         def pays(length: int) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
@@ -29,7 +30,7 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     method: Any = module.condense_method
     num_heads: Any = module.num_heads
     group = head_group(module, q.shape[1])
-    over_ranks: Any = None
+    over_ranks = None
     if group is not None:
         over_ranks = partial(_over_ranks, group, num_heads)
         # rope keys need no `sum_gradients`: the stock projection sums their gradients over the ranks
@@ -67,7 +68,7 @@ def step_on_latents(
     return up.project_out(out)
 
 
-def _over_ranks(group: Any, heads: int, x: Tensor) -> tuple[Tensor, int]:
+def _over_ranks(group: dist.ProcessGroup, heads: int, x: Tensor) -> tuple[Tensor, int]:
     return sum_over(group, x), heads
 
 

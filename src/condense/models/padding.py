@@ -1,4 +1,4 @@
-"""Padding among the new slots, wherever it is.
+"""Padding among the new slots of rows, on the left or anywhere else.
 
 Attention needs every row right-aligned, which rows padded on the left, as in generation, are already. Padding elsewhere
 (second turns of different lengths, padding on the right) is moved to the left, and the outputs are moved back.
@@ -42,7 +42,7 @@ class Padding(NamedTuple):
         return out.masked_fill(self.pad[:, None, :, None], 0)
 
 
-def look_at(real: Tensor) -> Padding | None:
+def find_padding(real: Tensor) -> Padding | None:
     """The padding of slots that are tokens where ``real`` (bool ``[B, L]``); None if all are. Waits for the device."""
     host = real.cpu()
     if bool(host.all()):

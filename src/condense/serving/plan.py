@@ -8,8 +8,8 @@ has up to three kinds (`condense.ops.paged`):
 - ring: the newest mean queries, one page per request, for methods whose groups are weighed by several queries.
 
 A page of entries may be shared by requests that begin with the same tokens, as an engine's prefix cache does. So the
-entry of group j lies where the token stands that completes its summary: in state ``s = j + summary_delay / g``, which
-covers tokens ``[s * g, (s + 1) * g)`` and depends on no later ones.
+entry of group j lies where the token stands that completes its summary: in slot ``s = j + summary_delay / g`` of the
+entries, which covers tokens ``[s * g, (s + 1) * g)`` and depends on no later ones.
 
 Shapes: g tokens per group, w tokens of window, N slots of a page.
 """
@@ -49,7 +49,7 @@ class ServingPlan:
 
     @property
     def group_size(self) -> int:
-        """Tokens per group, g: so many tokens of a request become one state."""
+        """Tokens per group, g: a slot of the entries covers as many."""
         return self.settings.rule.chunk
 
     @property

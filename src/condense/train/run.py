@@ -217,7 +217,7 @@ def _write_phase(
 
 
 def _builder(config: TrainConfig, prepared: Prepared, phase: PhaseConfig) -> SequenceBuilder | WeightedBuilder:
-    """Raises ValueError for a corpus shorter than a sequence, and for more hidden numbers than there are names."""
+    """Builds a phase's sequences. Raises ValueError for too short a corpus and for too few names for hidden numbers."""
     words = load_words().trained
     most = len(words) // 2
     if phase.task_share and phase.keys[1] > most:
