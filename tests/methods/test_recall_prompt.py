@@ -5,7 +5,7 @@ import torch
 from models import tiny
 
 import condense
-from condense.caches import CondensedLayer
+from condense.caches import CondensedLayer, RecallLayer, StaticRecallLayer
 from condense.caches.request import read_request
 from condense.latent import UpProjection
 from condense.models.inspect import inspect
@@ -56,6 +56,18 @@ def test_chunks_are_dense_and_steps_recall():
         torch.testing.assert_close(_attend(layer, EXACT, q, k, v, start, stop), dense[:, :, start:stop], **CLOSE)
     for t in range(53, 70):
         torch.testing.assert_close(_attend(layer, EXACT, q, k, v, t, t + 1), whole[:, :, t : t + 1], **CLOSE)
+
+
+@pytest.mark.parametrize("layer", [RecallLayer(EXACT), StaticRecallLayer(EXACT, 99)], ids=["growing", "static"])
+def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
+    """The window then has as many columns as rows have tokens, some of which hold nothing."""
+    q, k, v = oracle.random_qkv(2, 4, 2, 45, 8, 8)
+    want = condense.attention(q, k, v, method=DENSE, scale=0.3)
+    _attend(layer, EXACT, q, k, v, 0, 40)
+    new = [torch.nn.functional.pad(x[:, :, 40:], (0, 0, 40, 0)) for x in (q, k, v)]
+    request = read_request(new[0], scale=0.3, counts=torch.tensor([5, 5]))
+    out = EXACT.attend(new[0], layer.read(new[1], new[2], request), scale=0.3)[0]
+    torch.testing.assert_close(out[:, :, 40:], want[:, :, 40:], **CLOSE)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
