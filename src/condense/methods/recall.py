@@ -48,7 +48,6 @@ from condense.ops.recall import (
     attend_recall,
     build_index,
 )
-from condense.ops.tensors.per_row import max_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +290,7 @@ class Recall(Method):
         """
         spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        assert spans.padding is not None
-        if max_row(spans.window_start + spans.padding) <= 0:
+        if spans.window_is_whole():
             window, tokens = None, Source(k[:, :, :0], v[:, :, :0])
         else:
             window, tokens = self.window, self._asked_and_tokens(q, context)[1]

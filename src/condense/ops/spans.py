@@ -24,6 +24,7 @@ from condense.ops.tensors.per_row import (
     at_most,
     broadcast_rows,
     int_if_equal,
+    max_row,
 )
 
 
@@ -185,6 +186,13 @@ class RuleSpans:
         """The numbers of `Start` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
         numbers = (self.query_start, self.window_start, self._padding, self.prompt_entries)
         return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
+
+    def window_is_whole(self) -> bool:
+        """True if the window holds every row from its first token on.
+
+        As many of its first columns as a row has padding hold no tokens, also where tokens read before follow them.
+        """
+        return max_row(self.window_start + self._padding) <= 0
 
     def is_hull(self, start: int, stop: int) -> bool:
         """True for a single query at the same position in all rows, as in a decode step without padding."""
