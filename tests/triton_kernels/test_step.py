@@ -174,7 +174,7 @@ def filled_state(method, past, tokens):
     state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=past.entries[0].dtype)
     seen, M = past.seen, past.entries[0].shape[2]
     state.entries_k[:, :, :M], state.entries_v[:, :, :M] = past.entries[0], past.entries[1]
-    for ring, new in ((state.ring_k, past.window_k), (state.ring_v, past.window_v), (state.ring_q, past.summary_q)):
+    for ring, new in ((state.ring_k, past.window_k), (state.ring_v, past.window_v), (state.ring_q, past.mean_q)):
         for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):
             ring[:, :, (seen - back) % ring.shape[2]] = new[:, :, -back]
     state.seen.fill_(seen)
