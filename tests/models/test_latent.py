@@ -103,7 +103,7 @@ def test_no_step_expands_the_past(monkeypatch):
     monkeypatch.setattr(UpProjection, "expand", lambda up, x: expanded.append(x.shape[2]) or expand(up, x))
     model = condense.apply(tiny.model("deepseek_v3"), LCA)
     tiny.generate(model, IDS)
-    # the prompt's representatives in each layer; its tokens came expanded
+    # the prompt's entries in each layer; its tokens came expanded
     assert expanded == [13] * 3
 
 
