@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from condense.tasks import Corpus
 
-# Grids of dear cells, with how many of them are in `make test`: those with the most values of parameters that no other
-# has, then those that bring the most pairs. Where the number is smaller than that of the values, some of these are left
-# to `make test-all` too, for which all other cells are `slow`.
+# Tests whose grid of parameters is slow as a whole, and how many of its cells (one value for each parameter) are in
+# `make test`: first those with the most values that no cell before them has, then those with the most new pairs of
+# values (`covering`). All other cells are marked `slow` and left to `make test-all`.
 DEAR = {
     "caches/test_cache_bytes.py::test_bytes_after_prefill_and_decode": 3,
     "caches/test_condensed_layer.py::test_crop_is_exact_for_every_count_at_every_boundary": 7,
@@ -180,7 +180,8 @@ DEAR = {
 }
 
 
-# as many cells as every value takes, however few `--cells` asks for: each model, with each version of transformers
+# Grids of which `make test` has every value, however few cells `--cells` asks for. This one reads every model, and is
+# run with each version of transformers.
 EVERY_VALUE = {"models/test_parity.py::test_full_forward_chunks_and_steps_agree"}
 
 
@@ -225,9 +226,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def covering(cells: Sequence[pytest.Item], count: int | None) -> list[pytest.Item]:
-    """So many cells of a grid, each the one with the most values of parameters that none before has, then pairs.
+    """``count`` cells of a grid: each has the most values that no cell before it has, of equals the most new pairs.
 
-    count None: until there is no such value.
+    count None: as many as it takes for every value.
     """
     # a mixed but fixed order decides among equals
     left = sorted(cells, key=lambda cell: hashlib.sha256(cell.nodeid.encode()).digest())

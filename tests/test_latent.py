@@ -201,7 +201,7 @@ def test_a_step_is_absorbed_and_whole_sequences_are_not(monkeypatch):
     monkeypatch.setattr(UpProjection, "expand", lambda up, e: expanded.append(e.shape[2]) or expand(up, e))
     shape = (1, 2, 41, (4, 2, 16, 4))
     read_in_steps(cases.PLANS["lca"], latent_oracle.random(*shape), (37, 1, 3), absorb=None, hand_over=True)
-    # the prompt's seven representatives; else only what this test hands over as new
+    # 7: the prompt's entries; the others are the new tokens, which a model would have expanded already
     assert expanded == [37, 7, 1, 3]
 
 

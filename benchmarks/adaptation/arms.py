@@ -11,15 +11,15 @@ from condense.train import PhaseConfig
 from condense.train.recipes import DEMO_ARCHITECTURE, TINY_MLA_ARCHITECTURE
 
 LENGTH = 8192
-EDGES = (0, 512, 1024, 2048, 4096)  # of the stretches of text loss by position
+EDGES = (0, 512, 1024, 2048, 4096)  # positions between which text loss is averaged
 # on ordinary keys this is LCA too
 OWN = CCA(group_size=16, window=512, summary="streaming", key_pooling="select", rep_bias="log_size")
-# with which every model is measured, besides its own method and the dense side
+# every model is measured with these, besides its own method and dense attention
 CONTROLS: Mapping[str, Method] = {
     "window": StreamingLLM(sink=4, window=988),  # as many tokens as OWN has keys for the last query: 480 + 512
     "recall": Recall(group_size=16, window=512, num_recall=32),
 }
-# and what of a method is changed afterwards, without training
+# settings in which a trained model's method is changed, to measure it without training it again
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "g 8": {"group_size": 8},
     "g 32": {"group_size": 32},

@@ -26,8 +26,8 @@ class Row(NamedTuple):
 
 
 Results = Mapping[Row, Mapping[int, Mapping[str, Any]]]  # by seed
-LEARNED = 0.9  # of what the dense control finds in the end
-_SHOWN = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the steps
+LEARNED = 0.9  # share of what the dense control finds in the end
+_SHOWN = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the steps
 _DRAWN = ("dense", "both", "growing", "plain", "distilled", "alternate")
 
 

@@ -36,7 +36,7 @@ from condense.train.phase import train_phase
 from condense.train.trained import set_trained
 
 WORKERS = 3
-LEARNED = 0.97  # share of the answers' tokens; then the base's short phase may end
+LEARNED = 0.97  # share of the answers' tokens that are right, at which the base's short phase may end
 KEYS = 8  # questions per text
 
 

@@ -86,7 +86,7 @@ def main() -> None:
 
     options = parser.parse_args()
     if options.command == "run":
-        # once, before every process wants it
+        # encoded here once, not in every process
         for paths in (options.train, options.test):
             load_corpus(paths, load_tokenizer(), options.work / "cache")
         deadline = time.time() + 60 * options.minutes

@@ -97,7 +97,7 @@ def execute(run: Run, setting: Setting, *, keep_model: bool) -> None:
         target = setting.model_of(run.name)
         part = target.with_name(f".{target.name}.part")
         model.save_pretrained(part)
-        shutil.rmtree(target, ignore_errors=True)  # of a run that ended before its result was written
+        shutil.rmtree(target, ignore_errors=True)  # left by a run that ended before it wrote its result
         part.rename(target)
 
     model.to(device).eval()

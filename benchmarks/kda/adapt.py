@@ -34,7 +34,7 @@ from condense.train.optimizer import MasterAdamW
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "zero_shot"))
 
-from training import load_npz, train_dense  # of zero_shot
+from training import load_npz, train_dense  # of benchmarks/zero_shot
 
 LENGTH, KEYS = 4096, 8
 OWN = CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")

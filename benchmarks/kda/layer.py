@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# as the library's layer calls its operations
+# settings with which the library's own layer calls its operations
 CALL: Mapping[str, Any] = {
     "use_qk_l2norm_in_kernel": True,
     "use_gate_in_kernel": True,

@@ -146,7 +146,7 @@ def engine(args):
     def ask(prompts, **more):
         """Each prompt of each variant: lists of outputs, by variant."""
         ids, params = [{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(**sampling | more)
-        if DEVICE == "cpu":  # vLLM 0.32 confuses them within one batch there, for dense models too
+        if DEVICE == "cpu":  # there vLLM 0.32 confuses adapters within one batch, for dense models too
             return [started.llm.generate(ids, params, use_tqdm=False, lora_request=request) for request in lora]
         requests = [request for request in lora for _ in ids]
         outputs = started.llm.generate(ids * len(lora), params, use_tqdm=False, lora_request=requests)

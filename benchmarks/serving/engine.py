@@ -31,9 +31,9 @@ LLAMA = {
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
     "eos_token_id": 128001, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-# as `condense serve` and vLLM's server set it
+# tokens in one step, as `condense serve` and vLLM's server set them
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
-# on an H200, what is left of 0.92 of its memory
+# what the model leaves of 0.92 of an H200's memory
 PAGES_GIB = 112
 SIZES = (1, 2, 4, 6, 8, 16, 24, 32, 64, 76, 80, 90, 128, 192, 256)
 

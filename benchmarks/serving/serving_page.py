@@ -83,7 +83,7 @@ def _every(rounds, name):
 def _traffic_table(rounds):
     long, short = ({name: _every(rounds[name], kind) for name in NAMES} for kind in ("long", "short"))
     capacity, documents = ({name: _every(rounds[name], kind) for name in NAMES} for kind in ("capacity", "documents"))
-    # of each process the first prompt compiles kernels
+    # without each process's first prompt, which compiles kernels
     first = [value for content in rounds["condensed"] for value in content.get("first", [])[1:]]
     least = [run["first_token_s"]["min"] for run in long["dense"]]
     lines = [

@@ -37,7 +37,7 @@ ROWS = {
     LONG + 1: (1, 2, 4, 6, 16, 32, 64, 76, 80, 90),
 }
 DECODES = {f"decode-{length}": length for length in ROWS}
-# so that the first requests of ten numbers of rows have tokens left to answer with
+# few enough that the first requests still have tokens to answer with when up to ten numbers of rows were timed
 STEPS, SKIPPED = 40, 5
 
 
@@ -62,7 +62,7 @@ def capacity(engine, seed):
 
 def decode(engine, length):
     """Time between tokens by rows: requests join those that run; ends at the first rows that do not all run at once."""
-    # dense: those that fit; condensed: the largest number of rows tells
+    # dense: numbers of rows that fit into the cache; condensed: all, as what fits is found by trying
     wanted = [rows for rows in ROWS[length] if engine.condensed or rows * (length + ANSWER) <= engine.pages[0] * 16]
     prompts, before = prompts_of(max(wanted), length, seed=length), engine.preempted
     engine.fill(prompts)
@@ -70,7 +70,7 @@ def decode(engine, length):
     for rows in wanted:
         names += engine.add(prompts[len(names) : rows], ANSWER)
         at = []
-        # those that join may need a few steps until they do
+        # new requests may take some steps to be read
         for _ in range(2 * (SKIPPED + STEPS)):
             step = engine.step(answers)
             if step.tokens == rows:
@@ -100,7 +100,7 @@ def documents(engine, seed):
     texts = prompts_of(10, LONG - 128, seed)
     engine.fill(texts)
     questions = [[*text, *question] for text, question in zip(texts, prompts_of(10, 60, seed + 1), strict=True)]
-    if not engine.condensed:  # nothing is found, and each would be read for ten seconds: only look
+    if not engine.condensed:  # no text is found in the cache, and to read each takes ten seconds: only look
         with engine.without_model():
             answers = [engine.run([question], 2)[1][0] for question in questions]
         return {"cached": [a.cached for a in answers]}

@@ -30,7 +30,7 @@ def by_label(runs: Runs) -> dict[str, list[Row]]:
         dense, found = run["text"][0], {entry["name"]: entry["exact"]["share"] for entry in run["retrieval"]}
         for text in run["text"]:
             if text is dense and run["part"] != runs[0]["part"]:
-                continue  # the same numbers stand there
+                continue  # dense attention's row is there from the first part
             losses = [text["loss"] - dense["loss"], *_parts(text, dense)]
             rows.setdefault(text["name"], []).append(Row(*run["shares"][text["name"]], found[text["name"]], *losses))
         if "before" in run:

@@ -10,14 +10,15 @@ from condense import CCA, DGA, LCA, CalibrationConfig, Dense, Method, Recall, St
 from condense.methods.grouped import GroupPooling
 
 GROUP, WINDOW, SINKS = 16, 256, 4
-SHARES = (0.05, 0.09, 0.16, 0.25)  # of the dense cache: sizes asked for, and of methods that can have any
+# shares of the dense cache at which methods are compared; those that can have any size get these
+SHARES = (0.05, 0.09, 0.16, 0.25)
 BUDGET = 0.02
 NUMBERS = 32  # hidden in each text of a calibration
 _PLACED: dict[str, Any] = {"group_size": GROUP, "window": WINDOW}
-# what does best without training, and with it
+# the pooling that does best without training, and the one that does best with it
 POOLED = CCA(**_PLACED, key_pooling="mean", value_pooling="mean", rep_bias="log_size")
 TRAINED = CCA(**_PLACED, summary="streaming", key_pooling="select", rep_bias="log_size")
-# on latents
+# for models with latents
 LATENT = LCA(**_PLACED, rep_bias="log_size")
 
 

@@ -14,7 +14,7 @@ from rows import BUDGET, GROUP, SHARES, WINDOW
 
 sys.path.append(str(Path(__file__).parent.parent / "experiments"))
 
-from needed import TARGET, predicted  # of experiments
+from needed import TARGET, predicted  # of benchmarks/experiments
 from needed import needed as groups_needed
 
 # what is held against each other at equal bytes, and the beginnings of the labels that belong to each
@@ -31,9 +31,9 @@ _KINDS = {
     "pooled: DGA": "dga",
     "dense cache in fewer bits": "dense cache",
 }
-_SLACK = 0.002  # of the dense cache, by which a size may be exceeded
-_LEAST = 0.99  # of the numbers that dense attention finds
-_NUMBERS = 512  # hidden for each model
+_SLACK = 0.002  # share of the dense cache by which a row may exceed its size
+_LEAST = 0.99  # goal: share of the numbers that dense attention finds
+_NUMBERS = 512  # numbers hidden for each model
 _FINER = "recall finer index, entries of 4 bits"
 _GOALS = {
     _FINER: "host store, 9 %: `Recall` in all layers",

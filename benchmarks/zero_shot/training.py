@@ -36,8 +36,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "mla": {**TINY_MLA_ARCHITECTURE, **_POSITIONS, "kv_lora_rank": 160},
 }
 TOKENS_PER_STEP = 65_536
-LEARNED = 0.97  # of the answer tokens right, over the steps between two entries of the log
-_LEAST = 0.5  # of them at the end of a phase: a model that looks nothing up has some 0.3
+LEARNED = 0.97  # share of answer tokens that are right, over the steps between two entries of the log
+_LEAST = 0.5  # the same at the end of a phase; a model that looks nothing up has some 0.3
 _WORKERS = 3
 
 
@@ -98,7 +98,7 @@ def train_dense(
     model = new_model(ARCHITECTURES[architecture], tokenizer, "bfloat16")
     words, records = load_words().trained, []
     for number, phase in enumerate(phase for phase in phases(trial) if phase.sequence_length <= longest):
-        compiled = number == 0 and device().type == "cuda"  # most of the steps, of one shape
+        compiled = number == 0 and device().type == "cuda"  # the phase with most of the steps, all of one shape
         for layer in model.model.layers:
             layer._compiled_call_impl = None
             if compiled:

@@ -92,7 +92,7 @@ def _read(
     if reading.num_chunks > 0:
         summary = None
         if reading.summaries is not None:
-            summary = summarize(q, before.summary_q, reading.summaries, backend=backend)
+            summary = summarize(q, before.mean_q, reading.summaries, backend=backend)
             summary = summary.expand(-1, -1, reading.num_chunks, -1)
         chunks = Chunks(
             window_k, window_v, reading.columns, reading.num_chunks, method.layout.rule.chunk, reading.numbers
@@ -115,7 +115,7 @@ def _read(
             tuple(_detached(x, before.window_k) for x in entries),
             _detached(newest(window_k, num_window), before.window_k),
             _detached(newest(window_v, num_window), before.window_k),
-            _newest_queries(method.layout.num_summary, before.summary_q, q, padding, backend),
+            _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend),
             reading.seen,
             before.prompt_tokens,
         )

@@ -25,7 +25,7 @@ class LayerState(NamedTuple):
 
     entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, with fewer than
     16 bits rows of bytes (`condense.ops.EntryFormat`), then the method's own tensors as `condense.Method.represent`
-    makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens, right-aligned. summary_q
+    makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens, right-aligned. mean_q
     ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head, right-aligned; a group's summary
     query is a mean of these. seen: real tokens per row since its prompt; prompt_tokens: those of a prompt that was read
     at once before, whose entries come first. Both are an int where the rows agree, else int64 CPU ``[B]``.
@@ -34,14 +34,14 @@ class LayerState(NamedTuple):
     entries: tuple[Tensor, ...]
     window_k: Tensor
     window_v: Tensor
-    summary_q: Tensor
+    mean_q: Tensor
     seen: PerRow
     prompt_tokens: PerRow
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors: entries, window, mean queries."""
-        return *self.entries, self.window_k, self.window_v, self.summary_q
+        return *self.entries, self.window_k, self.window_v, self.mean_q
 
     def map(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
@@ -51,7 +51,7 @@ class LayerState(NamedTuple):
             tuple(map(change, self.entries)),
             change(self.window_k),
             change(self.window_v),
-            change(self.summary_q),
+            change(self.mean_q),
             change_number(self.seen),
             change_number(self.prompt_tokens),
         )

@@ -163,7 +163,7 @@ def test_gradients_flow_past_a_cache_that_goes_on():
     [
         (RecallLayer, {"num_recall": 1025}, "got 1,025 times 64; use fewer slots"),
         (RecallLayer, {"num_recall": 1024}, None),
-        (RecallLayer, {"num_recall": 0.5}, None),  # of how many groups is not known
+        (RecallLayer, {"num_recall": 0.5}, None),  # a growing cache does not know of how many groups
         (StaticRecallLayer, {"num_recall": 0.5}, "got 4,095 times 64"),
         (StaticRecallLayer, {"num_recall": 1025}, "got 1,025 times 64"),
         (StaticRecallLayer, {"num_recall": 0.1}, None),

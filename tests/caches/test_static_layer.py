@@ -107,7 +107,7 @@ def test_reorder_is_in_place(method):
     static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
     counts = torch.tensor([20, 33, 27])
     for layer in (static, growing):
-        layer.reorder_cache(torch.tensor([2, 1, 0]))  # nothing there yet
+        layer.reorder_cache(torch.tensor([2, 1, 0]))  # an empty cache
         _read(layer, _qkv(33), counts)
     addresses = [x.data_ptr() for x in static.buffers]
     for layer in (static, growing):
@@ -143,7 +143,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# a selection looks at how many tokens each row chooses, on the host
+# all methods but those that choose tokens of a prompt, for which the host must know how many each row chose
 @pytest.mark.parametrize("method", [method for method in METHODS.values() if method.prompt_reader is None], ids=str)
 def test_the_host_looks_at_nothing_for_a_prompt_and_eager_steps(method):
     layer = StaticCondensedLayer(method, LENGTH)
@@ -167,9 +167,9 @@ def test_the_host_does_not_trust_its_count_once_steps_are_recorded(method):
     assert static.count_slots() == int(static.num_slots) == 36
     assert_close(_read(static, _qkv(7)), _read(growing, _qkv(7)), **EXACT)
     static.reset()
-    static.num_slots.add_(2)  # as a graph that is replayed does
+    static.num_slots.add_(2)  # as a replayed graph does, unseen by the host
     assert static.count_slots() == 2
-    # whoever knows that no graph is may say so
+    # a caller that knows the count gives it, and the device is not asked again
     static.know_slots(2)
     static.num_slots.add_(1)
     assert static.count_slots() == 2
@@ -179,8 +179,8 @@ def test_the_first_tokens_may_come_one_by_one(method):
     layer = StaticCondensedLayer(method, 40)
     qkv = _qkv(40)
     got = torch.cat([_read(layer, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
-    # token by token there is no prompt to look ahead in
-    if method.prompt_reader is not None:  # nothing but the first
+    # token by token there is no prompt whose last queries could make summaries
+    if method.prompt_reader is not None:  # the first token is a prompt, of which tokens are chosen
         growing = CondensedLayer(method)
         want = torch.cat([_read(growing, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     else:
@@ -253,7 +253,7 @@ def test_tokens_that_are_expected(method):
     layer.expect_prompt(plain=True)
     _read(layer, _qkv(2))
     assert layer.expected is Expected.ANY
-    layer.expect_prompt(plain=True)  # but these are not the first tokens
+    layer.expect_prompt(plain=True)  # ignored: the layer holds tokens already
     assert layer.expected is Expected.ANY
     layer.reset()
     layer.skip_prompt()

@@ -160,7 +160,7 @@ def test_compiled_steps_are_one_graph(few):
         assert_close(step(q, k, v, scale=SCALE), _read(growing, (q, k, v)), **EXACT)
     assert static.count_slots() == int(static.num_slots) == 42
     assert_close(_read(static, _qkv(7)), _read(growing, _qkv(7)), **EXACT)
-    # a graph that is replayed counts on the device, and whoever knows the length says so
+    # a replayed graph counts on the device alone, so its caller gives the length
     static.num_slots.add_(2)
     assert static.count_slots() == 51
     static.know_slots(50)

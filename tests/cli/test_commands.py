@@ -416,7 +416,7 @@ def test_files_of_others_are_refused_in_one_line(saved: Path, tmp_path: Path) ->
 
 
 def test_an_unknown_name_offline_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # what the variable of that name sets
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as HF_HUB_OFFLINE=1 sets it
     done = run_here("generate", "a", "--model", "nobody/nothing")
     assert done.returncode == 2
     assert "cannot read nobody/nothing" in done.stderr
@@ -495,7 +495,7 @@ def interrupt(*arguments: str, after: Path, how: int) -> int | None:
     deadline = time.monotonic() + 120
     while not after.exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(0.2)  # to write it
+    time.sleep(0.2)  # until it is written
     os.kill(process.pid, how)
     return finish(process)[0]
 
@@ -516,7 +516,7 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
         "--train", "qkv",
     )  # fmt: skip
     checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-25"
-    # what is written last
+    # `complete` is the last file of a checkpoint
     code = interrupt(*arguments, after=checkpoint / "complete", how=how)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert [path.name for path in tmp_path.iterdir()] == ["adapted.work"]

@@ -49,7 +49,7 @@ def _commands(group, path=()):
         yield from _commands(command, (*path, name))
 
 
-# "run" hands --help on to its program; dots after a comma stand for more values, not for words that were cut off
+# "run" is left out: it hands --help on to its program. Dots after a comma mean more values, not text cut off.
 @pytest.mark.parametrize(
     "command", [path for path in _commands(typer.main.get_command(app)) if path != ("run",)], ids=str
 )

@@ -61,7 +61,7 @@ def names(request, tmp_path, monkeypatch):
         tokenizer.save_pretrained(tmp_path / "model")
         sizes = LlamaConfig(**SIZES | {"vocab_size": len(tokenizer), "hidden_size": 64})
         store = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-        for key, value in store.items():  # as of torchrun
+        for key, value in store.items():  # the variables that torchrun sets
             monkeypatch.setenv(key, value)
     AutoModelForCausalLM.from_config(sizes).save_pretrained(tmp_path / "model")
     ids = torch.randint(2, 64, (1, 40))
@@ -72,7 +72,7 @@ def names(request, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("page", "names"), [(page, page) for page in WITH_PYTHON], indirect=["names"], ids=WITH_PYTHON)
 def test_python_runs_as_it_stands(page, names, monkeypatch):
     monkeypatch.setattr(config, "_REGISTRY", dict(config._REGISTRY))  # a guide's method is known to its guide alone
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # minutes on a CPU
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # which takes minutes on a CPU
     for block in BLOCK.finditer(PAGES[page]):
         line = PAGES[page].count("\n", 0, block.start(1))
         exec(compile("\n" * line + block.group(1), ROOT / page, "exec"), names)
@@ -81,7 +81,7 @@ def test_python_runs_as_it_stands(page, names, monkeypatch):
 def parsed(words):
     """The parameters that a command line means; raises what a user would see if it means none."""
     command = typer.main.get_command(app)
-    while hasattr(command, "commands"):  # a group, with the name of one of its commands next
+    while hasattr(command, "commands"):  # a group of commands: the next word names one
         command = command.commands[words.pop(0)]
     return command.make_context(command.name, words).params
 
@@ -91,7 +91,7 @@ def test_commands_parse(line):
     given = parsed(shlex.split(line, comments=True)[1:])
     methods = given.get("method") or []
     for method in [methods] if isinstance(methods, str) else methods:
-        if not method.startswith("@"):  # a file that there is not
+        if not method.startswith("@"):  # names a file, which these tests do not have
             choice_from_text(method)
     if given.get("layers"):
         parse_layers(given["layers"])

@@ -18,7 +18,7 @@ PROMPTS = {"cca": METHODS["last"], "recall": condense.Recall(group_size=16, wind
 
 
 pytestmark = [
-    # inductor has advice to give, on TensorFloat32 for one, and Dynamo looks into functions that are cached
+    # advice of inductor (on TensorFloat32, for one), and Dynamo's warning that it traces into cached functions
     pytest.mark.filterwarnings("ignore::UserWarning"),
     # PyTorch 2.11's Dynamo makes instances of autograd functions
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -66,7 +66,7 @@ def test_prompts_and_steps_of_generate(method):
 def test_prompts_in_bfloat16(method):
     """Heads of 128, which Hopper's kernels take: logits at most twice as far from float64 as those not compiled."""
     if isinstance(method, condense.Recall):
-        method = method.replace(num_recall=9)  # all that there are, or rounding would choose others
+        method = method.replace(num_recall=9)  # as many as there are, so that rounding cannot choose others
     torch._dynamo.reset()
     stock = tiny.model("llama", num_hidden_layers=1, head_dim=128)
     tokens = tiny.tokens(2, 150, seed=0)

@@ -93,7 +93,7 @@ def test_graph_of_the_stock_model():
     agree(got, _greedy(model, ids, torch.ones_like(ids), 100), model, torch.ones_like(ids))
 
 
-# inductor has advice to give, on TensorFloat32 for one
+# advice of inductor, on TensorFloat32 for one
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled-and-captured"])
 def test_logits_in_bfloat16(compiled):

@@ -52,7 +52,7 @@ def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):
     assert float((got[1] - want[1]).abs().max()) < 1e-5
 
 
-# of the device's properties, into which Dynamo looks although they are cached
+# Dynamo traces into the cached function that reads the device's properties, and says so
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")
 def test_compiled_as_one_graph():
     settings = IndexSettings("bounds", 16, 8, 8)

@@ -12,7 +12,7 @@ from condense.caches.token_store import new_store
 
 DEVICE_STORE = condense.Recall(group_size=4, window=8, num_recall=3)
 SLOTS = (0, 2, 12, 100)
-# what is kept of groups
+# settings of what is kept of a group: its tokens, its entry, its row of the index
 KEPT = {
     "defaults": {},
     "8-bits": {"store_bits": 8},

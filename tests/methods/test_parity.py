@@ -75,7 +75,7 @@ def check_past(method, past, position, B):
     kept = past.window_k.shape[2]
     assert needed <= kept <= needed + SLACK + method.layout.rule.chunk
     assert past.window_v.shape[2] == kept
-    assert past.summary_q.shape[2] <= max(0, method.layout.num_summary - 1 + SLACK)
+    assert past.mean_q.shape[2] <= max(0, method.layout.num_summary - 1 + SLACK)
 
 
 def check_rows(method, steps, backend, *, prompt=False):

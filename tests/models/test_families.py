@@ -24,7 +24,7 @@ STATED = {
 EXACT = "exact"
 LENGTH, PROMPT, NUM_PADS = 18, 13, 5
 CONDENSED = condense.CCA(group_size=2, window=4)
-# those that are the stock model: nothing pooled yet, and groups of one token
+# methods that change nothing: a window longer than the text, and groups of one token
 STOCK = (condense.CCA(group_size=2, window=LENGTH), condense.CCA(group_size=1, window=0))
 # some models compute routers, rotations or linear attention in float32, where sums in another order differ by so much
 ROUNDED = {"rtol": 0, "atol": 5e-6}

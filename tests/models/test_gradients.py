@@ -91,7 +91,7 @@ def test_gradients_differ_from_dense():
 
 
 def test_gradient_is_the_slope():
-    # gpt2: llama's norms round to float32; and not the loss, which transformers takes in float32
+    # all in float64: gpt2, since llama's norms round to float32, and logits, since the loss of transformers does
     model = _trainable("gpt2", "streaming-6").eval()
     weight = model.transformer.h[0].attn.c_attn.weight
     value = model(IDS, use_cache=False).logits.square().mean()

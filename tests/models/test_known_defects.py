@@ -8,7 +8,7 @@ import condense
 
 IDS = tiny.tokens(1, 40)
 RESTARTING = torch.cat([torch.arange(25), torch.arange(15)])[None]
-LONG = condense.CCA(window=1000)  # nothing is condensed
+LONG = condense.CCA(window=1000)  # longer than the text: nothing is condensed
 
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])

@@ -70,7 +70,7 @@ def test_the_cache_holds_latents_and_rope_keys_alone(name):
     cache = tiny.filled(model, IDS)
     for layer in cache.layers:
         past = layer.state
-        assert {x.shape[-1] for x in (past.entries[0], past.window_k, past.summary_q)} == {16}
+        assert {x.shape[-1] for x in (past.entries[0], past.window_k, past.mean_q)} == {16}
         assert past.entries[0].shape[:3] == (2, 1, 13)
         assert past.entries[1].numel() == past.window_v.numel() == 0
     expected = inspect(condense.restore(model), LCA, tiny.LENGTH, itemsize=8)
@@ -103,7 +103,7 @@ def test_no_step_expands_the_past(monkeypatch):
     monkeypatch.setattr(UpProjection, "expand", lambda up, x: expanded.append(x.shape[2]) or expand(up, x))
     model = condense.apply(tiny.model("deepseek_v3"), LCA)
     tiny.generate(model, IDS)
-    # the prompt's representatives in each layer; its tokens came expanded
+    # the prompt's entries in each layer; its tokens came expanded
     assert expanded == [13] * 3
 
 

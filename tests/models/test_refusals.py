@@ -63,7 +63,7 @@ def _quantized(model):
 
 def _offloaded(model):
     cache = StaticCache(model.config, max_cache_len=128)
-    cache.offloading = True  # as its constructor does, which asks for a GPU
+    cache.offloading = True  # what the constructor's `offloading=True` sets, which needs a GPU
     return cache
 
 

@@ -220,7 +220,7 @@ def test_gradients(block, pads, monkeypatch):
 
     def function(*qkv):
         out, lse = recall(*qkv, g=2, w=3, r=1, pads=pads, settings=settings, lse=True)
-        return out, lse.exp()  # of padding 0 instead of minus infinity
+        return out, lse.exp()  # queries of padding: 0, not minus infinity, which has no slope
 
     assert torch.autograd.gradcheck(function, (q, k, v))
 
@@ -324,8 +324,8 @@ def test_ties_go_to_the_lower_group():
 
 def test_a_share_of_the_groups_is_rounded_up():
     assert [Quota(part=3, of=10).at(n) for n in (0, 1, 3, 4, 6, 7, 10, 11)] == [0, 1, 1, 2, 2, 3, 3, 4]
-    assert Recall(num_recall=0.55).quota.at(100) == 55  # in floating point 56
-    groups = torch.tensor([1, 300, 2**20])  # whose products with a numerator of 16 digits leave int64
+    assert Recall(num_recall=0.55).quota.at(100) == 55  # 56 in floating point
+    groups = torch.tensor([1, 300, 2**20])  # times a numerator of 16 digits they would not fit into int64
     assert Recall(num_recall=1 / 3).quota.at(groups).tolist() == [1, 100, 349526]
     assert Recall(num_recall=1e-20).quota.at(groups).tolist() == [1, 1, 1]
     scores = torch.randn(1, 2, 5, 9, generator=torch.Generator().manual_seed(0))

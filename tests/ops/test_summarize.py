@@ -163,4 +163,4 @@ def test_extend_with_the_groups_own_last_queries_looks_at_no_other():
     got, past = extend(method, None, q, k, v, scale=0.5)
     assert torch.equal(got.entries.k, want.entries.k)
     assert torch.equal(got.entries.v, want.entries.v)
-    assert past.summary_q.shape == (1, 2, 0, 4)
+    assert past.mean_q.shape == (1, 2, 0, 4)

@@ -28,7 +28,7 @@ def take_gloo_for_fsdp() -> None:
 
     AcceleratorState.__init__ = init
     gathered = Accelerator.get_state_dict
-    # on a GPU copying to the host waits for the gathered weights; here adding does
+    # On a GPU the copy to the host waits until the weights are gathered. On a CPU there is no copy: adding 0 waits.
     Accelerator.get_state_dict = lambda *args, **kwargs: {k: v + 0 for k, v in gathered(*args, **kwargs).items()}
 
 

@@ -169,7 +169,7 @@ def leaks(model, method):
     return ((row - own).abs().max() > 5e-6 * own.std()).item()
 
 
-# of the last two, one has layers that get no positions, the other a mask that is made without
+# among them llama4_text, some of whose layers get no positions, and opt, whose mask is made without positions
 SOME = (
     "llama",
     "gemma2",

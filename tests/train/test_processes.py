@@ -82,7 +82,7 @@ def test_two_processes_have_the_losses_of_one_also_after_a_kill(folder, one):
     assert expected.keys() == gathered.state_dict().keys()
 
 
-@pytest.mark.slow  # what was killed is resumed above too, and adapters in one process in test_adapt.py
+@pytest.mark.slow  # the test above resumes killed runs too, and test_adapt.py trains adapters in one process
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_killed_runs_are_the_whole_ones_bit_for_bit_and_adapters_spread(folder):
     whole, killed, lora = launched(folder, "ddp-whole:all:whole", "ddp-killed:all:killed", "fsdp-lora:lora:killed")

@@ -174,7 +174,7 @@ def filled_state(method, past, tokens):
     state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=past.entries[0].dtype)
     seen, M = past.seen, past.entries[0].shape[2]
     state.entries_k[:, :, :M], state.entries_v[:, :, :M] = past.entries[0], past.entries[1]
-    for ring, new in ((state.ring_k, past.window_k), (state.ring_v, past.window_v), (state.ring_q, past.summary_q)):
+    for ring, new in ((state.ring_k, past.window_k), (state.ring_v, past.window_v), (state.ring_q, past.mean_q)):
         for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):
             ring[:, :, (seen - back) % ring.shape[2]] = new[:, :, -back]
     state.seen.fill_(seen)
@@ -217,7 +217,7 @@ SELECT = condense.DGA(
 SELECTIONS = {
     "select": SELECT,
     "select-no-bias": SELECT.replace(rep_bias="none"),
-    "select-no-focal": SELECT.replace(gamma=0),  # but for the five of a prompt
+    "select-no-focal": SELECT.replace(gamma=0),  # but a prompt keeps five even so
     "select-window0": SELECT.replace(window=0, gamma=0.8, summary="streaming", weight_scale=1.0),
     "select-all": SELECT.replace(min_focal=99),
 }
@@ -393,7 +393,7 @@ def torch_decode(method, q, k, scale, latent):
     """Every token one step of the torch backend on absorbed latents, in their dtype."""
     own, plan, L = OwnEntries(method.for_latents(latent).represent), plan_of(method), k.shape[2]
     state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
-    state = StepState._make(x.zero_() for x in state)  # it reads all of the buffers, under a mask
+    state = StepState._make(x.zero_() for x in state)  # the step reads slots that hold nothing, and masks them
     steps = (
         torch_step.step(NewToken(*now, now[1][..., :0]), state, plan, scale=scale, own=own, latent=latent)
         for now in ((q[:, :, t : t + 1], k[:, :, t : t + 1]) for t in range(L))
@@ -521,7 +521,7 @@ def test_a_window_longer_than_any_text(window):
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 12, 16, 16, dtype=torch.float32))
     outs = []
     for method in (condense.CCA(group_size=8, window=window), condense.CCA(group_size=8, window=20)):
-        # the same buffers, and so the same splits
+        # buffers of one size, so that both are read in the same splits
         state = empty_state(condense.CCA(group_size=8, window=20), 1, 1, 16, 16, 20, dtype=torch.float32)
         outs.append(decode(method, q, k, v, state))
     assert torch.equal(*outs)

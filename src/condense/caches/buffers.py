@@ -122,7 +122,7 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
             write_tokens(buffer, n * first, made[:, :, n * first : n * last])
     store_newest(buffers.ring_k, state.window_k, state.seen)
     store_newest(buffers.ring_v, state.window_v, state.seen)
-    store_newest(buffers.ring_q, state.summary_q, state.seen)
+    store_newest(buffers.ring_q, state.mean_q, state.seen)
     rows = buffers.seen.shape[0]
     # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
     buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)

@@ -207,7 +207,7 @@ class CondensedLayer(CondensedCacheLayer):
         """Take the newest ``count`` tokens out of `_state`."""
         state = self._state
         assert state is not None
-        N, Q, seen = state.window_k.shape[2], state.summary_q.shape[2], state.seen - count
+        N, Q, seen = state.window_k.shape[2], state.mean_q.shape[2], state.seen - count
         self._check_crop(count, seen, N, Q)
         before, after = (max_row(num_entries(self.method, n, state.prompt_tokens)) for n in (state.seen, seen))
         self._state = state._replace(
@@ -215,7 +215,7 @@ class CondensedLayer(CondensedCacheLayer):
             entries=tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries),
             window_k=state.window_k[:, :, : N - count],
             window_v=state.window_v[:, :, : N - count],
-            summary_q=state.summary_q[:, :, : max(0, Q - count)],
+            mean_q=state.mean_q[:, :, : max(0, Q - count)],
             seen=seen,
         )
 

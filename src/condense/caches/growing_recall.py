@@ -60,7 +60,7 @@ class RecallRing(PinnedCopies, RingState):
         self._make_room(after.seen)
         write_state(self.method, self.buffers, before, after)
         self._before, self._taken = after.seen, 0
-        self.num_window, self.num_queries = after.window_k.shape[2], after.summary_q.shape[2]
+        self.num_window, self.num_queries = after.window_k.shape[2], after.mean_q.shape[2]
         self._steps_left = self._count_steps()
 
     def crop(self, count: int) -> None:

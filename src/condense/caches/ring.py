@@ -48,7 +48,7 @@ class RingState:
         """Copy a state into new buffers; latent: width of the latents in its keys (`Method.for_latents`), else 0."""
         self.method, self.settings, self.latent = method, settings, latent
         rule, S = settings.rule, settings.num_summary
-        self.num_window, self.num_queries = state.window_k.shape[2], state.summary_q.shape[2]
+        self.num_window, self.num_queries = state.window_k.shape[2], state.mean_q.shape[2]
         self._most_window = sys.maxsize if rule.window is None else _blocks(rule.window + rule.chunk + SLACK)
         # with num_summary = 1 the step's own query is the summary, and none need be kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK

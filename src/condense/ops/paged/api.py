@@ -27,9 +27,9 @@ def read_paged(
     """Reads the new tokens of all requests into ``state``, in place, and writes their attention to ``out``.
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. settings: of
-    groups with ``summary_delay`` a multiple of g, at most g summary queries, no focal tokens, entries of 16 bits. For
-    every new token, its key and value go to the window and its mean query to the ring, groups that are due become
-    entries, and its query attends to the entries of closed groups and the tokens behind them, as in
+    groups with ``summary_delay`` a multiple of g, at most g queries in a summary query, no focal tokens, entries of 16
+    bits. For every new token, its key and value go to the window and its mean query to the ring, groups that are due
+    become entries, and its query attends to the entries of closed groups and the tokens behind them, as in
     `condense.ops.attend`. All keys and values are stored first, then all entries, then comes attention: a request may
     read what another one writes in the same call.
     backend: "reference"; or as of `condense.ops.attend` for requests with several new tokens, and "triton" or "torch"

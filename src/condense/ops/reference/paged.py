@@ -1,6 +1,6 @@
 """The definition of attention over pages: token by token, one request after another, made for float64 on the CPU.
 
-Shapes: H query heads, K KV heads, R = H / K, D and Dv widths, g tokens per group, S summary queries.
+Shapes: H query heads, K KV heads, R = H / K, D and Dv widths, g tokens per group, S queries in a summary query.
 """
 
 from __future__ import annotations

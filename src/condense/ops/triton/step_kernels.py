@@ -50,7 +50,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 class Fixed(NamedTuple):
     """Numbers of a model and a method for which the kernel is compiled, so that it need not divide by them: KV heads,
-    query heads per KV head, summary queries and tokens of a chunk.
+    query heads per KV head, queries in a summary query and tokens of a chunk.
     """
 
     K: int
