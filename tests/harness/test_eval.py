@@ -132,6 +132,10 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
     code, _, err = command(*arguments, "--limit", "2", "--output", output, "--resume")
     assert code == 2
     assert "other settings" in err
+    swapped = (*TASKS, "--model", base, "--method", METHOD, "--method", "dense")
+    code, _, err = command(*swapped, "--output", output, "--resume")
+    assert code == 2
+    assert "other methods" in err
     code, _, err = command(*arguments, "--output", output, "--resume")
     assert code == 0, err
     assert len(calls) == 5 + 2, "three of dense and one of the other were kept"

@@ -100,6 +100,10 @@ def test_an_unadapted_model_is_warned_of(serve, stock):
         (["--method", "cca", "--hf-overrides", "[]"], "must be a JSON object"),
         (["--method", "cca", "--hf-overrides"], "must have a value"),
         (["--method", "cca", '--hf-overrides={"condense": {}}'], "leave out 'condense'"),
+        (["--method", "cca", "--hf-overrides={}", "--hf_overrides={}"], "once and in full"),
+        (["--method", "cca", "--hf-overrides.rope_theta", "2"], "as a JSON object, got --hf-overrides.rope_theta"),
+        (["--method", "cca", "--hf-over", "{}"], "got --hf-over:"),
+        (["--method", "dense"], "use vllm serve"),
     ],
     ids=" ".join,
 )
@@ -108,6 +112,21 @@ def test_what_is_refused(serve, stock, arguments, words):
     assert command is None
     assert words in err
     assert "Traceback" not in err
+
+
+def test_the_folder_comes_first(serve, stock):
+    command, err = serve("--model", stock, "--method", "cca")
+    assert command is None
+    assert "condense serve DIR" in err
+
+
+def test_layers_with_dense_attention_are_no_obstacle(serve, stock):
+    command, err = serve(stock, "--method", "dense@0", "--method", "lca:window=32@rest")
+    assert methods_in(overrides(command)["condense"]) == {
+        0: condense.Dense(),
+        1: condense.LCA(window=32),
+        2: condense.LCA(window=32),
+    }
 
 
 def test_other_architectures_are_refused(serve, tmp_path):
@@ -124,8 +143,9 @@ def test_without_vllm_it_says_how_to_install_it(serve, saved, monkeypatch):
     assert err == "condense: serve needs vLLM, which is not installed: pip install 'condense-attention[vllm]'\n"
 
 
-def test_own_overrides_and_batch_are_kept():
-    flags = ['--hf-overrides={"rope_scaling": null}', "--max-num-batched-tokens=512"]
+@pytest.mark.parametrize("name", ["--hf-overrides", "--hf_overrides"])
+def test_own_overrides_and_batch_are_kept(name):
+    flags = [name + '={"rope_scaling": null}', "--max-num-batched-tokens=512"]
     command = server_command("model", "Qwen2ForCausalLM", SAVED, flags)
     assert overrides(command) == {
         "rope_scaling": None,

@@ -28,6 +28,8 @@ def serve_command(
     from condense.models import apply, choice_from_text, restore
     from condense.serving.vllm.command import server_command
 
+    if model.startswith("-"):
+        raise ValueError(f"the model must come first, as in condense serve DIR --port 8000, got {model}")
     if not method and layers is not None:
         raise ValueError("layers belong to a method: add --method")
     if importlib.util.find_spec("vllm") is None:

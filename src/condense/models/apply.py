@@ -82,7 +82,10 @@ def _chosen(
 
 
 def restore(model: ModelT) -> ModelT:
-    """The stock model again, bit for bit, in place. A model that is not condensed is returned as it is."""
+    """The stock model again, bit for bit, in place. A model that is not condensed is returned as it is.
+
+    Raises ValueError as `apply` for the model, and for attention modules that ``fully_shard`` wrapped after `apply`.
+    """
     _assign(_attentions(model)[1], {})
     return model
 
@@ -161,6 +164,12 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
         condensed = [module for module in attentions.values() if isinstance(module, CondensedAttention)]
         if not condensed:
             return
+        wrapped = next((type(m).__name__ for m in condensed if type(m).__mro__[1] is not CondensedAttention), None)
+        if wrapped is not None:
+            raise ValueError(
+                f"attention modules got another class, {wrapped}, since they were condensed: call condense.restore "
+                "before fully_shard, or leave attention modules to the fully_shard of their decoder layers"
+            )
         for module in condensed:
             previous = module.condense_previous
             module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
@@ -227,6 +236,8 @@ def _closest(base: PreTrainedModel) -> str:
     classes = {type(m).__name__: type(m) for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
     if not classes:
         return ""
+    if any(parent.__name__ == "FSDPModule" for cls in classes.values() for parent in cls.__mro__):
+        return f", but {', '.join(sorted(classes))}: call condense.apply before fully_shard"
     known = [parent.__name__ for cls in classes.values() for parent in cls.__mro__[1:] if parent.__name__ in FAMILIES]
     known += [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
     like = f"; it knows {', '.join(dict.fromkeys(known))}" if known else ""

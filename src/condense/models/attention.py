@@ -20,7 +20,14 @@ from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
 from condense.caches.token_store import join_writes
 from condense.methods import Method, Recall
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
-from condense.models.forward import AttentionCall, Forward, ForwardBoard, assert_one_document, refuse_cached_documents
+from condense.models.forward import (
+    AttentionCall,
+    Forward,
+    ForwardBoard,
+    assert_one_document,
+    refuse_cached_documents,
+    refuse_context_parallel,
+)
 from condense.models.layers import Target, condensed_layer, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
@@ -187,6 +194,7 @@ class CacheProxy:
         return self._read(call)
 
     def _read(self, call: AttentionCall) -> Tensor:
+        refuse_context_parallel()
         tensors: tuple[Tensor, ...] = (call.q, call.k, call.v)
         if self.latents is not None:
             tensors += (self.latents.to(call.q.dtype),)

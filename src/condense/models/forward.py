@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
@@ -223,6 +224,18 @@ def assert_one_document(call: AttentionCall) -> None:
     if isinstance(positions, Tensor):
         rising = (positions[..., 1:] > positions[..., :-1]).all()
         torch._assert_async(rising, "compiled condensed attention: several documents in a row")
+
+
+def refuse_context_parallel() -> None:
+    """Raise ValueError inside torch's ``context_parallel``, where each process has a part of every text.
+
+    Inside it PyTorch's fused attention is a function of torch.distributed.
+    """
+    if not torch.compiler.is_compiling() and F.scaled_dot_product_attention.__module__.startswith("torch.distributed"):
+        raise ValueError(
+            "context parallelism cannot be condensed: it gives each process a part of every text, and groups are made "
+            "of whole ones. Leave context_parallel out; FSDP2 and tp_plan='auto' leave texts whole"
+        )
 
 
 def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:

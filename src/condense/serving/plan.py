@@ -17,9 +17,9 @@ Shapes: g tokens per group, w tokens of window, N slots of a page.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from condense.methods import Method, step_settings
+from condense.methods import Dense, Method, methods_in, step_settings
 from condense.methods.grouped import GroupPooling
 from condense.ops import StepSettings
 
@@ -103,6 +103,17 @@ def serving_plan(method: Method) -> ServingPlan:
             "ends with a whole group, and queries before it are not kept"
         )
     return ServingPlan(settings, -(-max(num_summary, 1) // _SLOTS) * _SLOTS)
+
+
+def serving_plans(saved: Any) -> dict[int, ServingPlan]:
+    """The plan of each condensed layer, from ``config.condense``; layers with `Dense` stay the engine's own.
+
+    Raises ValueError for a method that cannot be served, and if no layer is left.
+    """
+    plans = {i: serving_plan(method) for i, method in methods_in(saved).items() if not isinstance(method, Dense)}
+    if not plans:
+        raise ValueError("a layer must be condensed to be served by condense, got dense attention only: use vllm serve")
+    return plans
 
 
 @dataclass(frozen=True, kw_only=True)

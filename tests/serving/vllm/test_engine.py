@@ -116,8 +116,9 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
         (condense.CCA(group_size=16, window=32, summary="streaming", key_pooling="select"), [0, 2]),
         (condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"), None),
         ({0: condense.CCA(group_size=4, window=24), "rest": condense.LCA(group_size=8, window=16)}, None),
+        ({0: condense.Dense(), "rest": condense.LCA(group_size=8, window=16)}, None),
     ],
-    ids=["last", "two-of-three-layers", "larger-groups-than-pages", "two-methods"],
+    ids=["last", "two-of-three-layers", "larger-groups-than-pages", "two-methods", "one-dense-layer"],
 )
 def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
     model = condense.apply(random_llama(layers=3), method, layers)
@@ -126,3 +127,15 @@ def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
     started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48))
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
+
+
+def test_stock_layers_have_pages_of_the_block_size(engine, greedy, tmp_path):
+    """Prefixes are shared in multiples of what a page of entries as large as theirs covers: 32 * 4 tokens."""
+    model = condense.apply(random_llama(layers=3), METHOD, [0, 2])
+    model.save_pretrained(tmp_path)
+    want = greedy(model, prompts_of(LENGTHS), NEW)
+    started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48, block_size=32))
+    assert started.tokens(prompts_of(LENGTHS), NEW) == want
+    outputs = started.generate(prompts_of(LENGTHS), NEW)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == want
+    assert [output.num_cached_tokens for output in outputs] == [(length - 1) // 128 * 128 for length in LENGTHS]

@@ -6,11 +6,12 @@ import json
 import sys
 from typing import Any
 
-from condense.methods import methods_in
-from condense.serving.plan import serving_plan
+from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
 
 _OVERRIDES, _BATCH = "--hf-overrides", "--max-num-batched-tokens"
+# vLLM takes a longer beginning of a flag for the flag
+_AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
 _BATCHED_TOKENS = "4096"
 
@@ -22,8 +23,7 @@ def server_command(model: str, architecture: str, saved: dict[str, Any], flags: 
     flags that cannot be served.
     """
     name = condensed_name(architecture)
-    for method in set(methods_in(saved).values()):
-        serving_plan(method)
+    serving_plans(saved)
     given, flags = _take(_OVERRIDES, flags)
     overrides = {} if given is None else _parsed(given)
     for key in ("architectures", "condense"):
@@ -36,15 +36,27 @@ def server_command(model: str, architecture: str, saved: dict[str, Any], flags: 
 
 
 def _take(name: str, flags: list[str]) -> tuple[str | None, list[str]]:
-    """The value of a flag, given as ``--name value`` or ``--name=value``, and the other flags."""
-    for i, flag in enumerate(flags):
-        if flag == name:
-            if i + 1 == len(flags):
+    """The value of a flag, given as ``--name value`` or ``--name=value``, and the other flags.
+
+    Raises ValueError for a flag without a value, and for what vLLM would take in place of it: a second one, a part of
+    it (``--name.key``), a shortened name.
+    """
+    value, others, words = None, [], iter(flags)
+    for flag in words:
+        written, equals, given = flag.partition("=")
+        spelled = written.replace("_", "-")  # the same to vLLM
+        if spelled == name and value is None:
+            value = given if equals else next(words, None)
+            if value is None:
                 raise ValueError(f"{name} must have a value, got none")
-            return flags[i + 1], flags[:i] + flags[i + 2 :]
-        if flag.startswith(f"{name}="):
-            return flag.partition("=")[2], flags[:i] + flags[i + 1 :]
-    return None, flags
+        elif spelled.startswith(name) or (name.startswith(spelled) and len(spelled) > len(_AMBIGUOUS)):
+            raise ValueError(
+                f"{name} must be given once and in full, as a JSON object, got {flag}: vLLM would forget what condense "
+                "serve fills in"
+            )
+        else:
+            others.append(flag)
+    return value, others
 
 
 def _parsed(overrides: str) -> dict[str, Any]:
