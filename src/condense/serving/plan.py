@@ -17,9 +17,9 @@ Shapes: g tokens per group, w tokens of window, N slots of a page.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from condense.methods import Method, step_settings
+from condense.methods import Dense, Method, methods_in, step_settings
 from condense.methods.grouped import GroupPooling
 from condense.ops import StepSettings
 
@@ -74,6 +74,17 @@ class ServingPlan:
         # the window may begin anywhere in its first page
         num_window = min(-(-window // self.slots) + 1, -(-num_tokens // self.slots))
         return Blocks(num_window, -(-num_tokens // self.tokens_per_page), int(self.has_ring))
+
+
+def serving_plans(saved: Any) -> dict[int, ServingPlan]:
+    """The pages of each layer that is not dense, by index; dense layers are the engine's own.
+
+    saved: as ``config.condense``. Raises ValueError as `serving_plan`, and if all layers are dense.
+    """
+    plans = {i: serving_plan(method) for i, method in methods_in(saved).items() if not isinstance(method, Dense)}
+    if not plans:
+        raise ValueError("method must be CCA or LCA in a layer at least to be served, got dense attention in all")
+    return plans
 
 
 def serving_plan(method: Method) -> ServingPlan:

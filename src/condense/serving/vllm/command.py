@@ -6,8 +6,7 @@ import json
 import sys
 from typing import Any
 
-from condense.methods import methods_in
-from condense.serving.plan import serving_plan
+from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
 
 _OVERRIDES, _BATCH = "--hf-overrides", "--max-num-batched-tokens"
@@ -22,8 +21,7 @@ def server_command(model: str, architecture: str, saved: dict[str, Any], flags: 
     flags that cannot be served.
     """
     name = condensed_name(architecture)
-    for method in set(methods_in(saved).values()):
-        serving_plan(method)
+    serving_plans(saved)
     given, flags = _take(_OVERRIDES, flags)
     overrides = {} if given is None else _parsed(given)
     for key in ("architectures", "condense"):

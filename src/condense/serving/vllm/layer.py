@@ -17,8 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, FullAttentionSpec, SlidingWindowSpec
 
-from condense.methods import Method, methods_in
-from condense.serving.plan import EngineSettings, ServingPlan, check_engine, serving_plan
+from condense.serving.plan import EngineSettings, ServingPlan, check_engine, serving_plans
 from condense.serving.vllm.backend import CondensedBackend
 
 
@@ -84,7 +83,7 @@ def _specs(layer: Attention, plan: ServingPlan) -> dict[str, AttentionSpec]:
 
 
 def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Exchanges the attention of the layers that ``config.condense`` names.
+    """Exchanges the attention of the layers that ``config.condense`` names, but those that it names dense.
 
     Raises ValueError if the engine, a method or a layer cannot be served condensed.
     """
@@ -94,17 +93,16 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         raise ValueError(
             "the model's configuration must name its methods as `condense`, got none: start it with `condense serve`"
         )
-    methods = methods_in(settings)
+    plans = serving_plans(settings)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Attention):
-                method = methods.get(extract_layer_index(child.layer_name))
-                if method is not None:
-                    setattr(parent, name, _condensed(child, method, vllm_config))
+                plan = plans.get(extract_layer_index(child.layer_name))
+                if plan is not None:
+                    setattr(parent, name, _condensed(child, plan, vllm_config))
 
 
-def _condensed(stock: Attention, method: Method, vllm_config: VllmConfig) -> CondensedAttention:
-    plan = serving_plan(method)
+def _condensed(stock: Attention, plan: ServingPlan, vllm_config: VllmConfig) -> CondensedAttention:
     for wrong, what in (
         (stock.sliding_window is not None, "a sliding window"),
         (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
