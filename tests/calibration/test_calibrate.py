@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
 from condense.calibration import default_candidates
-from condense.calibration.curve import Curve
+from condense.calibration.curve import Curve, choose, verify
 from condense.calibration.measure import Meter
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
@@ -129,6 +130,34 @@ def test_the_path_has_each_candidate_in_all_layers_that_nothing_beats(model):
     assert [tuple(each.values()) for each in curve.path] == [*greedy[:3], (1, 1, 1), *greedy[3:]]
     caches = [curve.cache(at) for at in range(len(curve.path))]
     assert caches == sorted(caches, reverse=True)
+
+
+def _judged(measured, held_out, small=0):
+    """Stands for a path of which only is known where it is within the budget, and from where on it is small enough."""
+
+    def points(judgements):
+        return lambda at: SimpleNamespace(within=lambda config: judgements[at], quality=lambda: f"loses {at} nats")
+
+    return SimpleNamespace(
+        path=measured, grid=range(len(measured)), small_enough=lambda: small, measure_grid=lambda: None,
+        measured=points(measured), verified=points(held_out), cache=lambda at: 1 / (1 + at),
+    )  # fmt: skip
+
+
+def test_a_step_back_goes_to_one_that_keeps_to_the_budget_on_both_halves():
+    curve = _judged(measured=[True, False, True], held_out=[True, True, False])
+    assert verify(curve, CONFIG, 2) == 0
+
+
+def test_with_a_size_one_further_on_may_be_within_the_budget():
+    both = dataclasses.replace(CONFIG, cache=0.5)
+    curve = _judged(measured=[True, True, False, False], held_out=[True] * 4, small=1)
+    assert choose(curve, both) == 1
+    curve = _judged(measured=[True, False, True, False], held_out=[True, True, False, True], small=1)
+    curve.grid = [0, 2, 3]
+    assert choose(curve, both) == 2
+    with pytest.raises(ValueError, match=r"must be met on held-out text too: 50\.0% of the cache loses 1 nats there"):
+        verify(curve, both, 2)
 
 
 def test_it_is_repeatable_and_touches_nothing(result, model, tokenizer, text):

@@ -156,7 +156,7 @@ def choose(curve: Curve, config: CalibrationConfig) -> int:
             f"budget_nats: none of these candidates stays within {config.budget_nats}: the most faithful allocation "
             f"{curve.measured(0).quality()}; add better candidates, such as dense"
         )
-    if config.cache is not None:
+    if last < small:
         raise ValueError(
             f"budget_nats and cache cannot both be met: at {curve.cache(small):.1%} of the cache the model "
             f"{curve.measured(small).quality()}; at {curve.cache(last):.1%}, the least within the budget, it "
@@ -180,13 +180,13 @@ def _last_within(curve: Curve, config: CalibrationConfig) -> int | None:
 
 
 def verify(curve: Curve, config: CalibrationConfig, chosen: int) -> int:
-    """The place chosen, or the nearest before it that is within the budget on held-out texts too.
+    """The place chosen, or the nearest before it that is within the budget on measured and on held-out texts.
 
     Raises ValueError if there is none, or none that keeps the cache small enough.
     """
-    least = 0 if config.cache is None else chosen
+    least = curve.small_enough()
     for at in range(chosen, least - 1, -1):
-        if curve.verified(at).within(config):
+        if curve.verified(at).within(config) and curve.measured(at).within(config):
             return at
     raise ValueError(
         f"budget_nats must be met on held-out text too: {curve.cache(least):.1%} of the cache "

@@ -157,7 +157,7 @@ def _print(result: Calibration) -> None:
         soft_wrap=True,
     )
     if result.steps_back > 0:
-        console.print(f"{result.steps_back} smaller ones met the goals on the measured texts, and not there")
+        console.print(f"smaller ones that failed the goals on held-out or on measured text: {result.steps_back}")
 
 
 def _layers(
