@@ -36,11 +36,11 @@ def method_labels(choices: Sequence[MethodChoice]) -> list[str]:
 
 
 def plot_comparison(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Bars of `condense compare`: KV cache, time to first token, time per token; right answers on the labels."""
+    """Bars of `condense compare`: KV cache on the device, times to the first token and per token; right answers."""
     names = method_labels([outcome.method for outcome in outcomes])
     labels = [n + ("" if o.correct is None else f"\n{o.correct} right") for n, o in zip(names, outcomes, strict=True)]
     panels = {
-        "KV cache, MiB": [o.cache_bytes / 2**20 for o in outcomes],
+        "KV cache, MiB": [o.device_bytes / 2**20 for o in outcomes],
         "time to first token, s": [o.first_token_s for o in outcomes],
         "time per token, ms": [(o.token_s or 0.0) * 1e3 for o in outcomes],
     }

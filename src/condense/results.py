@@ -59,9 +59,15 @@ def fingerprint(model: nn.Module) -> str:
     """A hash of the names, shapes, dtypes and numbers of all parameters, the same on every device.
 
     A parameter's numbers enter as the sum of their bits, read as integers, because that sum has no rounding error.
+    Raises ValueError for parameters without numbers, as offloaded ones are.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"model must have all of its weights on devices, got {name} offloaded: use more devices, a dtype of "
+                "fewer bytes, or the CPU"
+            )
         bits = parameter.detach().reshape(-1).view(_BITS[parameter.element_size()])
         total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(_AT_ONCE))
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {total}\n".encode())

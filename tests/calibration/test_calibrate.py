@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from torch.nn import functional
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
 from condense.calibration import default_candidates
+from condense.calibration.curve import Curve, choose, verify
 from condense.calibration.measure import Meter
-from condense.calibration.report import Mean
+from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
@@ -117,6 +119,47 @@ def test_the_curve_goes_down_and_nothing_smaller_on_it_is_within_the_budget(resu
     assert [point.methods for point in result.uniform] == [dict.fromkeys(range(3), method) for method in CANDIDATES]
 
 
+def test_the_path_has_each_candidate_in_all_layers_that_nothing_beats(model):
+    """Layer 0 gets the smaller window at once, so that no greedy allocation has the larger one in all layers."""
+    methods = (Dense(), StreamingLLM(window=24), StreamingLLM(window=16))
+    lost = {methods[1]: (0.1, 0.1, 0.1), methods[2]: (0.105, 5.0, 5.0)}
+    losses = [LayerLoss(i, method, Mean(of[i], 0.0), None) for i in range(3) for method, of in lost.items()]
+    config = dataclasses.replace(CONFIG, candidates=methods)
+    curve = Curve(None, config, losses, [inspect(model, method, 128) for method in methods])
+    greedy = [(0, 0, 0), (2, 0, 0), (2, 1, 0), (2, 1, 1), (2, 2, 1), (2, 2, 2)]
+    assert [tuple(each.values()) for each in curve.path] == [*greedy[:3], (1, 1, 1), *greedy[3:]]
+    caches = [curve.cache(at) for at in range(len(curve.path))]
+    assert caches == sorted(caches, reverse=True)
+
+
+def _judged(measured, held_out, small=0):
+    """Stands for a path of which only is known where it is within the budget, and from where on it is small enough."""
+
+    def points(judgements):
+        return lambda at: SimpleNamespace(within=lambda config: judgements[at], quality=lambda: f"loses {at} nats")
+
+    return SimpleNamespace(
+        path=measured, grid=range(len(measured)), small_enough=lambda: small, measure_grid=lambda: None,
+        measured=points(measured), verified=points(held_out), cache=lambda at: 1 / (1 + at),
+    )  # fmt: skip
+
+
+def test_a_step_back_goes_to_one_that_keeps_to_the_budget_on_both_halves():
+    curve = _judged(measured=[True, False, True], held_out=[True, True, False])
+    assert verify(curve, CONFIG, 2) == 0
+
+
+def test_with_a_size_one_further_on_may_be_within_the_budget():
+    both = dataclasses.replace(CONFIG, cache=0.5)
+    curve = _judged(measured=[True, True, False, False], held_out=[True] * 4, small=1)
+    assert choose(curve, both) == 1
+    curve = _judged(measured=[True, False, True, False], held_out=[True, True, False, True], small=1)
+    curve.grid = [0, 2, 3]
+    assert choose(curve, both) == 2
+    with pytest.raises(ValueError, match=r"must be met on held-out text too: 50\.0% of the cache loses 1 nats there"):
+        verify(curve, both, 2)
+
+
 def test_it_is_repeatable_and_touches_nothing(result, model, tokenizer, text):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     again = condense.calibrate(model, tokenizer, [text], CONFIG)
@@ -126,7 +169,7 @@ def test_it_is_repeatable_and_touches_nothing(result, model, tokenizer, text):
     assert not hasattr(model.config, "condense")
 
 
-def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path):
+def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path, monkeypatch):
     path, count = tmp_path / "measured.json", [0]
 
     def interrupt():
@@ -140,6 +183,7 @@ def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path):
     assert kept > 5
     whole, rest = [], []
     condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=lambda: whole.append(1))
+    monkeypatch.setattr(model.config, "_name_or_path", "elsewhere")  # the same model, read from another folder
     again = condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=lambda: rest.append(1))
     assert again == result
     assert kept - 2 <= len(whole) - len(rest) <= kept + 1
@@ -207,9 +251,10 @@ def test_nothing_that_fits_into_the_size_loses_less(model, tokenizer, text, tmp_
         ),
         ({"candidates": CANDIDATES[1:], "budget_nats": 1e-9}, "none of these candidates stays within 1e-09: the most"),
         ({"hidden_numbers": 40}, r"hidden_numbers must fit into texts of 128 tokens .*, got 40, of which \d+ do: hide"),
+        ({"hidden_numbers": 301}, r"hidden_numbers must be at most 300, as names are pairs of 600 words, got 301"),
         ({"texts": 500}, r"text must have \d+ tokens, 500 texts of 128 to measure and as many to verify, got \d+"),
     ],
-    ids=["cache", "both", "budget", "numbers", "text"],
+    ids=["cache", "both", "budget", "numbers", "names", "text"],
 )
 def test_goals_that_cannot_be_met(model, tokenizer, text, changes, said):
     with pytest.raises(ValueError, match=said) as error:
@@ -288,6 +333,8 @@ def test_models_that_are_not_ready(tokenizer, text):
     learned = tiny.model("gpt2", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match="length must fit the model's 128 learned positions, got 129"):
         condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, length=129))
+    with pytest.raises(ValueError, match=r"must have all of its weights on devices, got model\.embed\S+ offloaded"):
+        condense.calibrate(model.eval().to("meta"), tokenizer, [text], CONFIG)
 
 
 def test_the_bundled_model_with_hidden_numbers():

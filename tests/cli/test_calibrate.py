@@ -29,15 +29,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def allocation(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the command writes of the model for the bundled text; its picture and its measurements beside it."""
     path = tmp_path_factory.mktemp("calibration") / "a.json"
-    done = run_here(
-        "calibrate", "--model", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2",
-        "--hidden-numbers", "1", "--min-found", "0", "--candidate", "dense", "--candidate", "cca:window=16",
-        "--candidate", "recall:window=16,num_recall=2,store=host,slots=2",
-        "--output", str(path), "--plot", str(path.with_suffix(".png")),
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "60")
+        done = run_here(
+            "calibrate", "--model", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2",
+            "--hidden-numbers", "1", "--min-found", "0", "--candidate", "dense", "--candidate", "cca:window=16",
+            "--candidate", "recall:window=16,num_recall=2,store=host,slots=2",
+            "--output", str(path), "--plot", str(path.with_suffix(".png")),
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "forwards of 160 tokens" in done.stderr
+    assert f"{path.with_suffix('.measured.json')} keeps what is measured\n" in done.stderr
     assert f"written: {path}" in done.stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout  # no figure is cut off
+    kept = json.loads(path.read_text())["calibration"]["chosen"]["cache"]
+    assert f"chosen, {kept:.1%} of the dense cache: " in done.stdout
     for heading in ("each layer alone", "answers", "quality against cache", "found", "on held-out text: loses"):
         assert heading in done.stdout
     return path
@@ -75,6 +81,17 @@ def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:
         assert [layer["method"]["method"] for layer in layers] == ["cca", "cca", "recall"]
 
 
+def test_a_copy_of_a_text_is_not_held_out(saved: Path, tmp_path: Path) -> None:
+    lines = condense.demo.demo_text().text.splitlines()[:40]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    texts = ("--text", str(tmp_path / "a.txt"), "--text", str(tmp_path / "b.txt"))
+    done = run_here("calibrate", "--model", str(saved), *texts, "--output", str(tmp_path / "a.json"))
+    once = run_here("calibrate", "--model", str(saved), *texts[:2], "--output", str(tmp_path / "a.json"))
+    assert "text must have" in done.stderr
+    assert done.stderr == once.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -83,6 +100,8 @@ def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:
         (("--candidate", "recall:prompt=exact"), "reads whole texts with dense attention"),
         (("--candidate", "dense", "--candidate", "dense"), "candidates must differ"),
         (("--output", "."), "output: wanted a path that does not exist yet"),
+        (("--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
+        (("--measured", "."), "measured: wanted a file, got the folder"),
         (("--plot", "a.txt"), "plot must end in one of"),
         (("--text", "missing.txt"), "text: no such file"),
     ],

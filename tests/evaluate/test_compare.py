@@ -7,6 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 import condense
+from condense.cli.compare import _print
+from condense.cli.options import plain_console
 from condense.evaluate.compare import Prompt, compare
 from condense.models import condensed_layers
 
@@ -49,6 +51,21 @@ def test_a_layer_with_a_sliding_window_counts_with_its_window(tokenizer: PreTrai
     of_a_token = 2 * 16 * 4  # keys and values in float32
     # the window's keys and the token read last; a layer's counter
     assert 0 <= dense.cache_bytes - of_a_token * (dense.text_tokens + 1) <= of_a_token * 9 + 8
+
+
+def test_what_lies_in_host_memory_does_not_count_as_the_devices(
+    model: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {None: 5 * 2**20, "cpu": 2**20}  # on a CPU all is the device's; elsewhere Recall's store is not
+    monkeypatch.setattr("condense.evaluate.compare.cache_nbytes", lambda cache, device=None: sizes[device])
+    monkeypatch.setenv("COLUMNS", "120")
+    (outcome,) = compare(model, tokenizer, [condense.Recall(store="host")], PROMPT, max_new_tokens=2)
+    assert (outcome.device_bytes, outcome.host_bytes) == (2**20, 4 * 2**20)
+    _print(plain_console(), PROMPT, [outcome])
+    shown = capsys.readouterr().out
+    assert "in host memory" in shown
+    assert "1.00 MiB" in shown
+    assert "4.00 MiB" in shown
 
 
 def test_a_condensed_model_is_refused(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

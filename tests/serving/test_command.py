@@ -10,7 +10,8 @@ from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.cli.main import main
-from condense.methods import methods_in, settings_of
+from condense.methods import methods_in, settings_of, step_settings
+from condense.serving.plan import serving_plans
 from condense.serving.vllm.command import server_command
 from condense.serving.vllm.register import ARCHITECTURES, condensed_name
 
@@ -81,6 +82,16 @@ def test_a_method_replaces_the_saved_one(serve, saved):
     assert err == ""
 
 
+def test_dense_layers_of_an_allocation_stay_the_engines(serve, stock, tmp_path):
+    path = tmp_path / "allocation.json"
+    path.write_text(json.dumps(settings_of({0: condense.Dense(), 1: METHOD, 2: condense.LCA()})))
+    command, _ = serve(stock, "--method", f"@{path}")
+    assert {i: plan.settings for i, plan in serving_plans(overrides(command)["condense"]).items()} == {
+        1: step_settings(METHOD),
+        2: step_settings(condense.LCA()),
+    }
+
+
 def test_an_unadapted_model_is_warned_of(serve, stock):
     command, err = serve(stock, "--method", "cca:summary=streaming")
     assert methods_in(overrides(command)["condense"]) == dict.fromkeys(range(3), METHOD)
@@ -94,6 +105,7 @@ def test_an_unadapted_model_is_warned_of(serve, stock):
         ([], "name a method with --method"),
         (["--layers", "0"], "add --method"),
         (["--method", "dga"], "CCA or LCA"),
+        (["--method", "dense"], "got dense attention in all"),
         (["--method", "cca:summary=prompt"], "summary='streaming'"),
         (["--method", "lca:window=1000"], "window=1008"),
         (["--method", "cca", "--hf-overrides", "{"], "--hf-overrides must be JSON"),

@@ -131,6 +131,9 @@ def test_groups_grow_over_two_thirds_of_the_steps():
         ({"distill": 1.5}, "distill must be a finite number from 0 to 1"),
         ({"schedule": "linear"}, "schedule must be one of"),
         ({"max_grad_norm": 0}, "max_grad_norm must be a finite number > 0"),
+        ({"method": condense.Recall(prompt="exact")}, "train with prompt='recall'"),
+        ({"method": condense.Recall(store_bits=4)}, "train with store_bits=16"),
+        ({"method": condense.CCA(window=128)}, "sequence_length: wanted at least 144 tokens, .* got 128"),
     ],
 )
 def test_bad_phases(fields, message):

@@ -441,6 +441,8 @@ def test_bad_phases(changes: dict[str, Any], message: str) -> None:
         ({"seed": -1}, "seed"),
         ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
         ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
+        ({"shard_size": "12 parts"}, "shard_size: wanted a size such as '12MB', got '12 parts'"),
+        ({"shard_size": 5}, "shard_size: wanted a size such as '12MB', got 5"),
     ],
 )
 def test_bad_runs(config: TrainConfig, changes: dict[str, Any], message: str) -> None:

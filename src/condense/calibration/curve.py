@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from condense.calibration.allocate import best_within, greedy_path
 from condense.calibration.config import CalibrationConfig
@@ -24,8 +24,10 @@ class Curve:
         losses: Sequence[LayerLoss],
         reports: Sequence[Sequence[LayerReport]],
     ) -> None:
-        """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``. Asked
-        for a size of the cache, it also goes through the allocation that loses least in it, by the layers' losses.
+        """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``.
+
+        Beside the greedy allocations it has, of those that none of it beats in size and in what layers lose alone, each
+        candidate in all layers, and asked for a size of the cache, the allocation that loses least in it.
         """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates
@@ -38,14 +40,14 @@ class Curve:
             i: [known[i, method].kl.mean if (i, method) in known else 0.0 for method in methods] for i in layers
         }
         sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
-        sizes = {i: sizes[i] for i in layers}
-        self.path = greedy_path(self._lost, sizes)
+        self._sizes = {i: sizes[i] for i in layers}
+        self.path = greedy_path(self._lost, self._sizes)
         if config.cache is not None:
             room = most_bytes(config.cache, sum(row.dense_bytes for row in reports[0]))
             room -= sum(row.bytes for row in reports[0] if row.layer not in layers)
-            best, at = best_within(self._lost, sizes, room), self.small_enough()
-            if self._sum(best) < self._sum(self.path[at]):
-                self.path.insert(at, best)
+            self._add(best_within(self._lost, self._sizes, room))
+        for number in range(len(methods)):
+            self._add(dict.fromkeys(layers, number))
         last = len(self.path) - 1
         self.grid = sorted({round(i * last / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
         self._asked: set[int] = set()
@@ -59,9 +61,17 @@ class Curve:
         most = self._config.cache
         return next(at for at in range(len(self.path)) if most is None or self.cache(at) <= most)
 
-    def _sum(self, allocation: Allocation) -> float:
-        """What its layers lose alone, added up."""
-        return sum(self._lost[layer][number] for layer, number in allocation.items())
+    def _add(self, allocation: dict[int, int]) -> None:
+        """Put an allocation into the path by its size, unless one there keeps no more bytes and loses no more."""
+        size, lost = self._sum(self._sizes, allocation), self._sum(self._lost, allocation)
+        known = [(self._sum(self._sizes, each), self._sum(self._lost, each)) for each in self.path]
+        if not any(its_size <= size and its_lost <= lost for its_size, its_lost in known):
+            self.path.insert(sum(its_size > size for its_size, _ in known), allocation)
+
+    @staticmethod
+    def _sum(figures: Mapping[int, Sequence[float]], allocation: Allocation) -> float:
+        """A figure of an allocation's layers, added up."""
+        return sum(figures[layer][number] for layer, number in allocation.items())
 
     def measure_grid(self) -> None:
         """Measure the points of the grid, with one dense forward per text for all of them."""
@@ -146,7 +156,7 @@ def choose(curve: Curve, config: CalibrationConfig) -> int:
             f"budget_nats: none of these candidates stays within {config.budget_nats}: the most faithful allocation "
             f"{curve.measured(0).quality()}; add better candidates, such as dense"
         )
-    if config.cache is not None:
+    if last < small:
         raise ValueError(
             f"budget_nats and cache cannot both be met: at {curve.cache(small):.1%} of the cache the model "
             f"{curve.measured(small).quality()}; at {curve.cache(last):.1%}, the least within the budget, it "
@@ -170,13 +180,13 @@ def _last_within(curve: Curve, config: CalibrationConfig) -> int | None:
 
 
 def verify(curve: Curve, config: CalibrationConfig, chosen: int) -> int:
-    """The place chosen, or the nearest before it that is within the budget on held-out texts too.
+    """The place chosen, or the nearest before it that is within the budget on measured and on held-out texts.
 
     Raises ValueError if there is none, or none that keeps the cache small enough.
     """
-    least = 0 if config.cache is None else chosen
+    least = curve.small_enough()
     for at in range(chosen, least - 1, -1):
-        if curve.verified(at).within(config):
+        if curve.verified(at).within(config) and curve.measured(at).within(config):
             return at
     raise ValueError(
         f"budget_nats must be met on held-out text too: {curve.cache(least):.1%} of the cache "

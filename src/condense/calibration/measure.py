@@ -160,10 +160,14 @@ def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Reading:
 
 
 def _conditions(model: PreTrainedModel, candidates: Sequence[Method], samples: Sequence[Sample]) -> str:
-    """A hash of what readings depend on: weights, configuration, candidates, texts, this library."""
+    """A hash of what readings depend on: weights, configuration, candidates, texts, this library.
+
+    The folder that the model was read from is left out.
+    """
     config: Any = model.config
+    config = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     digest = hashlib.sha256()
-    settings = {"version": __version__, "config": config.to_dict(), "candidates": plain(list(candidates))}
+    settings = {"version": __version__, "config": config, "candidates": plain(list(candidates))}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode() + fingerprint(model).encode())
     for sample in samples:
         digest.update(sample.ids.numpy().tobytes() + sample.compared.numpy().tobytes())

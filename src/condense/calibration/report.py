@@ -98,7 +98,8 @@ class Calibration:
 
     layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from
     the most faithful to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same
-    on texts that nothing was measured on. steps_back: how many smaller ones met the goals on the measured texts only.
+    on texts that nothing was measured on. steps_back: how many smaller ones were given up for it, as they failed the
+    goals on one of both.
     """
 
     config: CalibrationConfig

@@ -22,7 +22,10 @@ from condense.models.inspect import inspect
 
 
 class Estimate(NamedTuple):
-    """What a calibration takes: forwards of one text at most, and seconds for each, timed."""
+    """What a calibration takes: forwards of one text, and seconds for each, timed.
+
+    More are made only where several allocations that met the goals fail them on held-out texts.
+    """
 
     forwards: int
     seconds_each: float
@@ -51,7 +54,7 @@ def calibrate(
     model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.
     on_estimate is called once, before the measurements; on_forward after each forward.
     Raises ValueError for goals that cannot be met, saying what can be, for texts that are too short, for candidates
-    that the model cannot take, and for a model that is condensed or in training mode.
+    that the model cannot take, and for a model that is condensed, in training mode or has offloaded weights.
     """
     check_stock(model)
     if model.training:
@@ -64,6 +67,8 @@ def calibrate(
         config = replace(config, candidates=default_candidates(config.length, latents=latents))
     reports = [inspect(model, method, config.cache_length or config.length) for method in config.candidates]
     check_cache(reports, config)
+    # before the first forward, as it refuses models with offloaded weights
+    meter = Meter(model, config.candidates, draw_samples(tokenizer, texts, config), measured, on_forward)
     for method in config.candidates:
         _check_steps(model, method)
     layers = sorted(chosen_methods(model, config.candidates[0]))
@@ -71,7 +76,6 @@ def calibrate(
     uniform = [dict.fromkeys(layers, n) for n in numbers]
     alone = [{layer: n} for layer in layers for n in numbers if not isinstance(config.candidates[n], Dense)]
 
-    meter = Meter(model, config.candidates, draw_samples(tokenizer, texts, config), measured, on_forward)
     forwards = sum(meter.missing(i, [{}, *uniform, *alone]) for i in meter.measured)
     # then the points of the curve, a search between two of them and two that are verified, which read the dense one too
     later = 1 + NUM_POINTS + 2 * len(alone).bit_length() + 4

@@ -64,7 +64,13 @@ def _of_stretches(
     samples = [Sample(torch.tensor([*bos, *part.tolist()]), far) for part in parts]
     if config.hidden_numbers == 0:
         return samples
-    builder = SequenceBuilder(tokenizer, _joined(corpus, stretches, size), load_words().held_out, config.length)
+    words = load_words().held_out
+    if config.hidden_numbers > len(words) // 2:
+        raise ValueError(
+            f"hidden_numbers must be at most {len(words) // 2}, as names are pairs of {len(words)} words, got "
+            f"{config.hidden_numbers}"
+        )
+    builder = SequenceBuilder(tokenizer, _joined(corpus, stretches, size), words, config.length)
     for i, stretch in enumerate(stretches):
         rng = np.random.default_rng([config.seed, int(stretch)])
         sequence = builder.passkeys(rng, config.hidden_numbers, FORMS[i % len(FORMS)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +27,10 @@ from condense.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from condense.calibration import Calibration, CurvePoint, Estimate
+    from rich.table import Table
+
+    from condense.calibration import Calibration, CurvePoint, Estimate, LayerLoss
+    from condense.calibration.report import Mean
     from condense.methods import Method
 
 # what the bundled text is long enough for
@@ -75,6 +78,10 @@ def calibrate_command(
     from condense.models import restore
 
     check_targets(output=output, plot=plot, overwrite=overwrite)
+    kept = measured or output.with_suffix(".measured.json")
+    if kept.absolute() == output.absolute():
+        raise ValueError(f"measured must be another file than output, got {kept} for both")
+    check_targets(measured=kept, overwrite=True)  # one that is there is gone on with
     is_demo = model is None and not text
     config = CalibrationConfig(
         budget_nats=0.02 if budget_nats is None and cache is None else budget_nats,
@@ -87,11 +94,11 @@ def calibrate_command(
         cache_length=cache_length,
         seed=seed,
     )
-    contents = [read_text(source) for source in dict.fromkeys(text or ())] or [demo_text().text]
+    # each once, whatever its files are called: a copy would be held out of what was measured
+    contents = list(dict.fromkeys(map(read_text, dict.fromkeys(text or ())))) or [demo_text().text]
     loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
     restore(loaded)
     warn_of_length(loaded, config.length)
-    kept = measured or output.with_suffix(".measured.json")
     console = plain_console(stderr=True)
     with progress() as bar:
         task = bar.add_task("measuring", total=None)
@@ -99,8 +106,9 @@ def calibrate_command(
         def on_estimate(estimate: Estimate) -> None:
             count, each = estimate
             console.print(
-                f"up to {count:,} forwards of {config.length:,} tokens, {each:.2g} s each: {count * each / 60:.1f} "
+                f"about {count:,} forwards of {config.length:,} tokens, {each:.2g} s each: {count * each / 60:.1f} "
                 f"minutes. {kept} keeps what is measured",
+                soft_wrap=True,
             )
             bar.update(task, total=estimate.forwards)
 
@@ -128,37 +136,43 @@ def _print(result: Calibration) -> None:
     config, console = result.config, plain_console()
     names = dict(zip(config.candidates, method_labels(config.candidates), strict=True))
     numbers = config.hidden_numbers > 0
-    tables = plain_table("each layer alone: divergence in nats per token")
-    lossy = [method for method in config.candidates if any(loss.method == method for loss in result.layers)]
-    tables.add_column("layer", justify="right")
-    for method in lossy:
-        tables.add_column(names[method], justify="right")
-        if numbers:
-            tables.add_column("answers", justify="right")
-    for layer in dict.fromkeys(loss.layer for loss in result.layers):
-        of_layer = {loss.method: loss for loss in result.layers if loss.layer == layer}
-        cells = []
-        for method in lossy:
-            cells.append(str(of_layer[method].kl))
-            cells += [str(of_layer[method].answers_kl)] if numbers else []
-        tables.add_row(str(layer), *cells)
-    console.print(tables)
+    console.print(_layers("each layer alone: divergence in nats per token", result, names, lambda loss: loss.kl))
+    if numbers:
+        title = "the same on the answers to the hidden numbers"
+        console.print(_layers(title, result, names, lambda loss: loss.answers_kl))
     for method, name in names.items():
         if name != type(method).__name__:  # several candidates are of this kind
             console.print(f"{name}: {method}", soft_wrap=True)
 
     curve = plain_table(f"quality against cache at {config.cache_length or config.length:,} tokens")
     for heading in ("layers", "cache", "host", "FLOPs", "divergence", "loss", *(["found"] if numbers else [])):
-        curve.add_column(heading, justify="left" if heading == "layers" else "right")
+        curve.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
     for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
         curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
     console.print(curve)
-    console.print(f"chosen: {described(result.allocation)}", soft_wrap=True)
+    share = f"{result.chosen.cache:.1%} of the dense cache"
+    console.print(f"chosen, {share}: {described(result.allocation)}", soft_wrap=True)
     console.print(
         f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense",
+        soft_wrap=True,
     )
     if result.steps_back > 0:
-        console.print(f"{result.steps_back} smaller ones met the goals on the measured texts, and not there")
+        console.print(f"smaller ones that failed the goals on held-out or on measured text: {result.steps_back}")
+
+
+def _layers(
+    title: str, result: Calibration, names: dict[Method, str], read: Callable[[LayerLoss], Mean | None]
+) -> Table:
+    """What ``read`` takes of every layer under every candidate. In a narrow terminal figures are folded, not cut."""
+    losses = {(loss.layer, loss.method): str(read(loss)) for loss in result.layers}
+    methods = dict.fromkeys(method for _, method in losses)
+    table = plain_table(title)
+    table.add_column("layer", justify="right")
+    for method in methods:
+        table.add_column(names[method], justify="right", overflow="fold")
+    for layer in dict.fromkeys(layer for layer, _ in losses):
+        table.add_row(str(layer), *(losses[layer, method] for method in methods))
+    return table
 
 
 def _cells(point: CurvePoint, names: dict[Method, str]) -> list[str]:

@@ -126,7 +126,9 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> Non
     console.print(answers)
     dense = outcomes[0]
     table = Table(title=f"{dense.text_tokens} tokens of text, {len(prompt.questions)} questions, greedy")
-    for heading in ("method", "right", "first token", "per token", "KV cache", f"of {labels[0]}"):
+    on_host = any(outcome.host_bytes for outcome in outcomes)
+    headings = ["method", "right", "first token", "per token", "KV cache", f"of {labels[0]}"]
+    for heading in [*headings, "in host memory"] if on_host else headings:
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for label, outcome in zip(labels, outcomes, strict=True):
         table.add_row(
@@ -134,8 +136,9 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> Non
             "-" if outcome.correct is None else f"{outcome.correct}/{len(prompt.expected)}",
             f"{outcome.first_token_s:.2f} s",
             "-" if outcome.token_s is None else f"{outcome.token_s * 1e3:.1f} ms",
-            f"{outcome.cache_bytes / 2**20:.2f} MiB",
-            f"{outcome.cache_bytes / max(1, dense.cache_bytes):.1%}",
+            f"{outcome.device_bytes / 2**20:.2f} MiB",
+            f"{outcome.device_bytes / max(1, dense.device_bytes):.1%}",
+            *([f"{outcome.host_bytes / 2**20:.2f} MiB"] if on_host else []),
         )
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):

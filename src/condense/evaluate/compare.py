@@ -44,8 +44,8 @@ class Outcome:
     """One method, or one choice of methods by layer, on one prompt, greedy, batch 1.
 
     first_token_s: reading the text and the first question up to its first new token. token_s: median over the
-    further tokens. cache_bytes: allocated after the text and one token more. correct: answers that begin with the
-    expected one, None if none is expected.
+    further tokens. cache_bytes: allocated after the text and one token more. host_bytes: those of them that lie
+    elsewhere than on the model's device. correct: answers that begin with the expected one, None if none is expected.
     """
 
     method: MethodChoice
@@ -55,6 +55,12 @@ class Outcome:
     first_token_s: float
     token_s: float | None
     cache_bytes: int
+    host_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the cache on the model's device."""
+        return self.cache_bytes - self.host_bytes
 
 
 def compare(
@@ -152,14 +158,15 @@ def _warm_up(model: PreTrainedModel, method: MethodChoice, text: Tensor) -> None
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-def _bytes_after_a_token(model: PreTrainedModel, cache: DynamicCache, token: Tensor) -> int:
-    """Bytes of a copy of the cache that has read one token more.
+def _bytes_after_a_token(model: PreTrainedModel, cache: DynamicCache, token: Tensor) -> tuple[int, int]:
+    """Bytes of a copy of the cache that has read one token more: all, and those elsewhere than on the device.
 
     Until then stock layers with a sliding window keep the keys and values of a whole prompt, of which they use the end.
     """
     cache = copy.deepcopy(cache)
     model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache_nbytes(cache)
+    everything = cache_nbytes(cache)
+    return everything, everything - cache_nbytes(cache, model.device.type)
 
 
 @torch.no_grad()
@@ -182,7 +189,7 @@ def _run(
             start = now(model.device)
             model(body, past_key_values=cache, use_cache=True, logits_to_keep=1)
             read_s = now(model.device) - start
-        cache_bytes = _bytes_after_a_token(model, cache, text[:, -1:])
+        cache_bytes, host_bytes = _bytes_after_a_token(model, cache, text[:, -1:])
         on_step()
         answers, first_s, further_s = [], [], []
         for question in questions or [text[:, -1:]]:
@@ -211,4 +218,5 @@ def _run(
         first_token_s=read_s + first_s[0],
         token_s=statistics.median(further_s) if further_s else None,
         cache_bytes=cache_bytes,
+        host_bytes=host_bytes,
     )

@@ -167,6 +167,9 @@ class Method(MethodConfig):
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError if `attend` does not support these arguments; models ask before they store any token."""
 
+    def check_gradients(self) -> None:
+        """Raise ValueError if `attend` gives no gradients with these settings; training asks before its first step."""
+
     def for_latents(self, latent_width: int) -> Method:
         """The method for MLA: one KV head with keys ``[c ; k_rope]``, values (of width 0) being part of the keys.
 

@@ -215,6 +215,13 @@ class Recall(Method):
         if scale <= 0:
             raise ValueError(f"scale must be > 0 for Recall, whose index ranks groups by their scores, got {scale}")
 
+    def check_gradients(self) -> None:
+        """Raise ValueError for ``store_bits`` below 16 and ``prompt="exact"``."""
+        if self.store_bits < 16:
+            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
+        if self.prompt == "exact":
+            raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
+
     def attend(
         self,
         q: Tensor,
@@ -235,12 +242,9 @@ class Recall(Method):
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
-        trains = torch.is_grad_enabled() and q.requires_grad
-        if self.store_bits < 16 and trains:
-            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
+        if torch.is_grad_enabled() and q.requires_grad and (self.store_bits < 16 or q.shape[2] > 1):
+            self.check_gradients()
         if self.prompt == "exact" and q.shape[2] > 1:
-            if trains:
-                raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
             sources, spans = self._all_tokens(q, context)
             return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, _ = context.extra

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _TRAINED = ("all", "qkv", "qkvo", "lora")
 _LORA_TARGETS = ("qkv", "qkvo", "all-linear")
 _DTYPES = ("float32", "bfloat16")
 _REPORTS = ("none", "tensorboard")
+_SIZE = re.compile(r"\d+(\.\d+)?[KMGT]B")
 _GROWING = 2 / 3  # of the steps: by then the groups have their full size
 
 
@@ -50,7 +52,8 @@ class PhaseConfig:
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
     checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the loss
     history.
-    Raises ValueError for a number out of its range, and for a mix without the method that it needs.
+    Raises ValueError for a number out of its range, for a mix without the method that it needs, and for a method that
+    gives no gradients or reads sequences of this length with dense attention.
     """
 
     name: str
@@ -109,6 +112,9 @@ class PhaseConfig:
         check_positive("max_grad_norm", self.max_grad_norm)
         for field in ("answer_weight", "weight_decay"):
             check_number(field, getattr(self, field), 0, math.inf)
+        if self.mix != "dense":
+            assert self.method is not None
+            self._check_method(self.method)
 
     def attention_at(self, step: int) -> Method | None:
         """The method of an optimizer step, counted from 0; None: the step has dense attention."""
@@ -119,6 +125,15 @@ class PhaseConfig:
         if stage >= len(self.group_sizes):
             return self.method
         return self.method.replace(group_size=self.group_sizes[stage])
+
+    def _check_method(self, method: Method) -> None:
+        method.check_gradients()
+        rule = method.layout.rule
+        if rule.window is not None and self.sequence_length < rule.window + rule.chunk:
+            raise ValueError(
+                f"sequence_length: wanted at least {rule.window + rule.chunk} tokens, as fewer are read with dense "
+                f"attention by {method}, got {self.sequence_length}"
+            )
 
     def _check_group_sizes(self) -> None:
         for size in self.group_sizes:
@@ -193,6 +208,8 @@ class TrainConfig:
         check_choice("report_to", self.report_to, _REPORTS)
         check_choice("lora_targets", self.lora_targets, _LORA_TARGETS)
         check_int("lora_rank", self.lora_rank, 1)
+        if not _SIZE.fullmatch(str(self.shard_size)):
+            raise ValueError(f"shard_size: wanted a size such as '12MB', got {self.shard_size!r}")
         if self.train == "lora" and (self.pretrained is None or len(self.phases) > 1):
             raise ValueError("train: wanted 'lora' with a pretrained model and one phase, got another run")
         check_int("seed", self.seed, 0)

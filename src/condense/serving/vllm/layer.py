@@ -83,7 +83,7 @@ def _specs(layer: Attention, plan: ServingPlan) -> dict[str, AttentionSpec]:
 
 
 def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Exchanges the attention of the layers that ``config.condense`` names.
+    """Exchanges the attention of the layers that ``config.condense`` names, but those that it names dense.
 
     Raises ValueError if the engine, a method or a layer cannot be served condensed.
     """
