@@ -105,7 +105,7 @@ def test_an_unadapted_model_is_warned_of(serve, stock):
         ([], "name a method with --method"),
         (["--layers", "0"], "add --method"),
         (["--method", "dga"], "CCA or LCA"),
-        (["--method", "dense"], "got dense attention in all"),
+        (["--method", "dense"], "got dense attention only"),
         (["--method", "cca:summary=prompt"], "summary='streaming'"),
         (["--method", "lca:window=1000"], "window=1008"),
         (["--method", "cca", "--hf-overrides", "{"], "--hf-overrides must be JSON"),

@@ -76,17 +76,6 @@ class ServingPlan:
         return Blocks(num_window, -(-num_tokens // self.tokens_per_page), int(self.has_ring))
 
 
-def serving_plans(saved: Any) -> dict[int, ServingPlan]:
-    """The pages of each layer that is not dense, by index; dense layers are the engine's own.
-
-    saved: as ``config.condense``. Raises ValueError as `serving_plan`, and if all layers are dense.
-    """
-    plans = {i: serving_plan(method) for i, method in methods_in(saved).items() if not isinstance(method, Dense)}
-    if not plans:
-        raise ValueError("method must be CCA or LCA in a layer at least to be served, got dense attention in all")
-    return plans
-
-
 def serving_plan(method: Method) -> ServingPlan:
     """The pages of a method. Raises ValueError for a method that cannot be served in pages."""
     if not isinstance(method, GroupPooling):
