@@ -6,11 +6,13 @@ from typing import ClassVar
 import pytest
 import torch
 from methods import test_parity as parity
+from models import tiny
+from transformers import StaticCache
 
 import condense
 from condense import config
 from condense.caches import StaticCondensedLayer, read_request
-from condense.methods import Layout
+from condense.methods import ChunkPooling, Layout
 from condense.ops import UniformRule
 from condense.testing import oracle
 
@@ -111,3 +113,46 @@ def test_settings(method):
     again = config.method_from_dict(method.replace(strength=0.25).to_dict())
     assert again == method.replace(strength=0.25)
     assert "newest-and-rest" in config.method_names()
+
+
+@pytest.fixture(params=["llama", "deepseek_v3"])
+def colder(request):
+    """A model with a method whose own `attend` divides the scores by 3, and which kernels could pool."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Colder(condense.Method):
+        name: ClassVar[str] = "colder"
+
+        @property
+        def layout(self):
+            return Layout(UniformRule(chunk=4, window=6), pooling=ChunkPooling("mean", "mean"))
+
+        def represent(self, chunks, summary, *, scale, backend):
+            k, v = chunks.tokens()
+            return k.mean(3), v.mean(3)
+
+        def attend(self, q, context, *, scale, **options):
+            return super().attend(q, context, scale=scale / 3, **options)
+
+    yield condense.apply(tiny.model(request.param), Colder())
+    del config._REGISTRY["colder"]
+
+
+def test_steps_use_the_methods_own_attend(colder, monkeypatch):
+    """The shared decode step attends as `condense.ops.attend` does; it must not stand in for another `attend`."""
+    ids = tiny.tokens(2, 40)
+    whole = tiny.logits(colder, ids)
+    monkeypatch.setattr("condense.caches.growing.step_backend", lambda *args, **kwargs: "triton")  # as on CUDA
+    torch.testing.assert_close(tiny.in_chunks(colder, ids, (17, 1, 1, 20, 1)), whole, **tiny.exact(colder))
+
+
+def test_static_caches_refuse_another_attend(colder, monkeypatch):
+    ids = tiny.tokens(1, 20)
+    growing = tiny.generate(colder, ids)
+    with pytest.raises(ValueError, match=r"attends in its own way.*leave cache_implementation unset"):
+        tiny.generate(colder, ids, cache_implementation="static")
+    with pytest.raises(ValueError, match="attends in its own way"):
+        condense.GraphDecoder(colder, batch_size=1, max_length=40)
+    # `generate` must not choose a static cache for it, as it does on CUDA for other methods
+    monkeypatch.setattr("condense.models.hooks.replayable_cache", lambda model, *_: StaticCache(model.config, 40))
+    assert tiny.generate(colder, ids).equal(growing)

@@ -99,7 +99,12 @@ class CondensedLayer(CondensedCacheLayer):
         self.state = after
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
-        """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: some were read before, and Triton can run."""
+        """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: some were read before, and Triton can run.
+
+        Never for a method whose own `attend` the step does not compute (`Method.has_step`).
+        """
+        if not self.method.has_step:
+            return False
         if self._ring is not None:
             return self._ring.fits(k)
         if self._state is None or self._state.window_k.dtype != k.dtype:

@@ -141,6 +141,15 @@ class Method(MethodConfig):
         """
         return self.prompt_reader is None and type(self).attend is Method.attend
 
+    @property
+    def has_step(self) -> bool:
+        """True if the decode step of kernels and static caches computes `attend`.
+
+        That step attends as `condense.ops.attend` does, so a method that overrides `attend` has none unless it says so:
+        its single tokens go to `attend`, over a cache that grows.
+        """
+        return type(self).attend is Method.attend
+
     def attend(
         self,
         q: Tensor,

@@ -188,6 +188,11 @@ class Recall(Method):
             layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool", self.store_bits
         )
 
+    @property
+    def has_step(self) -> bool:
+        """True: `condense.ops.recall.recall_step` computes `attend`."""
+        return type(self).attend is Recall.attend
+
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """Entries of G groups: keys and values (of width 0 with ``unchosen="drop"``) and their biases, if matched; then
         the groups' index, ``codes`` and ``grid``, and their tokens, packed by `StoreFormat`.
@@ -197,14 +202,9 @@ class Recall(Method):
         if self.unchosen == "drop":
             return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
         k, v, *lse = pool_groups(
-            chunks,
-            summary,
-            scale=scale,
-            key_pooling=self.key_pooling,
-            value_pooling=self.value_pooling,
-            return_lse=self.rep_bias == "matched",
-            backend=backend,
-        )
+            chunks, summary, scale=scale, key_pooling=self.key_pooling, value_pooling=self.value_pooling,
+            return_lse=self.rep_bias == "matched", backend=backend,
+        )  # fmt: skip
         biases = [matched_bias(summary, k, x, scale=scale, backend=backend) for x in lse if summary is not None]
         return k, v, *biases, *kept
 

@@ -43,6 +43,11 @@ class SparsePrefill(Method):
         """The method itself: the cache keeps latents, and the keys expanded from them are those to choose from."""
         return self
 
+    @property
+    def has_step(self) -> bool:
+        """True: a token after the prompt sees all tokens."""
+        return type(self).attend is SparsePrefill.attend
+
     def attend(
         self,
         q: Tensor,

@@ -114,7 +114,7 @@ def _wrap_prepare_cache(stock: Any) -> Any:
         result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if methods and isinstance(cache, Cache):
-            if given is None:
+            if given is None and all(method.has_step for method in methods.values()):
                 cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
                 model_kwargs["past_key_values"] = cache
             _check_room(cache, max_cache_length)

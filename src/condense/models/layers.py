@@ -103,7 +103,7 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     if all(i < len(cache.layers) and _holds(cache.layers[i], method) for i, method in methods.items()):
         return
     if isinstance(cache, StaticCache):
-        _check_static(cache)
+        _check_static(cache, methods)
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= max(methods):
             cache.layers.append(cache.layer_class_to_replicate())
@@ -138,7 +138,13 @@ def _new_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLa
     return condensed
 
 
-def _check_static(cache: StaticCache) -> None:
+def _check_static(cache: StaticCache, methods: dict[int, Method]) -> None:
+    without = next((method for method in methods.values() if not method.has_step), None)
+    if without is not None:
+        raise ValueError(
+            f"{without} attends in its own way, which the step of a static cache does not: leave cache_implementation "
+            "unset, for a cache that grows"
+        )
     if cache.offloading:
         raise ValueError(
             "offloaded static caches cannot be condensed: leave offloading out, a condensed cache is small enough"
