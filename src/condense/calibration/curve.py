@@ -26,8 +26,9 @@ class Curve:
     ) -> None:
         """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``.
 
-        Beside the greedy allocations it has, of those that none of it beats in size and in what layers lose alone, each
-        candidate in all layers, and asked for a size of the cache, the allocation that loses least in it.
+        Added to the greedy path are each candidate in all layers and, where a size of the cache is asked for, the
+        allocation that loses least within it; but none that another on the path equals or beats, both in bytes and in
+        what its layers lose alone.
         """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates

@@ -81,7 +81,7 @@ def calibrate_command(
     kept = measured or output.with_suffix(".measured.json")
     if kept.absolute() == output.absolute():
         raise ValueError(f"measured must be another file than output, got {kept} for both")
-    check_targets(measured=kept, overwrite=True)  # one that is there is gone on with
+    check_targets(measured=kept, overwrite=True)  # measurements that are there are used and added to
     is_demo = model is None and not text
     config = CalibrationConfig(
         budget_nats=0.02 if budget_nats is None and cache is None else budget_nats,
@@ -94,7 +94,7 @@ def calibrate_command(
         cache_length=cache_length,
         seed=seed,
     )
-    # each once, whatever its files are called: a copy would be held out of what was measured
+    # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
     contents = list(dict.fromkeys(map(read_text, dict.fromkeys(text or ())))) or [demo_text().text]
     loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
     restore(loaded)

@@ -107,7 +107,8 @@ class PromptPlan(Protocol):
 class Method(MethodConfig):
     """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`.
 
-    A method with an `attend` of its own says in `check_attention` which arguments that refuses.
+    A method with an `attend` of its own says in `check_attention` which arguments that refuses, and in
+    `check_gradients` if it cannot be trained.
     """
 
     @property

@@ -271,20 +271,17 @@ class Recall(Method):
             return q.detach(), self._unpack(store, context.window)
         with torch.no_grad():
             asked = projection.absorb(q)
-        return asked, Source(*projection.expand(self._unpack_keys(store, asked.shape[3], q.dtype)))
+        # latents are stored as keys without values
+        return asked, Source(*projection.expand(self.store_format.unpack(store, asked.shape[3], 0, q.dtype)[0]))
 
     def _unpack(self, store: Tensor, window: Source) -> Source:
         """The tokens in a store ``[B, K, N, C]``, in the dtype and widths of those in the window."""
         (D, Dv), dtype, form = (window.k.shape[3], window.v.shape[3]), window.k.dtype, self.store_format
         if store.shape[3] == form.width(D, 0, dtype.itemsize):
             # of latents, the values are the first columns of their keys
-            k = self._unpack_keys(store, D, dtype)
+            k, _ = form.unpack(store, D, 0, dtype)
             return Source(k, k[..., :Dv])
         return Source(*form.unpack(store, D, Dv, dtype))
-
-    def _unpack_keys(self, store: Tensor, D: int, dtype: torch.dtype) -> Tensor:
-        """The keys ``[B, K, n, D]`` in a store of keys alone, which latents are."""
-        return self.store_format.unpack(store, D, 0, dtype)[0]
 
     def _all_tokens(self, q: Tensor, context: Context) -> tuple[tuple[Source, Source], Spans]:
         """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.

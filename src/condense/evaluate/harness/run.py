@@ -146,7 +146,7 @@ def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
     if (output / "metrics.json").exists():
         raise ValueError(f"output: the run in {output} is complete")
     saved = json.loads(path.read_text(encoding="utf-8"))["run"]
-    # as text: methods in another order are others, since answers are kept by a method's number
+    # compared as text, because the order of methods counts: answers are filed by a method's place in it
     differing = [name for name in source if json.dumps(source[name]) != json.dumps(saved.get(name))]
     if differing:
         raise ValueError(f"output: the run in {output} was started with other {' and '.join(differing)}")
