@@ -235,16 +235,16 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``; backend as in `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`
-        does, for gradients with ``store_bits`` below 16 or ``prompt="exact"`` and, once there are groups to choose
-        from, for a backend that cannot run.
+        q ``[B, H, L, D]``; backend as in `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`,
+        with gradients as `check_gradients`, and once there are groups to choose from, for a backend that cannot run.
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
-        if torch.is_grad_enabled() and q.requires_grad and (self.store_bits < 16 or q.shape[2] > 1):
+        all_exact = self.prompt == "exact" and q.shape[2] > 1
+        if torch.is_grad_enabled() and q.requires_grad and (self.store_bits < 16 or all_exact):
             self.check_gradients()
-        if self.prompt == "exact" and q.shape[2] > 1:
+        if all_exact:
             sources, spans = self._all_tokens(q, context)
             return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, _ = context.extra
