@@ -140,6 +140,20 @@ def test_a_store_in_host_memory_gives_the_same_tokens(model):
         _generate(model, num_beams=3)
 
 
+@pytest.mark.parametrize("kind", ["growing", "static"])
+def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
+    """As on a GPU, where the steps of a store in host memory round entries in blocks that latents must be whole ones of."""
+    model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host", entry_bits=4)), set()
+    monkeypatch.setattr(
+        f"condense.caches.{kind}_recall.check_store",
+        lambda method, k, v, latent, groups=None: widths.add((k.shape[3] - v.shape[3], latent)),
+    )
+    mode = {"cache_implementation": "static"} if kind == "static" else {}
+    tiny.generate(model, ROWS[0][None], **mode)
+    latent = model.config.kv_lora_rank
+    assert widths == {(latent + model.config.qk_rope_head_dim, latent)}
+
+
 def test_dropout_is_refused_before_a_token_is_stored():
     model, ids = condense.apply(tiny.model("llama", attention_dropout=0.5), METHOD), tiny.tokens(1, 40)
     cache = tiny.filled(model, ids)

@@ -66,8 +66,8 @@ class CondensedLayer(CondensedCacheLayer):
     def _settings(self) -> StepSettings:
         return step_settings(self.method)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the device; the tensors are made by the first `read`."""
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
+        """Note the device; the tensors are made by the first `read`. latent_width: as in `ReadRequest`."""
         self.device = key_states.device
         self.is_initialized = True
 
@@ -78,7 +78,7 @@ class CondensedLayer(CondensedCacheLayer):
         Raises ValueError, state unchanged, for another dtype than that of earlier tokens.
         """
         if not self.is_initialized:
-            self.lazy_initialization(k, v)
+            self.lazy_initialization(k, v, request.latent_width)
         before = self._before(request.fetched)
         if before is not None:
             refuse_other_dtype(before.window_k.dtype, k.dtype)

@@ -107,13 +107,12 @@ class RecallLayer(CondensedLayer):
         super().__init__(method)
         self.recall = method
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
         """Note the device, once it is clear that tokens like these can be kept."""
         self.recall.index_settings.widths(key_states.shape[3])
         self.recall.store_format.width(key_states.shape[3], value_states.shape[3], key_states.dtype.itemsize)
-        # latents have no values of their own
-        check_store(self.recall, key_states, value_states, latent=int(value_states.shape[3] == 0))
-        super().lazy_initialization(key_states, value_states)
+        check_store(self.recall, key_states, value_states, latent=latent_width or 0)
+        super().lazy_initialization(key_states, value_states, latent_width)
 
     def fetch(self) -> Tensor | None:
         """Begin to copy the stored tokens to the device, for the next `read`; None if there is nothing to copy."""
