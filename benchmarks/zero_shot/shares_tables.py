@@ -123,6 +123,8 @@ def overall(runs: Sequence[Runs]) -> str:
     cells = []
     for label, name in _GOALS.items():
         rows = [(table[label], table["dense"]) for table in tables if label in table]
+        if not rows:
+            continue
         found, dense = (round(sum(pair[i].found for pair in rows) * _NUMBERS) for i in (0, 1))
         losses = [row.above for row, _ in rows if row.above is not None]
         met = sum(_meets(row, stock) for row, stock in rows)
@@ -153,7 +155,8 @@ def chosen(runs: Runs) -> str:
                 losses = (f"{row.above:+.3f}", f"{row.half:+.3f}", there)
                 cells.append((label, str(run["seed"]), *shares, *losses, _short(text)))
         for place, record in run["goals"].items():
-            missed = {goal: text for goal, text in record.items() if isinstance(text, str)}
+            # where candidates were refused, no goal was missed
+            missed = {k: text for k, text in record.items() if isinstance(text, str) and "candidates: " not in text}
             cells += [(f"calibrated, {place}, {goal}", str(run["seed"]), *[""] * 6, missed[goal]) for goal in missed]
     return _table(head, sorted(cells, key=lambda row: (*_goal(row[0]), row[1])))
 
