@@ -212,6 +212,8 @@ def test_entries_that_do_not_fit(entries, layout, said):
 
 def test_a_built_in_method_with_another_represent_keeps_it_on_latents():
     class Newest(condense.CCA):
+        name: ClassVar[str] = "newest"
+
         def represent(self, chunks, summary, *, scale, backend):
             k, v = chunks.tokens()
             return k[..., -1, :], v[..., -1, :]
@@ -223,3 +225,17 @@ def test_a_built_in_method_with_another_represent_keeps_it_on_latents():
     assert (whole - pooled).abs().max() > 0.1
     for cache in (None, StaticCache(model.config, 40)):
         torch.testing.assert_close(tiny.in_chunks(model, ids, (17, 1, 1, 20, 1), cache), whole, **tiny.EXACT)
+    del config._REGISTRY["newest"]
+
+
+@pytest.mark.parametrize(("base", "said"), [(condense.CCA, "and inherits 'cca': give"), (condense.Method, "it: give")])
+def test_a_method_without_a_name_is_no_models(base, said):
+    """A saved model would be loaded with the method that the name belongs to."""
+
+    class Unnamed(base):
+        layout = property(lambda self: Layout(RULE))
+
+    model = tiny.model("llama")
+    with pytest.raises(ValueError, match=f"Unnamed must have a name of its own.*{said} the class name"):
+        condense.apply(model, Unnamed())
+    assert not condense.models.condensed_layers(model)
