@@ -98,6 +98,7 @@ def _read(
             window_k, window_v, reading.columns, reading.num_chunks, method.layout.rule.chunk, reading.numbers
         )
         new = method.represent(chunks, summary, scale=scale, backend=backend)
+        _check_entries(method, new, k, v, reading.num_chunks)
         num_prompt = prompt_entries(method, before.prompt_tokens)
         rows = tuple(map(form.pack, new[:2]))
         entries = _append(before.entries, (*rows, *new[2:]), reading, num_prompt)
@@ -121,6 +122,31 @@ def _read(
         )
 
     return Context(sources, reading.spans, extra), new_state
+
+
+def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks: int) -> None:
+    """Raise ValueError unless ``new``, made by `Method.represent`, holds the entries of ``num_chunks`` chunks.
+
+    Entries have rows, KV heads, dtype and width of the tokens k and v, or width 0.
+    """
+    layout = method.layout
+    shape = (*k.shape[:2], num_chunks * layout.rule.entries)
+    tensors = new if isinstance(new, tuple) else ()
+    fits = all(
+        x.shape in ((*shape, token.shape[3]), (*shape, 0)) and x.dtype == token.dtype
+        for x, token in zip(tensors, (k, v), strict=False)
+    )
+    if len(tensors) < 2 or not fits:
+        got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors) or type(new).__name__
+        raise ValueError(
+            f"{type(method).__name__}.represent must return keys {(*shape, k.shape[3])} and values "
+            f"{(*shape, v.shape[3])} in {k.dtype}, as a tuple, got {got}"
+        )
+    if layout.matched and (len(tensors) < 3 or tensors[2].shape != (*shape, 1)):
+        raise ValueError(
+            f"{type(method).__name__}.represent must return biases {(*shape, 1)} after keys and values, as its layout "
+            "is matched"
+        )
 
 
 def _read_prompt(

@@ -156,3 +156,86 @@ def test_static_caches_refuse_another_attend(colder, monkeypatch):
     # `generate` must not choose a static cache for it, as it does on CUDA for other methods
     monkeypatch.setattr("condense.models.hooks.replayable_cache", lambda model, *_: StaticCache(model.config, 40))
     assert tiny.generate(colder, ids).equal(growing)
+
+
+def _mean(chunks):
+    k, v = chunks.tokens()
+    return k.mean(3), v.mean(3)
+
+
+def _method_of(layout, entries=_mean):
+    class Own(condense.Method):
+        def represent(self, chunks, summary, *, scale, backend):
+            return entries(chunks)
+
+    Own.layout = layout
+    return Own()
+
+
+RULE = UniformRule(chunk=4, window=6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(UniformRule(chunk=0, window=6)), "chunk must be an integer >= 1, got 0"),
+        (Layout(UniformRule(chunk=4, window=-1)), "window must be an integer >= 0, got -1"),
+        (Layout(RULE, summary_delay=7), "summary_delay must be at most the window, 6, .* got 7"),
+        (Layout(RULE, num_summary=-1), "num_summary must be an integer >= 0, got -1"),
+        (Layout(RULE, bias=1.5), r"each entry of a chunk, 1, or empty, got 1\.5"),
+        (Layout(RULE, bias=(1.0, 2.0)), r"each entry of a chunk, 1, or empty, got \(1\.0, 2\.0\)"),
+        (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5"),
+    ],
+)
+def test_layouts_that_cannot_be(layout, said):
+    with pytest.raises(ValueError, match=said):
+        condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=_method_of(layout))
+
+
+@pytest.mark.parametrize(
+    ("entries", "layout", "said"),
+    [
+        (lambda chunks: None, Layout(RULE), "got NoneType"),
+        (lambda chunks: _mean(chunks)[0], Layout(RULE), "as a tuple, got Tensor"),
+        (lambda chunks: _mean(chunks)[:1], Layout(RULE), r"got \(1, 1, 5, 4\) torch.float64$"),
+        (lambda chunks: tuple(x.float() for x in _mean(chunks)), Layout(RULE), r"in torch.float64, .* torch.float32"),
+        (lambda chunks: tuple(x.repeat(1, 1, 2, 1) for x in _mean(chunks)), Layout(RULE), r"\(1, 1, 5, 4\) .* 10, 4\)"),
+        (lambda chunks: tuple(x[..., None, :] for x in _mean(chunks)), Layout(RULE), r"got \(1, 1, 5, 1, 4\)"),
+        (_mean, Layout(RULE, num_summary=1, matched=True), r"must return biases \(1, 1, 5, 1\)"),
+    ],
+)
+def test_entries_that_do_not_fit(entries, layout, said):
+    """Twice as many entries as the layout says would otherwise be read one for another."""
+    with pytest.raises(ValueError, match=f"Own.represent.*{said}"):
+        condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=_method_of(layout, entries))
+
+
+def test_a_built_in_method_with_another_represent_keeps_it_on_latents():
+    class Newest(condense.CCA):
+        name: ClassVar[str] = "newest"
+
+        def represent(self, chunks, summary, *, scale, backend):
+            k, v = chunks.tokens()
+            return k[..., -1, :], v[..., -1, :]
+
+    ids = tiny.tokens(1, 40)
+    model = tiny.model("deepseek_v3")
+    pooled = tiny.logits(condense.apply(model, condense.CCA(group_size=4, window=6)), ids)
+    whole = tiny.logits(condense.apply(model, Newest(group_size=4, window=6)), ids)
+    assert (whole - pooled).abs().max() > 0.1
+    for cache in (None, StaticCache(model.config, 40)):
+        torch.testing.assert_close(tiny.in_chunks(model, ids, (17, 1, 1, 20, 1), cache), whole, **tiny.EXACT)
+    del config._REGISTRY["newest"]
+
+
+@pytest.mark.parametrize(("base", "said"), [(condense.CCA, "and inherits 'cca': give"), (condense.Method, "it: give")])
+def test_a_method_without_a_name_is_no_models(base, said):
+    """A saved model would be loaded with the method that the name belongs to."""
+
+    class Unnamed(base):
+        layout = property(lambda self: Layout(RULE))
+
+    model = tiny.model("llama")
+    with pytest.raises(ValueError, match=f"Unnamed must have a name of its own.*{said} the class name"):
+        condense.apply(model, Unnamed())
+    assert not condense.models.condensed_layers(model)

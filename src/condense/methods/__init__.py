@@ -10,7 +10,7 @@ from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.minference import AShape, BlockSparse, MInference, VerticalSlash
 from condense.methods.recall import Recall
-from condense.methods.saved import methods_in, settings_of
+from condense.methods.saved import check_names, methods_in, settings_of
 from condense.methods.snapkv import SnapKV
 from condense.methods.sparse_prefill import SparsePrefill
 from condense.methods.streaming_llm import StreamingLLM
@@ -38,6 +38,7 @@ __all__ = [
     "SparsePrefill",
     "StreamingLLM",
     "VerticalSlash",
+    "check_names",
     "check_trainable",
     "entry_bias",
     "first_tokens",

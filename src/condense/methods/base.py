@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict, method_from_text
-from condense.methods.layout import Layout
+from condense.methods.layout import Layout, check_layout
 from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend, group_scores
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
@@ -198,7 +198,7 @@ class Method(MethodConfig):
     def parse(cls, settings: Self | dict[str, object] | str) -> Method:
         """A method from itself, its `to_dict` form or text such as ``"cca:window=512"``.
 
-        Raises ValueError for anything else.
+        Raises ValueError for anything else, and for a `layout` with numbers that no method can have.
         """
         method: object = settings
         if isinstance(settings, dict):
@@ -207,6 +207,7 @@ class Method(MethodConfig):
             method = method_from_text(settings)
         if not isinstance(method, Method):
             raise ValueError(f"method must be a condense method such as condense.CCA(), got {method!r}")
+        check_layout(method.layout)
         return method
 
 

@@ -120,7 +120,12 @@ class GroupPooling(Method):
         )
 
     def for_latents(self, latent_width: int) -> Method:
-        """The method that pools rope keys by ``key_pooling`` and latents by ``value_pooling``."""
+        """The method that pools rope keys by ``key_pooling`` and latents by ``value_pooling``.
+
+        A subclass with a `represent` of its own is used as it is, on whole entries.
+        """
+        if type(self).represent is not GroupPooling.represent:
+            return super().for_latents(latent_width)
         return LatentGroups(groups=self, latent_width=latent_width)
 
 

@@ -5,9 +5,11 @@ Shapes: c tokens per chunk, p entries per chunk. A chunk is the tokens that a me
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from condense.config import check_bits, check_int
 from condense.ops import EntryFormat, Pooling, UniformRule
 
 
@@ -61,6 +63,28 @@ class Layout:
     def entry_format(self) -> EntryFormat:
         """How entries are rounded and kept."""
         return EntryFormat(self.entry_bits)
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise ValueError for numbers that no method can have."""
+    rule, bias = layout.rule, layout.bias
+    check_int("layout: chunk", rule.chunk, 1)
+    check_int("layout: entries", rule.entries, 1)
+    check_int("layout: num_summary", layout.num_summary, 0)
+    check_int("layout: summary_delay", layout.summary_delay, 0)
+    check_bits("layout: entry_bits", layout.entry_bits)
+    if rule.window is not None:
+        check_int("layout: window", rule.window, 0)
+        if layout.summary_delay > rule.window:
+            raise ValueError(
+                f"layout: summary_delay must be at most the window, {rule.window}, after which queries see a chunk's "
+                f"entries, got {layout.summary_delay}"
+            )
+    if not isinstance(bias, tuple) or len(bias) not in (0, rule.entries) or not all(map(math.isfinite, bias)):
+        raise ValueError(
+            f"layout: bias must be a tuple with a finite number for each entry of a chunk, {rule.entries}, or empty, "
+            f"got {bias!r}"
+        )
 
 
 # a chunk of one token, whose mean is the token itself

@@ -6,7 +6,7 @@ also names the version that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from condense.methods.base import Method
@@ -22,6 +22,18 @@ def settings_of(assignment: Mapping[int, Method]) -> dict[str, Any]:
             for method in methods
         ]
     }
+
+
+def check_names(methods: Iterable[Method]) -> None:
+    """Raise ValueError for a method whose class has no name of its own: once saved, it would be loaded as its base."""
+    for method in methods:
+        cls = type(method)
+        if not vars(cls).get("name"):
+            inherited = f", and inherits {method.name!r}" if method.name else ""
+            raise ValueError(
+                f"{cls.__name__} must have a name of its own, by which a saved model finds it{inherited}: give the "
+                f"class name: ClassVar[str] = {cls.__name__.lower()!r}"
+            )
 
 
 def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Method]:

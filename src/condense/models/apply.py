@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method, methods_in, settings_of
+from condense.methods import Method, check_names, methods_in, settings_of
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
 from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window, transformers_model
@@ -38,8 +38,8 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     condensing off, ``"condense"`` on again; save_pretrained saves what is on. Apply before accelerate, FSDP and
     torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
-    another condensed model, for a layer that is named twice or cannot be condensed by its method, and for a ``method``
-    of another form.
+    another condensed model, for a layer that is named twice or cannot be condensed by its method, for a method of one's
+    own without a ``name``, and for a ``method`` of another form.
     """
     base, attentions = _attentions(model)
     chosen = _chosen(base, attentions, method, layers)
@@ -76,6 +76,7 @@ def _chosen(
         raise ValueError("layers must be left out where method names them, got both")
     else:
         chosen = dict.fromkeys(chosen_layers(layers, attentions, count), choice)
+    check_names(chosen.values())
     check_config(attentions)
     check_latents(chosen, attentions)
     return chosen
