@@ -11,7 +11,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 import condense
 from condense.cli.main import main
 from condense.methods import methods_in, settings_of
-from condense.serving.vllm.command import server_command
+from condense.serving.vllm.command import adapters_in, server_command
 from condense.serving.vllm.register import ARCHITECTURES, condensed_name
 
 METHOD = condense.CCA(summary="streaming")
@@ -118,6 +118,27 @@ def test_the_folder_comes_first(serve, stock):
     command, err = serve("--model", stock, "--method", "cca")
     assert command is None
     assert "condense serve DIR" in err
+
+
+def test_an_adapter_must_have_been_trained_with_the_method(serve, stock, tmp_path):
+    """As loading it with PEFT; adapters without a record were trained on stock models, and may be served."""
+    folder = tmp_path / "an_adapter"
+    folder.mkdir()
+    lora = ["--enable-lora", "--lora-modules"]
+    for form in (f"mine={folder}", json.dumps({"name": "mine", "path": str(folder)})):
+        assert serve(stock, "--method", "cca", *lora, form)[0] is not None
+    (folder / "condense.json").write_text(json.dumps(settings_of(dict.fromkeys(range(3), METHOD))))
+    for form in (f"mine={folder}", json.dumps({"name": "mine", "path": str(folder)})):
+        assert serve(stock, "--method", "cca:summary=streaming", *lora, form)[0] is not None
+        command, err = serve(stock, "--method", "cca", *lora, form)
+        assert command is None
+        assert f"the adapter in {folder} was trained with {METHOD}" in err
+    assert serve(stock, "--method", "cca", f"--lora_modules=mine={folder}")[0] is None
+
+
+def test_adapters_are_found_among_the_flags():
+    flags = ["--lora-modules", "a=x=y", '{"name": "b", "path": "z"}', "neither", "--chat-template", "c={{ d }}"]
+    assert adapters_in([*flags, "--lora_modules=e=/f_g", "h=i"]) == ["x=y", "z", "/f_g", "i"]
 
 
 def test_layers_with_dense_attention_are_no_obstacle(serve, stock):
