@@ -10,8 +10,9 @@ from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.cli.main import main
-from condense.methods import methods_in, settings_of
-from condense.serving.vllm.command import adapters_in, server_command
+from condense.methods import methods_in, settings_of, step_settings
+from condense.serving.plan import serving_plans
+from condense.serving.vllm.command import server_command
 from condense.serving.vllm.register import ARCHITECTURES, condensed_name
 
 METHOD = condense.CCA(summary="streaming")
@@ -81,6 +82,16 @@ def test_a_method_replaces_the_saved_one(serve, saved):
     assert err == ""
 
 
+def test_dense_layers_of_an_allocation_stay_the_engines(serve, stock, tmp_path):
+    path = tmp_path / "allocation.json"
+    path.write_text(json.dumps(settings_of({0: condense.Dense(), 1: METHOD, 2: condense.LCA()})))
+    command, _ = serve(stock, "--method", f"@{path}")
+    assert {i: plan.settings for i, plan in serving_plans(overrides(command)["condense"]).items()} == {
+        1: step_settings(METHOD),
+        2: step_settings(condense.LCA()),
+    }
+
+
 def test_an_unadapted_model_is_warned_of(serve, stock):
     command, err = serve(stock, "--method", "cca:summary=streaming")
     assert methods_in(overrides(command)["condense"]) == dict.fromkeys(range(3), METHOD)
@@ -94,6 +105,7 @@ def test_an_unadapted_model_is_warned_of(serve, stock):
         ([], "name a method with --method"),
         (["--layers", "0"], "add --method"),
         (["--method", "dga"], "CCA or LCA"),
+        (["--method", "dense"], "got dense attention only"),
         (["--method", "cca:summary=prompt"], "summary='streaming'"),
         (["--method", "lca:window=1000"], "window=1008"),
         (["--method", "cca", "--hf-overrides", "{"], "--hf-overrides must be JSON"),
@@ -103,7 +115,6 @@ def test_an_unadapted_model_is_warned_of(serve, stock):
         (["--method", "cca", "--hf-overrides={}", "--hf_overrides={}"], "once and in full"),
         (["--method", "cca", "--hf-overrides.rope_theta", "2"], "as a JSON object, got --hf-overrides.rope_theta"),
         (["--method", "cca", "--hf-over", "{}"], "got --hf-over:"),
-        (["--method", "dense"], "use vllm serve"),
     ],
     ids=" ".join,
 )
@@ -133,21 +144,7 @@ def test_an_adapter_must_have_been_trained_with_the_method(serve, stock, tmp_pat
         command, err = serve(stock, "--method", "cca", *lora, form)
         assert command is None
         assert f"the adapter in {folder} was trained with {METHOD}" in err
-    assert serve(stock, "--method", "cca", f"--lora_modules=mine={folder}")[0] is None
-
-
-def test_adapters_are_found_among_the_flags():
-    flags = ["--lora-modules", "a=x=y", '{"name": "b", "path": "z"}', "neither", "--chat-template", "c={{ d }}"]
-    assert adapters_in([*flags, "--lora_modules=e=/f_g", "h=i"]) == ["x=y", "z", "/f_g", "i"]
-
-
-def test_layers_with_dense_attention_are_no_obstacle(serve, stock):
-    command, err = serve(stock, "--method", "dense@0", "--method", "lca:window=32@rest")
-    assert methods_in(overrides(command)["condense"]) == {
-        0: condense.Dense(),
-        1: condense.LCA(window=32),
-        2: condense.LCA(window=32),
-    }
+    assert serve(stock, "--method", "cca", f"--lora_modules=mine={folder}", "another=elsewhere")[0] is None
 
 
 def test_other_architectures_are_refused(serve, tmp_path):

@@ -11,11 +11,11 @@ from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
 
 _OVERRIDES, _BATCH = "--hf-overrides", "--max-num-batched-tokens"
-_ADAPTERS = "--lora-modules"
-# vLLM takes a longer beginning of a flag for the flag
+# vLLM takes a shortened flag, such as `--hf-over`, for the only one that begins so; several begin with this
 _AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
 _BATCHED_TOKENS = "4096"
+_ADAPTERS = "--lora-modules"
 
 
 def server_command(model: str, architecture: str, saved: dict[str, Any], flags: list[str]) -> list[str]:
