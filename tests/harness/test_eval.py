@@ -276,6 +276,7 @@ def test_local_files_stand_for_the_hub(base, command, data, tmp_path):
         (("--task", "text_loss", "--method", "dga:selection=prompt", "--batch-size", "2"), "batch size must be 1"),
         (("--task", "text_loss", "--data", "nowhere"), "data: wanted a folder"),
         (("--task", "text_loss", "--length", "100000"), "documents of at least 100000 tokens"),
+        (("--task", "text_loss", "--chat"), "with a chat template"),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(base, command, tmp_path, arguments, message):

@@ -115,7 +115,6 @@ def test_an_unadapted_model_is_warned_of(serve, stock):
         (["--method", "cca", "--hf-overrides={}", "--hf_overrides={}"], "once and in full"),
         (["--method", "cca", "--hf-overrides.rope_theta", "2"], "as a JSON object, got --hf-overrides.rope_theta"),
         (["--method", "cca", "--hf-over", "{}"], "got --hf-over:"),
-        (["--method", "dense"], "use vllm serve"),
     ],
     ids=" ".join,
 )
@@ -132,13 +131,20 @@ def test_the_folder_comes_first(serve, stock):
     assert "condense serve DIR" in err
 
 
-def test_layers_with_dense_attention_are_no_obstacle(serve, stock):
-    command, err = serve(stock, "--method", "dense@0", "--method", "lca:window=32@rest")
-    assert methods_in(overrides(command)["condense"]) == {
-        0: condense.Dense(),
-        1: condense.LCA(window=32),
-        2: condense.LCA(window=32),
-    }
+def test_an_adapter_must_have_been_trained_with_the_method(serve, stock, tmp_path):
+    """As loading it with PEFT; adapters without a record were trained on stock models, and may be served."""
+    folder = tmp_path / "an_adapter"
+    folder.mkdir()
+    lora = ["--enable-lora", "--lora-modules"]
+    for form in (f"mine={folder}", json.dumps({"name": "mine", "path": str(folder)})):
+        assert serve(stock, "--method", "cca", *lora, form)[0] is not None
+    (folder / "condense.json").write_text(json.dumps(settings_of(dict.fromkeys(range(3), METHOD))))
+    for form in (f"mine={folder}", json.dumps({"name": "mine", "path": str(folder)})):
+        assert serve(stock, "--method", "cca:summary=streaming", *lora, form)[0] is not None
+        command, err = serve(stock, "--method", "cca", *lora, form)
+        assert command is None
+        assert f"the adapter in {folder} was trained with {METHOD}" in err
+    assert serve(stock, "--method", "cca", f"--lora_modules=mine={folder}", "another=elsewhere")[0] is None
 
 
 def test_other_architectures_are_refused(serve, tmp_path):

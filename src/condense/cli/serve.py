@@ -26,7 +26,8 @@ def serve_command(
 ) -> None:
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore
-    from condense.serving.vllm.command import server_command
+    from condense.models.adapters import read_record
+    from condense.serving.vllm.command import adapters_in, server_command
 
     if model.startswith("-"):
         raise ValueError(f"the model must come first, as in condense serve DIR --port 8000, got {model}")
@@ -49,6 +50,8 @@ def serve_command(
         )
     if method:
         apply(restore(skeleton), choose(choice_from_text(*method), layers))
+    for adapter in adapters_in(context.args):
+        read_record(skeleton, adapter, {})  # refuses one that was trained with other methods
     folder = str(Path(model).expanduser()) if model.startswith("~") else model
     command = server_command(folder, config.architectures[0], config.condense, context.args)
     os.execv(command[0], command)

@@ -74,8 +74,8 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
     wanted, held = methods_in(json.loads(Path(path).read_text(encoding="utf-8")), path), condensed_layers(model)
     if held and held != wanted:
         raise ValueError(
-            f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: call "
-            "condense.restore(model) first, or condense it in the adapter's way"
+            f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: condense it in "
+            "the adapter's way, or call condense.restore(model) first"
         )
     if not held:
         apply(model, wanted)

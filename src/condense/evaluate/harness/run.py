@@ -81,11 +81,15 @@ def evaluate(
     model: a causal LM with stock attention, which it has afterwards too. methods: method by the name that its results
     get. output: a folder that does not exist yet; with ``resume`` the folder of the same run, interrupted earlier: then
     only the missing answers are computed.
-    Raises ValueError as `load_tasks`, for a method that the model cannot take, for a folder that exists or belongs to
-    another run, and for a batch of methods that read a prompt at once; torch.OutOfMemoryError if half the batch does
-    not fit either.
+    Raises ValueError as `load_tasks`, for a tokenizer without a chat template if one is wanted, for a method that the
+    model cannot take, for a folder that exists or belongs to another run, and for a batch of methods that read a prompt
+    at once; torch.OutOfMemoryError if half the batch does not fit either.
     """
     require_harness()
+    if settings.chat and tokenizer.chat_template is None:
+        raise ValueError(
+            f"chat: wanted a tokenizer with a chat template, got that of {tokenizer.name_or_path}: leave it out"
+        )
     for label, choice in methods.items():
         if settings.batch_size > 1 and any(each.layout.lookahead is not None for each in methods_of(choice)):
             raise ValueError(

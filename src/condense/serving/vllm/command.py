@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import Any
 
 from condense.serving.plan import serving_plans
@@ -14,6 +15,7 @@ _OVERRIDES, _BATCH = "--hf-overrides", "--max-num-batched-tokens"
 _AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
 _BATCHED_TOKENS = "4096"
+_ADAPTERS = "--lora-modules"
 
 
 def server_command(model: str, architecture: str, saved: dict[str, Any], flags: list[str]) -> list[str]:
@@ -33,6 +35,27 @@ def server_command(model: str, architecture: str, saved: dict[str, Any], flags: 
     batch = [] if any(flag.split("=")[0] == _BATCH for flag in flags) else [_BATCH, _BATCHED_TOKENS]
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     return [*server, _OVERRIDES, json.dumps(overrides), *batch, *flags]
+
+
+def adapters_in(flags: list[str]) -> list[str]:
+    """Paths of the adapters that ``--lora-modules`` names, each as ``name=path`` or as a JSON object.
+
+    Anything else is left for vLLM to refuse.
+    """
+    adapters, is_adapter = [], False
+    for word in flags:
+        given = word
+        if word.startswith("--"):
+            name, _, given = word.partition("=")
+            is_adapter = name.replace("_", "-") == _ADAPTERS
+        if not is_adapter:
+            continue
+        if given.startswith("{"):
+            with suppress(json.JSONDecodeError, KeyError):
+                adapters.append(json.loads(given)["path"])
+        elif "=" in given:
+            adapters.append(given.partition("=")[2])
+    return adapters
 
 
 def _take(name: str, flags: list[str]) -> tuple[str | None, list[str]]:
