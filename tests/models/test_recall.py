@@ -142,7 +142,7 @@ def test_a_store_in_host_memory_gives_the_same_tokens(model):
 
 @pytest.mark.parametrize("kind", ["growing", "static"])
 def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
-    """As on a GPU, where steps with a store in host memory round entries in blocks, of which latents must be whole ones."""
+    """As on a GPU, where steps with a host store round entries in blocks, of which latents must be whole ones."""
     model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host", entry_bits=4)), set()
     monkeypatch.setattr(
         f"condense.caches.{kind}_recall.check_store",
