@@ -81,7 +81,7 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
         recall = Recall(
             window=window, group_size=32, num_recall=num_recall, unchosen="drop", index_bits=4, store_bits=4
         )
-        return Dense(), recall, LCA(window=window, rep_bias="log_size"), base
+        return Dense(), recall, LCA(window=window, rep_bias="log_size", entry_bits=4), base
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
     num_recall = min(128, math.ceil(length / 16 / 8))
     slots = min(64, math.ceil(length / 16 / 64))
