@@ -43,6 +43,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     """
     base, attentions = _attentions(model)
     chosen = _chosen(base, attentions, method, layers)
+    check_names(chosen.values())
     _assign(attentions, _methods(attentions) | chosen)
     if layers is None:
         others = sorted(set(attentions) - set(chosen))
@@ -76,7 +77,6 @@ def _chosen(
         raise ValueError("layers must be left out where method names them, got both")
     else:
         chosen = dict.fromkeys(chosen_layers(layers, attentions, count), choice)
-    check_names(chosen.values())
     check_config(attentions)
     check_latents(chosen, attentions)
     return chosen
@@ -93,7 +93,7 @@ def restore(model: ModelT) -> ModelT:
 
 @contextmanager
 def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str | None = None) -> Iterator[ModelT]:
-    """`apply` for the length of a ``with`` block; afterwards the model is as before.
+    """`apply` for the length of a ``with`` block; afterwards the model is as before. Methods need no ``name`` there.
 
     In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and after the
     block they have the earlier attention again (with ``use_reentrant=True`` without an error).
