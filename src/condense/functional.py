@@ -140,7 +140,7 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
         got = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors) or type(new).__name__
         raise ValueError(
             f"{type(method).__name__}.represent must return keys {(*shape, k.shape[3])} and values "
-            f"{(*shape, v.shape[3])} in {k.dtype}, as a tuple, got {got}"
+            f"{(*shape, v.shape[3])} in {k.dtype} and {v.dtype}, as a tuple, got {got}"
         )
     if layout.matched and (len(tensors) < 3 or tensors[2].shape != (*shape, 1)):
         raise ValueError(

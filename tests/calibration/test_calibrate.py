@@ -156,7 +156,7 @@ def test_with_a_size_one_further_on_may_be_within_the_budget():
     curve = _judged(measured=[True, False, True, False], held_out=[True, True, False, True], small=1)
     curve.grid = [0, 2, 3]
     assert choose(curve, both) == 2
-    with pytest.raises(ValueError, match=r"must be met on held-out text too: 50\.0% of the cache loses 1 nats there"):
+    with pytest.raises(ValueError, match=r"on the text that was measured: 50\.0% of the cache loses 1 nats there"):
         verify(curve, both, 2)
 
 

@@ -198,7 +198,7 @@ def test_layouts_that_cannot_be(layout, said):
         (lambda chunks: None, Layout(RULE), "got NoneType"),
         (lambda chunks: _mean(chunks)[0], Layout(RULE), "as a tuple, got Tensor"),
         (lambda chunks: _mean(chunks)[:1], Layout(RULE), r"got \(1, 1, 5, 4\) torch.float64$"),
-        (lambda chunks: tuple(x.float() for x in _mean(chunks)), Layout(RULE), r"in torch.float64, .* torch.float32"),
+        (lambda chunks: tuple(x.float() for x in _mean(chunks)), Layout(RULE), r"and torch.float64, .* torch.float32"),
         (lambda chunks: tuple(x.repeat(1, 1, 2, 1) for x in _mean(chunks)), Layout(RULE), r"\(1, 1, 5, 4\) .* 10, 4\)"),
         (lambda chunks: tuple(x[..., None, :] for x in _mean(chunks)), Layout(RULE), r"got \(1, 1, 5, 1, 4\)"),
         (_mean, Layout(RULE, num_summary=1, matched=True), r"must return biases \(1, 1, 5, 1\)"),

@@ -175,6 +175,15 @@ def test_rows_that_are_left_out_free_their_memory():
     assert [x() for x in old] == [None] * len(old)
 
 
+def test_a_prompt_that_needs_longer_buffers_frees_the_shorter_ones():
+    layer = RecallLayer(RECALL)
+    for L in (20, 1):
+        _read(layer, _qkv(L))
+    store = weakref.ref(layer._ring.buffers.store)
+    _read(layer, _qkv(4 * room_for(20)))
+    assert store() is None
+
+
 def test_a_copy_goes_its_own_way():
     layers = _pair(METHODS["host"])
     for L in (20, 1):

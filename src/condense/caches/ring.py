@@ -163,6 +163,8 @@ class RingState:
         if buffers.ring_k.shape[2] < min(tokens, self._most_window):
             slots = self._token_slots(tokens)
             buffers = buffers._replace(ring_k=longer(buffers.ring_k, slots), ring_v=longer(buffers.ring_v, slots))
+        if buffers is not self.buffers:
+            self._prepared = None  # which would keep the shorter ones in memory until the next step
         self.buffers = buffers
         self._steps_left = self._count_steps()
 

@@ -189,8 +189,10 @@ def verify(curve: Curve, config: CalibrationConfig, chosen: int) -> int:
     for at in range(chosen, least - 1, -1):
         if curve.verified(at).within(config) and curve.measured(at).within(config):
             return at
+    kind, point = "held-out text too", curve.verified(least)
+    if point.within(config):
+        kind, point = "the text that was measured", curve.measured(least)
     raise ValueError(
-        f"budget_nats must be met on held-out text too: {curve.cache(least):.1%} of the cache "
-        f"{curve.verified(least).quality()} there, more than {config.budget_nats} or too few of the numbers: measure "
-        "more texts, or raise the budget"
+        f"budget_nats must be met on {kind}: {curve.cache(least):.1%} of the cache {point.quality()} there, more than "
+        f"{config.budget_nats} or too few of the numbers: measure more texts, or raise the budget"
     )

@@ -98,8 +98,8 @@ class Calibration:
 
     layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from
     the most faithful to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same
-    on texts that nothing was measured on. steps_back: how many smaller allocations were tried before
-    it and failed the goals on one kind of text or the other.
+    on texts that nothing was measured on. steps_back: how many smaller allocations were tried before it
+    and failed the goals on one kind of text or the other.
     """
 
     config: CalibrationConfig

@@ -51,7 +51,9 @@ def serve_command(
     if method:
         apply(restore(skeleton), choose(choice_from_text(*method), layers))
     for adapter in adapters_in(context.args):
-        read_record(skeleton, adapter, {})  # refuses one that was trained with other methods
+        place = Path(adapter).expanduser()
+        if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing
+            read_record(skeleton, str(place), {})  # refuses one that was trained with other methods
     folder = str(Path(model).expanduser()) if model.startswith("~") else model
     command = server_command(folder, config.architectures[0], config.condense, context.args)
     os.execv(command[0], command)

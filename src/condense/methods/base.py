@@ -198,7 +198,8 @@ class Method(MethodConfig):
     def parse(cls, settings: Self | dict[str, object] | str) -> Method:
         """A method from itself, its `to_dict` form or text such as ``"cca:window=512"``.
 
-        Raises ValueError for anything else, and for a `layout` with numbers that no method can have.
+        Raises ValueError for anything else, and for a `layout` with numbers that no method can have; TypeError for a
+        method without one.
         """
         method: object = settings
         if isinstance(settings, dict):

@@ -75,7 +75,7 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
     if held and held != wanted:
         raise ValueError(
             f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: condense it in "
-            "the adapter's way, or call condense.restore(model) first"
+            "the adapter's way (condense serve: --method), or call condense.restore(model) first"
         )
     if not held:
         apply(model, wanted)

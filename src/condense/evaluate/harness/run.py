@@ -153,7 +153,9 @@ def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
     # compared as text, because the order of methods counts: answers are filed by a method's place in it
     differing = [name for name in source if json.dumps(source[name]) != json.dumps(saved.get(name))]
     if differing:
-        raise ValueError(f"output: the run in {output} was started with other {' and '.join(differing)}")
+        raise ValueError(
+            f"output: the run in {output} was started with other {' and '.join(differing)}, or in another order"
+        )
 
 
 def _run(
