@@ -66,8 +66,9 @@ def test_context_parallelism_is_refused(mesh, marked):
     want, ids = tiny.logits(model, IDS), IDS[:, :40].clone()
     positions = {"position_ids": torch.arange(40)[None].expand(len(ids), -1)} if marked else {}
     with (
-        pytest.raises(ValueError, match="context parallelism cannot be condensed"),
+        # outside, as PyTorch 2.11 does not leave it after an error
         context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]),
+        pytest.raises(ValueError, match="context parallelism cannot be condensed"),
     ):
         model(ids, use_cache=False, **positions)
     assert torch.equal(tiny.logits(model, IDS), want)
