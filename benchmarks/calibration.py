@@ -49,6 +49,7 @@ def config_of(options: argparse.Namespace) -> condense.CalibrationConfig:
         texts=options.texts,
         hidden_numbers=KEYS,
         cache_length=options.cache_length,
+        timed=False,
         seed=options.seed,
     )
 
@@ -145,6 +146,10 @@ def take_time(options: argparse.Namespace) -> None:
         "estimated_seconds": estimates[0].forwards * estimates[0].seconds_each,
         "forwards": len(forwards),
         "seconds": time.perf_counter() - began,
+        "times": {
+            str(method): point.times for method, point in zip(result.config.candidates, result.uniform, strict=True)
+        },
+        "chosen": _point(result.chosen),
     }
     write_results(options.output, content, device=model.device)
     Console(width=160).print(content)

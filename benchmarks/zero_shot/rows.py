@@ -146,6 +146,7 @@ def calibrations(length: int, texts: int, seed: int, pooled: GroupPooling) -> Ma
                 length=length,
                 texts=texts,
                 hidden_numbers=NUMBERS,
+                timed=False,
                 seed=seed,
             )
             for nats, share in goals

@@ -114,7 +114,10 @@ def test_the_gates_choice_of_groups_is_recalls(kind, bits):
     assert clear.double().mean() > 0.99
     codes[:, :, 1:], grid[:, :, 1:] = codes[:, :, :1], grid[:, :, :1]
     got, clear = oracle_recall.choose(method, inputs.q, codes, grid, closed, scale=inputs.scale)
-    assert torch.equal(got, choose_groups(torch.zeros_like(scores), closed, Quota(5), 2))
+    # equal columns of a matrix product may differ in their last bit, so that which of tied groups is chosen is open
+    want = choose_groups(torch.zeros_like(scores), closed, Quota(5), 2)
+    assert torch.equal(got & clear[..., None], want & clear[..., None])
+    assert torch.equal(got.sum(-1), want.sum(-1))
     assert torch.equal(clear, (closed <= 5).expand_as(clear))
 
 

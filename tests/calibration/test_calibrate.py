@@ -18,6 +18,7 @@ from condense.calibration.curve import Curve, choose, verify
 from condense.calibration.measure import Meter
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
+from condense.calibration.times import STEPS, Times, TimeTable
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 
@@ -278,6 +279,47 @@ def test_what_can_be_known_beforehand_is_said_before_anything_is_measured(model,
     assert condensed_layers(model) == {}
 
 
+def test_times_of_candidates_are_measured_and_of_mixtures_their_mean(result, model, tokenizer, text):
+    assert all(min(point.times) > 0 for point in (*result.uniform, *result.curve))
+    measured = dict(zip(CANDIDATES, (point.times for point in result.uniform), strict=True))
+    mixed = [point for point in result.curve if len(set(point.methods.values())) > 1 and point != result.chosen]
+    assert mixed
+    for point in mixed:
+        of_layers = [measured[method] for method in point.methods.values()]
+        assert point.times == pytest.approx([np.mean(values) for values in zip(*of_layers, strict=True)])
+    assert result.verified.times == result.chosen.times
+    untimed = condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, timed=False))
+    assert untimed.curve == result.curve
+    assert all(point.times is None for point in (*untimed.uniform, *untimed.curve, untimed.chosen))
+
+
+def test_times_are_those_of_the_length_whatever_the_text_says(model, monkeypatch):
+    """A token that would end the text ends nothing; what the device has no room for has no times, nor has a mixture."""
+    lengths = []
+
+    def read(model, ids, steps, **settings):
+        lengths.append(ids.shape[1] + steps)
+        if condensed_layers(model)[0] == CANDIDATES[1]:
+            raise torch.OutOfMemoryError
+        return timed_generate(model, ids, steps, **settings)
+
+    timed_generate = condense.models.stopwatch.timed_generate
+    monkeypatch.setattr("condense.calibration.times.timed_generate", read)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", list(range(model.config.vocab_size)))
+    table = TimeTable(model, torch.arange(20), 90)
+    uniform = [dict.fromkeys(range(3), method) for method in CANDIDATES]
+    for allocation in uniform:
+        table.measure(allocation)
+    assert set(lengths) == {90}
+    dense, recall, window = map(table.of, uniform)
+    assert recall is None
+    assert table.of({0: CANDIDATES[0], 1: CANDIDATES[1], 2: CANDIDATES[2]}) is None
+    mixture = table.of({0: CANDIDATES[0], 1: CANDIDATES[2], 2: CANDIDATES[2]})
+    assert isinstance(mixture, Times)
+    assert mixture.step_s == pytest.approx((dense.step_s + 2 * window.step_s) / 3)
+    assert TimeTable(model, torch.arange(20), STEPS - 1).of(uniform[0]) is None
+
+
 def test_small_losses_are_not_said_to_be_none():
     assert str(Mean(0.0123, 0.001)) == "0.0123±0.0010"
     assert str(Mean(3e-7, 1e-7)) == "3.0e-07±1.0e-07"
@@ -333,6 +375,8 @@ def test_models_that_are_not_ready(tokenizer, text):
     learned = tiny.model("gpt2", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match="length must fit the model's 128 learned positions, got 129"):
         condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, length=129))
+    with pytest.raises(ValueError, match="cache_length must fit the model's 128 learned positions, got 129"):
+        condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, cache_length=129))
     with pytest.raises(ValueError, match=r"must have all of its weights on devices, got model\.embed\S+ offloaded"):
         condense.calibrate(model.eval().to("meta"), tokenizer, [text], CONFIG)
 

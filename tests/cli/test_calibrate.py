@@ -39,13 +39,16 @@ def allocation(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "forwards of 160 tokens" in done.stderr
+    assert "then tokens are timed at 160" in done.stderr
     assert f"{path.with_suffix('.measured.json')} keeps what is measured\n" in done.stderr
     assert f"written: {path}" in done.stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout  # no figure is cut off
     kept = json.loads(path.read_text())["calibration"]["chosen"]["cache"]
     assert f"chosen, {kept:.1%} of the dense cache: " in done.stdout
+    # in a narrow terminal words are folded, too
     for heading in ("each layer alone", "answers", "quality against cache", "found", "on held-out text: loses"):
         assert heading in done.stdout
+    assert " ms " in done.stdout.partition("quality against cache and")[2]
     return path
 
 
@@ -69,6 +72,20 @@ def test_commands_read_the_allocation(saved: Path, allocation: Path, tmp_path: P
     assert [layer["method"] for layer in layers] == [methods[i] for i in range(3)]
     done = run_here("generate", "A walk", *options, "--max-new-tokens", "2")
     assert done.returncode == 0, done.stderr
+
+
+def test_without_times(saved: Path, allocation: Path, tmp_path: Path) -> None:
+    done = run_here(
+        "calibrate", "--model", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2", "--no-timed",
+        "--candidate", "dense", "--candidate", "cca:window=16", "--output", str(tmp_path / "a.json"),
+        "--plot", str(tmp_path / "a.png"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "timed" not in done.stderr
+    assert "quality against cache at 160 tokens" in done.stdout
+    assert " ms " not in done.stdout
+    assert json.loads((tmp_path / "a.json").read_text())["calibration"]["chosen"]["times"] is None
+    assert len(json.loads(allocation.read_text())["calibration"]["chosen"]["times"]) == 2
 
 
 def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, PreTrainedModel
 
 from condense.caches import cache_nbytes
 from condense.models import GraphDecoder, condensed_layers
-from condense.models.stopwatch import Stopwatch, now
+from condense.models.stopwatch import Stopwatch, now, timed_generate
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,13 @@ def read_by_loop(
     if ahead is not None and chunk is not None and chunk < ids.shape[1]:
         raise ValueError(f"{ahead} needs the whole prompt in one forward: leave prefill_chunk out")
     caches: list[Cache] = []
-    watch = Stopwatch(ids.device)
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caches[:] = [kwargs["past_key_values"]]
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            use_cache=True,
-            max_new_tokens=steps + 1,
-            do_sample=False,
-            cache_implementation=cache,
-            prefill_chunk_size=chunk,
-            stopping_criteria=StoppingCriteriaList([watch]),
-        )
+        watch = timed_generate(model, ids, steps, cache_implementation=cache, prefill_chunk_size=chunk)
     finally:
         hook.remove()
     return Reading(watch.first_s, watch.further_s, *_bytes(caches[0], ids.device))

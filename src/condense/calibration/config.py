@@ -19,6 +19,7 @@ class CalibrationConfig:
     many must be found as this share of those that the dense model finds.
     candidates: the methods to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
+    timed: whether the first token and further ones are timed too, at ``cache_length`` tokens, on the model's device.
     hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
     seed: decides which stretches of text are taken, and which numbers.
     Raises ValueError for a field out of range, and for a candidate that reads whole texts differently from steps.
@@ -32,7 +33,13 @@ class CalibrationConfig:
     texts: int = 8
     hidden_numbers: int = 0
     cache_length: int | None = None
+    timed: bool = True
     seed: int = 0
+
+    @property
+    def counted_length(self) -> int:
+        """Tokens at which the cache is counted and times are taken."""
+        return self.length if self.cache_length is None else self.cache_length
 
     def __post_init__(self) -> None:
         if self.budget_nats is None and self.cache is None:

@@ -98,25 +98,23 @@ class Curve:
         both = [self._meter.read(i, [{}, allocation]) for i in samples]
         dense, readings = zip(*both, strict=True)
         plain = [reading for reading in readings if not reading.right]
-        cache, host, flops = self._shares(allocation)
+        cache, host = self._shares(allocation)
         return CurvePoint(
             {i: self._config.candidates[n] for i, n in allocation.items()},
             cache,
             host,
-            flops,
             sum(self._kl[i][n] for i, n in allocation.items()),
             Mean.of([reading.kl for reading in plain]),
             Mean.of([reading.nats for reading in plain]),
             found_of(readings, dense),
         )
 
-    def _shares(self, allocation: Allocation) -> tuple[float, float, float]:
-        """Shares of dense attention's bytes on the device, of its bytes in host memory, and of its FLOPs."""
+    def _shares(self, allocation: Allocation) -> tuple[float, float]:
+        """Bytes on the device and in host memory, as shares of a dense cache's."""
         rows = [self._reports[allocation.get(row.layer, 0)][k] for k, row in enumerate(self._reports[0])]
         dense = sum(row.dense_bytes for row in rows)
         host = sum(row.host_bytes for row in rows)
-        flops = sum(row.flops for row in rows) / sum(row.dense_flops for row in rows)
-        return sum(row.bytes for row in rows) / dense, host / dense, flops
+        return sum(row.bytes for row in rows) / dense, host / dense
 
 
 def most_bytes(share: float, dense: int) -> int:
@@ -135,7 +133,7 @@ def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationCon
     if config.cache is not None and config.cache < least:
         raise ValueError(
             f"cache must be at least {least:.4f}, what the smallest of these candidates keep at "
-            f"{config.cache_length or config.length} tokens, got {config.cache}: add smaller candidates"
+            f"{config.counted_length} tokens, got {config.cache}: add smaller candidates"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 
 from condense.calibration.config import CalibrationConfig
 from condense.calibration.measure import Reading
+from condense.calibration.times import Times
 from condense.files import whole_file
 from condense.methods import Method, settings_of
 from condense.results import plain, provenance
@@ -58,20 +59,20 @@ class LayerLoss:
 class CurvePoint:
     """One allocation, layer to method.
 
-    cache, host, flops: shares of dense attention's, by arithmetic: bytes on the device, bytes in host memory, and
-    attention's FLOPs of a prompt. predicted: the sum of its layers' losses. kl: mean divergence from the dense
-    predictions. nats: mean loss above the dense model's. found: hidden numbers, those that the dense model finds, and
-    all; None without any.
+    cache, host: bytes on the device and in host memory as shares of a dense cache's, by arithmetic. predicted: the sum
+    of its layers' losses. kl: mean divergence from the dense predictions. nats: mean loss above the dense model's.
+    found: hidden numbers, those that the dense model finds, and all; None without any. times: see `TimeTable`; None
+    where they were not taken.
     """
 
     methods: Mapping[int, Method]
     cache: float
     host: float
-    flops: float
     predicted: float
     kl: Mean
     nats: Mean
     found: tuple[int, int, int] | None
+    times: Times | None = field(default=None, compare=False)
 
     def within(self, config: CalibrationConfig) -> bool:
         """True if it keeps to the budget, if there is one, and with one finds enough of the hidden numbers."""

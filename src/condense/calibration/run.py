@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from condense.calibration.config import CalibrationConfig, default_candidates
 from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
 from condense.calibration.measure import Meter, Reading
-from condense.calibration.report import Calibration, LayerLoss, Mean
+from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean
 from condense.calibration.samples import draw_samples
+from condense.calibration.times import TimeTable
 from condense.methods import Dense, Method
 from condense.models import attention_layers, check_stock, chosen_methods, use
 from condense.models.families import is_latent, max_learned_positions
@@ -60,15 +61,17 @@ def calibrate(
     if model.training:
         raise ValueError("model must be in eval mode: call model.eval()")
     positions = max_learned_positions(model.config.get_text_config(decoder=True))
-    if positions is not None and config.length > positions:
-        raise ValueError(f"length must fit the model's {positions} learned positions, got {config.length}")
+    for name, length in (("length", config.length), ("cache_length", config.counted_length)):
+        if positions is not None and length > positions:
+            raise ValueError(f"{name} must fit the model's {positions} learned positions, got {length}")
     if not config.candidates:
         latents = any(map(is_latent, attention_layers(model).values()))
         config = replace(config, candidates=default_candidates(config.length, latents=latents))
-    reports = [inspect(model, method, config.cache_length or config.length) for method in config.candidates]
+    reports = [inspect(model, method, config.counted_length) for method in config.candidates]
     check_cache(reports, config)
+    samples = draw_samples(tokenizer, texts, config)
     # before the first forward, as it refuses models with offloaded weights
-    meter = Meter(model, config.candidates, draw_samples(tokenizer, texts, config), measured, on_forward)
+    meter = Meter(model, config.candidates, samples, measured, on_forward)
     for method in config.candidates:
         _check_steps(model, method)
     layers = sorted(chosen_methods(model, config.candidates[0]))
@@ -88,13 +91,22 @@ def calibrate(
     curve = Curve(meter, config, losses, reports)
     chosen = choose(curve, config)
     kept = verify(curve, config, chosen)
+    points = [curve.point(allocation, meter.measured) for allocation in uniform]
+    table = TimeTable(model, samples.measured[0].ids, config.counted_length)
+    if config.timed:
+        for point in (*points, curve.measured(kept)):
+            table.measure(point.methods)
+
+    def timed(point: CurvePoint) -> CurvePoint:
+        return replace(point, times=table.of(point.methods))
+
     return Calibration(
         config,
         tuple(losses),
-        tuple(curve.point(allocation, meter.measured) for allocation in uniform),
-        curve.measured(kept),
-        curve.verified(kept),
-        curve.points(),
+        tuple(map(timed, points)),
+        timed(curve.measured(kept)),
+        timed(curve.verified(kept)),
+        tuple(map(timed, curve.points())),
         chosen - kept,
     )
 

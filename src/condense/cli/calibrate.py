@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,8 +48,9 @@ def calibrate_command(
         float | None, typer.Option(help="The share of the dense cache on the device that is small enough, as in 0.09.")
     ] = None,
     cache_length: Annotated[
-        int | None, typer.Option(help="Tokens at which the cache is counted. Default: --length.")
+        int | None, typer.Option(help="Tokens at which the cache is counted and times are taken. Default: --length.")
     ] = None,
+    timed: Annotated[bool, typer.Option(help="Time the first token and the further ones, too.")] = True,
     candidate: Annotated[
         list[str] | None,
         typer.Option(help=METHOD_HELP + " Repeatable. Default: dense, recall, cca (lca on latents) and a window."),
@@ -92,6 +94,7 @@ def calibrate_command(
         texts=texts if texts is not None else DEMO_TEXTS if is_demo else 8,
         hidden_numbers=hidden_numbers,
         cache_length=cache_length,
+        timed=timed,
         seed=seed,
     )
     # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
@@ -105,9 +108,10 @@ def calibrate_command(
 
         def on_estimate(estimate: Estimate) -> None:
             count, each = estimate
+            then = f"; then tokens are timed at {config.counted_length:,}" if config.timed else ""
             console.print(
                 f"about {count:,} forwards of {config.length:,} tokens, {each:.2g} s each: {count * each / 60:.1f} "
-                f"minutes. {kept} keeps what is measured",
+                f"minutes{then}. {kept} keeps what is measured",
                 soft_wrap=True,
             )
             bar.update(task, total=estimate.forwards)
@@ -144,11 +148,13 @@ def _print(result: Calibration) -> None:
         if name != type(method).__name__:  # several candidates are of this kind
             console.print(f"{name}: {method}", soft_wrap=True)
 
-    curve = plain_table(f"quality against cache at {config.cache_length or config.length:,} tokens")
-    for heading in ("layers", "cache", "host", "FLOPs", "divergence", "loss", *(["found"] if numbers else [])):
+    what = "cache and time" if config.timed else "cache"
+    curve = plain_table(f"quality against {what} at {config.counted_length:,} tokens")
+    times = ["first token", "per token"] if config.timed else []
+    for heading in ("layers", "cache", "host", *times, "divergence", "loss", *(["found"] if numbers else [])):
         curve.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
     for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
-        curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
+        curve.add_row(*_cells(point, names, config.timed), style="bold" if point == result.chosen else None)
     console.print(curve)
     share = f"{result.chosen.cache:.1%} of the dense cache"
     console.print(f"chosen, {share}: {described(result.allocation)}", soft_wrap=True)
@@ -175,29 +181,41 @@ def _layers(
     return table
 
 
-def _cells(point: CurvePoint, names: dict[Method, str]) -> list[str]:
+def _cells(point: CurvePoint, names: dict[Method, str], timed: bool) -> list[str]:
     used = list(point.methods.values())
     kinds = " + ".join(f"{used.count(method)} {names[method]}" for method in names if method in used)
     found = [] if point.found is None else [f"{point.found[0]}/{point.found[2]}"]
-    shares = [f"{share:.1%}" for share in (point.cache, point.host, point.flops)]
-    return [kinds, *shares, str(point.kl), f"{point.nats.mean:+.4f}", *found]
+    shares = [f"{share:.1%}" for share in (point.cache, point.host)]
+    times: list[str] = []
+    if timed:  # without any, the device has too little memory
+        times = ["", ""] if point.times is None else [_seconds(value) for value in point.times]
+    return [kinds, *shares, *times, str(point.kl), f"{point.nats.mean:+.4f}", *found]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def _plot(result: Calibration, path: Path) -> None:
-    """Divergence against the share of the cache: the path, and each candidate in all layers."""
+    """Divergence against the share of the cache and against times: the path, and each candidate in all layers."""
+    from condense.calibration.times import Times
     from condense.plots import method_labels, plot_lines
 
     names = method_labels(result.config.candidates)
 
-    def line(points: Sequence[CurvePoint]) -> tuple[list[float], list[float]]:
-        return [100 * point.cache for point in points], [point.kl.mean for point in points]
-
-    lines = {"by layer": line(result.curve)} | {
-        f"{name} in all layers": line([point]) for name, point in zip(names, result.uniform, strict=True)
+    kinds = {"by layer": result.curve} | {
+        f"{name} in all layers": [point] for name, point in zip(names, result.uniform, strict=True)
     }
-    plot_lines(
-        {"quality against cache": lines},
-        path,
-        x_label="cache on the device, % of dense",
-        y_label="divergence, nats per token",
-    )
+
+    def lines(read: Callable[[CurvePoint], float]) -> dict[str, tuple[list[float], list[float]]]:
+        return {
+            name: ([read(point) for point in points], [point.kl.mean for point in points])
+            for name, points in kinds.items()
+        }
+
+    panels = {"cache on the device, % of dense": lines(lambda point: 100 * point.cache)}
+    if result.config.timed:
+        nothing = Times(math.nan, math.nan)
+        panels["first token, s"] = lines(lambda point: (point.times or nothing).first_s)
+        panels["further tokens, ms each"] = lines(lambda point: 1e3 * (point.times or nothing).step_s)
+    plot_lines(panels, path, x_label="", y_label="divergence, nats per token")
