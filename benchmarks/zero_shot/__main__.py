@@ -36,7 +36,8 @@ def main() -> None:
             "--measure",
             default="16384:calibrated,16384:methods,4096:calibrated,4096:methods,4096:heads,4096:adapted",
             help="tokens and part, in this order; parts: calibrated (allocations), methods (in all layers), nearest "
-            "(in all layers, what comes nearest to the goals), opened (Recall by open groups), heads (in single KV "
+            "(in all layers, what comes nearest to the goals), opened (Recall by open groups), latents (by open groups "
+            "and index, on latents), heads (in single KV "
             "heads), adapted (the first two after 300 distilled steps), biases (CCA after as many with each)",
         )
         command.add_argument(

@@ -102,6 +102,34 @@ def nearest(length: int) -> dict[str, Method]:
     }
 
 
+def latents(length: int) -> dict[str, Method]:
+    """What decides on latents, whose query heads all open the same groups: how many of them, by which index, in how
+    many bits, by label; after dense attention.
+    """
+    groups = length // GROUP
+    hosted = recall(length).replace(entry_bits=4)
+    indexes: dict[str, dict[str, Any]] = {
+        "bounds of 16": {"index_size": 16},
+        "bounds of 8": {"index_size": 8},
+        "bounds of 4": {"index_size": 4},
+        "means of 8": {"index": "sub_means", "index_size": 8},
+        "means of 4": {"index": "sub_means", "index_size": 4},
+        "bounds of 8 in 16 bits": {"index_size": 8, "index_bits": 16},
+    }
+    rows: dict[str, Method] = {"dense": Dense()}
+    for part in (8, 4, 2):
+        for name, settings in indexes.items() if part > 2 else [*indexes.items()][:2]:
+            rows[f"1/{part} open, {name}"] = hosted.replace(num_recall=groups // part, **settings)
+    for part in (4, 2):
+        rows[f"1/{part} open, bounds of 16, drop"] = hosted.replace(num_recall=groups // part, unchosen="drop")
+    kept = stored(length).replace(num_recall=groups // 4, entry_bits=4)
+    for bits in (8, 4):
+        rows[f"{bits}-bit store, half open"] = kept.replace(store_bits=bits)
+        rows[f"{bits}-bit store, half open, drop"] = kept.replace(store_bits=bits, unchosen="drop")
+        rows[f"{bits}-bit store, all open"] = kept.replace(store_bits=bits, num_recall=groups)
+    return rows
+
+
 def biases(trained: GroupPooling) -> dict[str, GroupPooling]:
     """What a model is adapted to: the same pooling with other biases, by label."""
     matched = trained.replace(rep_bias="matched")
@@ -124,18 +152,21 @@ def calibrations(length: int, texts: int, seed: int, pooled: GroupPooling) -> Ma
     few = pooled.replace(entry_bits=4)
     entries = (few, few.replace(group_size=2 * GROUP))
     windows = tuple(StreamingLLM(sink=SINKS, window=w - SINKS) for w in (WINDOW, 2 * WINDOW))
-    hosted, kept = recall(length), stored(length)
+    hosted, kept = _more(recall(length)), _more(stored(length))
+    wide = [hosted]
+    if isinstance(pooled, LCA):  # all query heads open the same groups
+        hosted, kept = _more(hosted), _more(kept)
+        wide = [hosted, _more(hosted)]
+    pooling, dropping = {"entry_bits": 4}, {"unchosen": "drop"}
     recalling = {
         "host": [
-            method.replace(index_size=size)
-            for size in (GROUP // 2, GROUP)
-            for method in (_more(hosted).replace(entry_bits=4), _dropping(hosted))
+            hosted.replace(index_size=GROUP // 2, **pooling),
+            *(method.replace(**unchosen) for method in wide for unchosen in (pooling, dropping)),
         ],
-        "device": [
-            _more(kept).replace(entry_bits=4),
-            *(_dropping(kept).replace(store_bits=bits) for bits in (8, 4)),
-        ],
+        "device": [kept.replace(**pooling), *(kept.replace(store_bits=bits, **dropping) for bits in (8, 4))],
     }
+    if not isinstance(pooled, LCA):
+        recalling["host"].insert(1, hosted.replace(index_size=GROUP // 2, **dropping))
     goals = [(BUDGET, None), *product([None], SHARES)]
     return {
         place: [

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from continued import LAST, FewerBits, measure
 from heads import by_head
-from rows import LATENT, POOLED, SHARES, TRAINED, biases, calibrations, methods, nearest, opened
+from rows import LATENT, POOLED, SHARES, TRAINED, biases, calibrations, latents, methods, nearest, opened
 from training import adapt, device, load_npz, train_dense
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -143,6 +143,11 @@ def _opened(model: PreTrainedModel, at: Place) -> dict[str, Any]:
     return _read(model, at, opened(at.length))
 
 
+def _latents(model: PreTrainedModel, at: Place) -> dict[str, Any]:
+    """Recall on latents by open groups, index and bits."""
+    return _read(model, at, latents(at.length))
+
+
 def _read(model: PreTrainedModel, at: Place, choices: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, bytes and what is lost, by label."""
     texts, questions = at.held_out()
@@ -229,6 +234,7 @@ _PARTS: Mapping[str, Callable[[PreTrainedModel, Place], dict[str, Any]]] = {
     "methods": _methods,
     "nearest": _nearest,
     "opened": _opened,
+    "latents": _latents,
     "heads": _heads,
     "adapted": _adapted,
     "biases": _biases,
