@@ -15,8 +15,8 @@ class CalibrationConfig:
 
     budget_nats: the most that the model may lose: mean divergence of its predictions from the dense model's, in nats
     per token, over the second half of each text. cache: at most this share of the dense model's cache is kept on the
-    device, counted at ``cache_length`` tokens (None: ``length``). min_found: with a budget and hidden numbers, so
-    many must be found as this share of those that the dense model finds.
+    device, counted at ``cache_length`` tokens (None: ``length``). min_found: with hidden numbers, so many must be
+    found as this share of those that the dense model finds; with a cache alone only where that can be had in it.
     candidates: the methods to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
     timed: whether the first token and further ones are timed too, at ``cache_length`` tokens, on the model's device.

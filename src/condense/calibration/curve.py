@@ -12,6 +12,8 @@ from condense.models.inspect import LayerReport
 
 # points that are measured whatever the goals are
 NUM_POINTS = 9
+# nats for which all hidden numbers stand, where allocations of one size are tried until one finds enough of them
+_NATS = (0.0, 0.1, 1.0, 10.0)
 
 
 class Curve:
@@ -28,7 +30,9 @@ class Curve:
 
         Added to the greedy path are each candidate in all layers and, where a size of the cache is asked for, the
         allocation that loses least within it; but none that another on the path equals or beats, both in bytes and in
-        what its layers lose alone.
+        what its layers lose alone. Beside it stand, where numbers are hidden, those that lose least in that size if
+        numbers count more and more, and each candidate in all layers that fits (``sized``: their places, which follow
+        those of the path).
         """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates
@@ -43,19 +47,33 @@ class Curve:
         sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
         self._sizes = {i: sizes[i] for i in layers}
         self.path = greedy_path(self._lost, self._sizes)
+        beside: list[dict[int, int]] = []
+        room = 0
         if config.cache is not None:
             room = most_bytes(config.cache, sum(row.dense_bytes for row in reports[0]))
             room -= sum(row.bytes for row in reports[0] if row.layer not in layers)
             self._add(best_within(self._lost, self._sizes, room))
-        for number in range(len(methods)):
-            self._add(dict.fromkeys(layers, number))
+            for nats in _NATS if config.hidden_numbers else ():
+                gone = {i: [nats * known[i, m].share_lost if (i, m) in known else 0.0 for m in methods] for i in layers}
+                costs = {i: [a + b for a, b in zip(self._lost[i], gone[i], strict=True)] for i in layers}
+                best = best_within(costs, self._sizes, room)
+                beside += [] if best in beside else [best]
+        for uniform in (dict.fromkeys(layers, number) for number in range(len(methods))):
+            self._add(uniform)
+            if beside and uniform not in beside and self._sum(self._sizes, uniform) <= room:
+                beside.append(uniform)
+        self._beside = beside
+        self.sized = range(len(self.path), len(self.path) + len(beside))
         last = len(self.path) - 1
         self.grid = sorted({round(i * last / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
         self._asked: set[int] = set()
 
+    def _allocation(self, at: int) -> dict[int, int]:
+        return self.path[at] if at < len(self.path) else self._beside[at - len(self.path)]
+
     def cache(self, at: int) -> float:
         """The share of the dense cache that the device keeps."""
-        return self._shares(self.path[at])[0]
+        return self._shares(self._allocation(at))[0]
 
     def small_enough(self) -> int:
         """The first place of the path that keeps no more than was asked for, which there is (`check_cache`)."""
@@ -81,17 +99,19 @@ class Curve:
         self._asked |= set(self.grid)
 
     def measured(self, at: int) -> CurvePoint:
-        """The point of an allocation of the path, on the measured texts."""
+        """The point of an allocation, on the measured texts."""
         self._asked.add(at)
-        return self.point(self.path[at], self._meter.measured)
+        return self.point(self._allocation(at), self._meter.measured)
 
     def verified(self, at: int) -> CurvePoint:
         """The same on held-out texts."""
-        return self.point(self.path[at], self._meter.held_out)
+        return self.point(self._allocation(at), self._meter.held_out)
 
     def points(self) -> tuple[CurvePoint, ...]:
-        """All that were measured, in order of the path."""
-        return tuple(self.measured(at) for at in sorted(self._asked))
+        """All that were measured, from the largest to the smallest."""
+        asked = sorted(self._asked, key=lambda at: (-self.cache(at), at))
+        places = [at for k, at in enumerate(asked) if self._allocation(at) not in map(self._allocation, asked[:k])]
+        return tuple(map(self.measured, places))
 
     def point(self, allocation: Allocation, samples: Sequence[int]) -> CurvePoint:
         """The point of any allocation on these texts."""
@@ -135,6 +155,25 @@ def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationCon
             f"cache must be at least {least:.4f}, what the smallest of these candidates keep at "
             f"{config.counted_length} tokens, got {config.cache}: add smaller candidates"
         )
+
+
+def decide(curve: Curve, config: CalibrationConfig) -> tuple[int, int]:
+    """The place of the allocation that meets the goals on measured and on held-out texts, and how many were tried
+    before it.
+
+    Where a size is asked for and numbers are hidden, the first of ``curve.sized`` that finds enough of them too, or if
+    none does and there is no budget, the one that finds most of the measured ones. Otherwise by `choose` and `verify`,
+    which raise ValueError if none meets the goals.
+    """
+    curve.measure_grid()
+    for tried, at in enumerate(curve.sized):
+        if all(p.within(config) and p.finds_enough(config) for p in (curve.measured(at), curve.verified(at))):
+            return at, tried
+    if curve.sized and config.budget_nats is None:
+        return max(curve.sized, key=lambda at: (curve.measured(at).found or (0,))[0]), len(curve.sized) - 1
+    chosen = choose(curve, config)
+    kept = verify(curve, config, chosen)
+    return kept, chosen - kept
 
 
 def choose(curve: Curve, config: CalibrationConfig) -> int:

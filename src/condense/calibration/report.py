@@ -41,18 +41,26 @@ class Mean(NamedTuple):
 class LayerLoss:
     """One layer under one candidate, all others stock: mean divergence from the dense predictions, in nats per token.
 
-    kl: on plain text. answers_kl: on hidden numbers, None without them.
+    kl: on plain text. answers_kl, found: on hidden numbers, None without them; found as in `CurvePoint`.
     """
 
     layer: int
     method: Method
     kl: Mean
     answers_kl: Mean | None
+    found: tuple[int, int, int] | None = None
 
     @property
     def total(self) -> float:
-        """What counts when methods are handed out: both."""
+        """What counts when methods are handed out: both divergences."""
         return self.kl.mean + (0.0 if self.answers_kl is None else self.answers_kl.mean)
+
+    @property
+    def share_lost(self) -> float:
+        """Of the numbers that the dense model finds, the share by which fewer are found."""
+        if self.found is None or self.found[1] == 0:
+            return 0.0
+        return max(0.0, 1 - self.found[0] / self.found[1])
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,11 @@ class CurvePoint:
 
     def within(self, config: CalibrationConfig) -> bool:
         """True if it keeps to the budget, if there is one, and with one finds enough of the hidden numbers."""
-        if config.budget_nats is None:
-            return True
-        enough = self.found is None or self.found[0] >= config.min_found * self.found[1]
-        return self.kl.mean <= config.budget_nats and enough
+        return config.budget_nats is None or (self.kl.mean <= config.budget_nats and self.finds_enough(config))
+
+    def finds_enough(self, config: CalibrationConfig) -> bool:
+        """True if it finds enough of the hidden numbers, or there are none."""
+        return self.found is None or self.found[0] >= config.min_found * self.found[1]
 
     def quality(self) -> str:
         """What it loses and finds, in words."""
@@ -99,8 +108,8 @@ class Calibration:
 
     layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from
     the most faithful to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same
-    on texts that nothing was measured on. steps_back: how many smaller allocations were tried before it
-    and failed the goals on one kind of text or the other.
+    on texts that nothing was measured on. steps_back: how many other allocations were tried before it and failed the
+    goals on one kind of text or the other.
     """
 
     config: CalibrationConfig

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.calibration.config import CalibrationConfig, default_candidates
-from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
+from condense.calibration.curve import NUM_POINTS, Curve, check_cache, decide
 from condense.calibration.measure import Meter, Reading
-from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean
+from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean, found_of
 from condense.calibration.samples import draw_samples
 from condense.calibration.times import TimeTable
 from condense.methods import Dense, Method
@@ -83,14 +83,14 @@ def calibrate(
     # then the points of the curve, a search between two of them and two that are verified, which read the dense one too
     later = 1 + NUM_POINTS + 2 * len(alone).bit_length() + 4
     on_estimate(Estimate(forwards + later * len(meter.measured), meter.seconds_each(uniform)))
-    readings = [meter.read(i, [{}, *uniform, *alone])[1 + len(uniform) :] for i in meter.measured]
+    readings = [meter.read(i, [{}, *uniform, *alone]) for i in meter.measured]
+    dense = [of_text[0] for of_text in readings]
     losses = [
-        _loss(layer, config, number, [of_text[k] for of_text in readings])
-        for k, ((layer, number),) in enumerate(allocation.items() for allocation in alone)
+        _loss(layer, config.candidates[number], [of_text[k] for of_text in readings], dense)
+        for k, ((layer, number),) in enumerate((allocation.items() for allocation in alone), 1 + len(uniform))
     ]
     curve = Curve(meter, config, losses, reports)
-    chosen = choose(curve, config)
-    kept = verify(curve, config, chosen)
+    kept, steps_back = decide(curve, config)
     points = [curve.point(allocation, meter.measured) for allocation in uniform]
     table = TimeTable(model, samples.measured[0].ids, config.counted_length)
     if config.timed:
@@ -107,7 +107,7 @@ def calibrate(
         timed(curve.measured(kept)),
         timed(curve.verified(kept)),
         tuple(map(timed, curve.points())),
-        chosen - kept,
+        steps_back,
     )
 
 
@@ -121,7 +121,7 @@ def _check_steps(model: PreTrainedModel, method: Method) -> None:
         raise ValueError(f"candidates: {method}: {error}") from error
 
 
-def _loss(layer: int, config: CalibrationConfig, number: int, readings: Sequence[Reading]) -> LayerLoss:
-    """The loss of one candidate in one layer, from one reading per text."""
+def _loss(layer: int, method: Method, readings: Sequence[Reading], dense: Sequence[Reading]) -> LayerLoss:
+    """The loss of one candidate in one layer, from one reading per text, and the dense ones."""
     plain, asked = ([reading.kl for reading in readings if bool(reading.right) is kind] for kind in (False, True))
-    return LayerLoss(layer, config.candidates[number], Mean.of(plain), Mean.of(asked) if asked else None)
+    return LayerLoss(layer, method, Mean.of(plain), Mean.of(asked) if asked else None, found_of(readings, dense))

@@ -60,7 +60,9 @@ def calibrate_command(
     hidden_numbers: Annotated[
         int, typer.Option(help="Hide so many numbers in as many further texts and ask for them.")
     ] = 0,
-    min_found: Annotated[float, typer.Option(help="Of the numbers that dense attention finds; needs a budget.")] = 0.99,
+    min_found: Annotated[
+        float, typer.Option(help="The share to find of the numbers that dense attention finds.")
+    ] = 0.99,
     seed: Annotated[int, typer.Option(help="Decides which stretches of text and which numbers.")] = 0,
     output: Annotated[Path, typer.Option(help="The allocation; --method @FILE reads it.")] = Path("allocation.json"),
     measured: Annotated[
@@ -163,7 +165,7 @@ def _print(result: Calibration) -> None:
         soft_wrap=True,
     )
     if result.steps_back > 0:
-        console.print(f"smaller ones that failed the goals on held-out or on measured text: {result.steps_back}")
+        console.print(f"others that failed the goals on held-out or on measured text: {result.steps_back}")
 
 
 def _layers(
