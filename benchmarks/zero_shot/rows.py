@@ -152,21 +152,17 @@ def calibrations(length: int, texts: int, seed: int, pooled: GroupPooling) -> Ma
     few = pooled.replace(entry_bits=4)
     entries = (few, few.replace(group_size=2 * GROUP))
     windows = tuple(StreamingLLM(sink=SINKS, window=w - SINKS) for w in (WINDOW, 2 * WINDOW))
-    hosted, kept = _more(recall(length)), _more(stored(length))
-    wide = [hosted]
-    if isinstance(pooled, LCA):  # all query heads open the same groups
-        hosted, kept = _more(hosted), _more(kept)
-        wide = [hosted, _more(hosted)]
+    # query heads that share keys, as all do on latents, open the same groups and need more of them
+    hosted, kept = _more(recall(length)), _more(_more(stored(length)))
+    hosted = _more(hosted) if isinstance(pooled, LCA) else hosted
     pooling, dropping = {"entry_bits": 4}, {"unchosen": "drop"}
     recalling = {
         "host": [
             hosted.replace(index_size=GROUP // 2, **pooling),
-            *(method.replace(**unchosen) for method in wide for unchosen in (pooling, dropping)),
+            *(method.replace(**others) for method in (hosted, _more(hosted)) for others in (pooling, dropping)),
         ],
         "device": [kept.replace(**pooling), *(kept.replace(store_bits=bits, **dropping) for bits in (8, 4))],
     }
-    if not isinstance(pooled, LCA):
-        recalling["host"].insert(1, hosted.replace(index_size=GROUP // 2, **dropping))
     goals = [(BUDGET, None), *product([None], SHARES)]
     return {
         place: [

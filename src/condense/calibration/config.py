@@ -79,12 +79,12 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, at most 128, and
     keeps slots for a sixty-fourth, at most 64. Index and entries are of 4 bits.
     latents: for models with latents (MLA), which Recall stores on the device: in 4 bits and without entries, in groups
-    of 32, an eighth of them open, at most 128.
+    of 32, half of them open, at most 512, as all query heads open the same.
     """
     window = max(64, min(1024, length // 32 // 16 * 16))
     base = StreamingLLM(sink=4, window=window)
     if latents:
-        num_recall = min(128, math.ceil(length / 32 / 8))
+        num_recall = min(512, math.ceil(length / 32 / 2))
         recall = Recall(
             window=window, group_size=32, num_recall=num_recall, unchosen="drop", index_bits=4, store_bits=4
         )
