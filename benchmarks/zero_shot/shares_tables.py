@@ -38,6 +38,7 @@ _FINER = "recall finer index, entries of 4 bits"
 _GOALS = {
     _FINER: "host store, 9 %: `Recall` in all layers",
     f"{_FINER}, more open": "the same, more open",
+    "1/2 open, bounds of 16": "host store, 9 %: `Recall` in all layers, half open",
     "calibrated, host, 9.0%": "host store, 9 %: calibrated",
     "calibrated, host, 5.0%": "host store, 5 %: calibrated",
     "calibrated, device, 16.0%": "no host store, 16 %: calibrated",
@@ -186,7 +187,10 @@ def _short(text: str) -> str:
         detail = size[1] if size else window[1] if window and kind == "StreamingLLM" else ""
         kind += " without entries" if "unchosen='drop'" in part else ""
         more = {"index_size=8,": ", finer index", "store_bits=8": ", 8 bits"}
-        return f"{kind}{' ' + detail if detail else ''}{''.join(more[key] for key in more if key in part)}: {layers}"
+        opened = re.search(r"num_recall=(\d+)", method)
+        detail += f", {opened[1]} open" if opened else ""
+        detail = detail if not detail or detail.startswith(",") else f" {detail}"
+        return f"{kind}{detail}{''.join(more[key] for key in more if key in part)}: {layers}"
 
     return "; ".join(map(name, text.split("; ")))
 
