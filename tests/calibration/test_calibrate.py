@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import tiny
 from torch.nn import functional
+from transformers import GenerationConfig
 
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
@@ -18,7 +19,7 @@ from condense.calibration.curve import Curve, choose, decide, verify
 from condense.calibration.measure import Meter, Reading
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
-from condense.calibration.times import STEPS, Times, TimeTable
+from condense.calibration.times import Times, TimeTable
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 
@@ -191,6 +192,7 @@ def test_numbers_count_more_until_enough_are_found_in_a_size(model, changes):
     )
     curve = Curve(_Needle(), config, losses, reports)
     assert [curve.cache(at) <= share for at in curve.sized] == [True] * 3
+    assert [methods[0] in curve.measured(at).methods.values() for at in curve.sized] == [True, True, False]
     if changes.get("budget_nats") == 0.001:
         with pytest.raises(ValueError, match="none of these candidates stays within"):
             decide(curve, config)
@@ -207,6 +209,9 @@ def test_numbers_count_more_until_enough_are_found_in_a_size(model, changes):
         at, tried = decide(unmet, config)
         assert unmet.measured(at).methods == {0: methods[1], 1: methods[0], 2: methods[1]}
         assert tried == 2
+        points = unmet.points()
+        assert [point.cache for point in points] == sorted((point.cache for point in points), reverse=True)
+        assert len({tuple(point.methods.values()) for point in points}) == len(points)
     fewer = dataclasses.replace(config, min_found=0.0)
     first = Curve(_Needle(), fewer, losses, reports)
     at, tried = decide(first, fewer)
@@ -333,44 +338,60 @@ def test_what_can_be_known_beforehand_is_said_before_anything_is_measured(model,
 
 
 def test_times_of_candidates_are_measured_and_of_mixtures_their_mean(result, model, tokenizer, text):
-    assert all(min(point.times) > 0 for point in (*result.uniform, *result.curve))
+    assert all(min(each.times.first_s, each.times.step_s) > 0 for each in (*result.uniform, *result.curve))
     measured = dict(zip(CANDIDATES, (point.times for point in result.uniform), strict=True))
     mixed = [point for point in result.curve if len(set(point.methods.values())) > 1 and point != result.chosen]
     assert mixed
     for point in mixed:
         of_layers = [measured[method] for method in point.methods.values()]
-        assert point.times == pytest.approx([np.mean(values) for values in zip(*of_layers, strict=True)])
+        assert point.times.first_s == pytest.approx(np.mean([times.first_s for times in of_layers]))
+        assert point.times.step_s == pytest.approx(np.mean([times.step_s for times in of_layers]))
+        assert not point.times.measured
+    assert all(point.times.measured for point in (*result.uniform, result.chosen))
+    assert len(set(result.chosen.methods.values())) > 1
     assert result.verified.times == result.chosen.times
     untimed = condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, timed=False))
     assert untimed.curve == result.curve
     assert all(point.times is None for point in (*untimed.uniform, *untimed.curve, untimed.chosen))
 
 
-def test_times_are_those_of_the_length_whatever_the_text_says(model, monkeypatch):
-    """A token that would end the text ends nothing; what the device has no room for has no times, nor has a mixture."""
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["cuda", "cpu"]
+)
+def test_times_are_those_of_the_length_whatever_the_model_says(model, monkeypatch, error):
+    """The model's own settings of generation do not count; what lacks memory has no times, nor has a mixture of it."""
     lengths = []
 
     def read(model, ids, steps, **settings):
-        lengths.append(ids.shape[1] + steps)
+        lengths.append(ids.shape[1] + steps + 1)
         if condensed_layers(model)[0] == CANDIDATES[1]:
-            raise torch.OutOfMemoryError
-        return timed_generate(model, ids, steps, **settings)
+            raise error
+        watch = timed_generate(model, ids, steps, **settings)
+        assert len(watch.further_s) == steps
+        return watch
 
     timed_generate = condense.models.stopwatch.timed_generate
     monkeypatch.setattr("condense.calibration.times.timed_generate", read)
-    monkeypatch.setattr(model.generation_config, "eos_token_id", list(range(model.config.vocab_size)))
+    own = GenerationConfig(
+        eos_token_id=list(range(model.config.vocab_size)),
+        do_sample=True,
+        num_beams=4,
+        stop_strings=["a"],
+        max_time=1e-6,
+    )
+    monkeypatch.setattr(model, "generation_config", own)
     table = TimeTable(model, torch.arange(20), 90)
     uniform = [dict.fromkeys(range(3), method) for method in CANDIDATES]
     for allocation in uniform:
         table.measure(allocation)
     assert set(lengths) == {90}
     dense, recall, window = map(table.of, uniform)
+    assert model.generation_config is own
     assert recall is None
     assert table.of({0: CANDIDATES[0], 1: CANDIDATES[1], 2: CANDIDATES[2]}) is None
     mixture = table.of({0: CANDIDATES[0], 1: CANDIDATES[2], 2: CANDIDATES[2]})
     assert isinstance(mixture, Times)
     assert mixture.step_s == pytest.approx((dense.step_s + 2 * window.step_s) / 3)
-    assert TimeTable(model, torch.arange(20), STEPS - 1).of(uniform[0]) is None
 
 
 def test_small_losses_are_not_said_to_be_none():
@@ -415,6 +436,7 @@ def test_latents_by_default(tokenizer, text):
     config = CalibrationConfig(cache=0.9, length=192, texts=2)
     result = condense.calibrate(model, tokenizer, [text], config)
     assert result.config.candidates == default_candidates(192, latents=True)
+    assert default_candidates(4096, latents=True)[1].num_recall == 64  # half of the groups of 32
     assert result.chosen.cache <= 0.9
     assert result.chosen.host == 0
 
@@ -428,6 +450,8 @@ def test_models_that_are_not_ready(tokenizer, text):
     learned = tiny.model("gpt2", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match="length must fit the model's 128 learned positions, got 129"):
         condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, length=129))
+    config = dataclasses.replace(CONFIG, budget_nats=None, cache=0.9, length=128, texts=2)
+    assert condense.calibrate(learned, tokenizer, [text], config).chosen.times.measured
     with pytest.raises(ValueError, match="cache_length must fit the model's 128 learned positions, got 129"):
         condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, cache_length=129))
     with pytest.raises(ValueError, match=r"must have all of its weights on devices, got model\.embed\S+ offloaded"):

@@ -49,6 +49,7 @@ def allocation(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for heading in ("each layer alone", "answers", "quality against cache", "found", "on held-out text: loses"):
         assert heading in done.stdout
     assert " ms " in done.stdout.partition("quality against cache and")[2]
+    assert "fewer than" not in done.stdout
     return path
 
 
@@ -85,7 +86,18 @@ def test_without_times(saved: Path, allocation: Path, tmp_path: Path) -> None:
     assert "quality against cache at 160 tokens" in done.stdout
     assert " ms " not in done.stdout
     assert json.loads((tmp_path / "a.json").read_text())["calibration"]["chosen"]["times"] is None
-    assert len(json.loads(allocation.read_text())["calibration"]["chosen"]["times"]) == 2
+    times = json.loads(allocation.read_text())["calibration"]["chosen"]["times"]
+    assert times["measured"] is True
+
+
+def test_too_few_numbers_in_a_size_are_said(tmp_path: Path) -> None:
+    done = run_here(
+        "calibrate", "--cache", "0.3", "--length", "160", "--texts", "2", "--hidden-numbers", "2",
+        "--candidate", "dense", "--candidate", "streaming_llm:window=16", "--no-timed",
+        "--output", str(tmp_path / "a.json"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "fewer than 99% of the numbers that dense attention finds: 0 of" in done.stdout
 
 
 def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from condense.models.inspect import LayerReport
 # points that are measured whatever the goals are
 NUM_POINTS = 9
 # nats for which all hidden numbers stand, where allocations of one size are tried until one finds enough of them
-_NATS = (0.0, 0.1, 1.0, 10.0)
+_NATS = (0.1, 1.0, 10.0)
+# share of the numbers by which allocations may find fewer than others and still count as equal
+_SLACK = 0.01
 
 
 class Curve:
@@ -47,26 +49,29 @@ class Curve:
         sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
         self._sizes = {i: sizes[i] for i in layers}
         self.path = greedy_path(self._lost, self._sizes)
-        beside: list[dict[int, int]] = []
-        room = 0
+        uniform = [dict.fromkeys(layers, number) for number in range(len(methods))]
+        room = None
         if config.cache is not None:
             room = most_bytes(config.cache, sum(row.dense_bytes for row in reports[0]))
             room -= sum(row.bytes for row in reports[0] if row.layer not in layers)
             self._add(best_within(self._lost, self._sizes, room))
-            for nats in _NATS if config.hidden_numbers else ():
-                gone = {i: [nats * known[i, m].share_lost if (i, m) in known else 0.0 for m in methods] for i in layers}
-                costs = {i: [a + b for a, b in zip(self._lost[i], gone[i], strict=True)] for i in layers}
-                best = best_within(costs, self._sizes, room)
-                beside += [] if best in beside else [best]
-        for uniform in (dict.fromkeys(layers, number) for number in range(len(methods))):
-            self._add(uniform)
-            if beside and uniform not in beside and self._sum(self._sizes, uniform) <= room:
-                beside.append(uniform)
-        self._beside = beside
-        self.sized = range(len(self.path), len(self.path) + len(beside))
+        for allocation in uniform:
+            self._add(allocation)
+        self._beside: list[dict[int, int]] = []
+        if room is not None and config.hidden_numbers:
+            gone = {i: [known[i, m].share_lost if (i, m) in known else 0.0 for m in methods] for i in layers}
+            counted = [best_within(self._counted(gone, nats), self._sizes, room) for nats in _NATS]
+            fitting = [each for each in uniform if self._sum(self._sizes, each) <= room]
+            for allocation in (self.path[self.small_enough()], *counted, *fitting):
+                self._beside += [] if allocation in self._beside else [allocation]
+        self.sized = range(len(self.path), len(self.path) + len(self._beside))
         last = len(self.path) - 1
         self.grid = sorted({round(i * last / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
         self._asked: set[int] = set()
+
+    def _counted(self, gone: Mapping[int, Sequence[float]], nats: float) -> dict[int, list[float]]:
+        """What candidates lose in each layer if all numbers together count so many nats. gone: the shares they lose."""
+        return {i: [a + nats * b for a, b in zip(self._lost[i], gone[i], strict=True)] for i in gone}
 
     def _allocation(self, at: int) -> dict[int, int]:
         return self.path[at] if at < len(self.path) else self._beside[at - len(self.path)]
@@ -93,10 +98,11 @@ class Curve:
         return sum(figures[layer][number] for layer, number in allocation.items())
 
     def measure_grid(self) -> None:
-        """Measure the points of the grid, with one dense forward per text for all of them."""
+        """Measure the points of the grid and those that are tried for a size, with one dense forward per text."""
+        places = [*self.grid, *self.sized]
         for i in self._meter.measured:
-            self._meter.read(i, [{}, *(self.path[at] for at in self.grid)])
-        self._asked |= set(self.grid)
+            self._meter.read(i, [{}, *map(self._allocation, places)])
+        self._asked |= set(places)
 
     def measured(self, at: int) -> CurvePoint:
         """The point of an allocation, on the measured texts."""
@@ -161,16 +167,21 @@ def decide(curve: Curve, config: CalibrationConfig) -> tuple[int, int]:
     """The place of the allocation that meets the goals on measured and on held-out texts, and how many were tried
     before it.
 
-    Where a size is asked for and numbers are hidden, the first of ``curve.sized`` that finds enough of them too, or if
-    none does and there is no budget, the one that finds most of the measured ones. Otherwise by `choose` and `verify`,
-    which raise ValueError if none meets the goals.
+    Where a size is asked for and numbers are hidden, the first of ``curve.sized`` that finds enough of them too. If
+    none does and there is no budget, the one that finds most of the measured ones; of those that find as many but for
+    1 %, the one that loses least. Otherwise by `choose` and `verify`, which raise ValueError if none meets the goals.
     """
     curve.measure_grid()
     for tried, at in enumerate(curve.sized):
-        if all(p.within(config) and p.finds_enough(config) for p in (curve.measured(at), curve.verified(at))):
+        # held-out texts are read only where the others are good enough
+        points = (read(at) for read in (curve.measured, curve.verified))
+        if all(point.within(config) and point.finds_enough(config) for point in points):
             return at, tried
     if curve.sized and config.budget_nats is None:
-        return max(curve.sized, key=lambda at: (curve.measured(at).found or (0,))[0]), len(curve.sized) - 1
+        found = {at: (curve.measured(at).found or (0, 0))[:2] for at in curve.sized}
+        least = max(count for count, _ in found.values()) - _SLACK * max(dense for _, dense in found.values())
+        most = [at for at in curve.sized if found[at][0] >= least]
+        return min(most, key=lambda at: curve.measured(at).kl.mean), len(curve.sized) - 1
     chosen = choose(curve, config)
     kept = verify(curve, config, chosen)
     return kept, chosen - kept

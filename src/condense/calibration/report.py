@@ -70,7 +70,7 @@ class CurvePoint:
     cache, host: bytes on the device and in host memory as shares of a dense cache's, by arithmetic. predicted: the sum
     of its layers' losses. kl: mean divergence from the dense predictions. nats: mean loss above the dense model's.
     found: hidden numbers, those that the dense model finds, and all; None without any. times: see `TimeTable`; None
-    where they were not taken.
+    where they were not taken, or there is too little memory for a method.
     """
 
     methods: Mapping[int, Method]
@@ -107,9 +107,9 @@ class Calibration:
     """The result of `condense.calibrate`.
 
     layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from
-    the most faithful to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same
-    on texts that nothing was measured on. steps_back: how many other allocations were tried before it and failed the
-    goals on one kind of text or the other.
+    the largest to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same on the
+    texts that were held out, by which one of several may have been chosen. steps_back: how many others were tried and
+    failed the goals on one kind of text or the other.
     """
 
     config: CalibrationConfig
@@ -119,6 +119,11 @@ class Calibration:
     verified: CurvePoint
     curve: tuple[CurvePoint, ...]
     steps_back: int
+
+    @property
+    def finds_enough(self) -> bool:
+        """False if too few of the hidden numbers are found, which a size of the cache alone may lead to."""
+        return self.chosen.finds_enough(self.config) and self.verified.finds_enough(self.config)
 
     @property
     def allocation(self) -> dict[int, Method]:

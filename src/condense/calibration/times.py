@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,40 +15,45 @@ from condense.models import use
 from condense.models.stopwatch import timed_generate
 
 STEPS = 16  # tokens after the first, of which the median is taken
-# after a first reading to warm up a short prompt is read three times, one that takes longer than the first number of
-# seconds once, and longer than the second not again
-_LONG_S, _VERY_LONG_S = 3.0, 20.0
+_LONG_S = 3.0  # after one reading to warm up, prompts that take longer are read once, others three times
 
 
-class Times(NamedTuple):
-    """first_s: seconds to the first token. step_s: seconds of each further one."""
+@dataclass(frozen=True)
+class Times:
+    """first_s: seconds to the first token. step_s: seconds of each further one. measured: not reckoned from others."""
 
     first_s: float
     step_s: float
+    measured: bool
 
 
 class TimeTable:
-    """Times of plain `generate`, batch 1: measured of the allocations that it is given, reckoned of all others.
+    """Times of plain greedy `generate`, batch 1: measured of the allocations that it is given, reckoned of all others.
 
     An allocation that was not measured takes the mean over its layers of what the model takes with that layer's method
     in all of them: exact where layers are alike and a step takes as long as its layers together.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, length: int) -> None:
-        """ids ``[n]``: a text, repeated up to ``length`` tokens, of which the last are made."""
+        """ids ``[n]``: a text, repeated up to ``length`` tokens, of which the last `STEPS` + 1 are made."""
         self._model = model
-        size = max(1, length - STEPS)
+        size = max(1, length - STEPS - 1)
         self._ids = ids.repeat(-(-size // len(ids)))[None, :size].to(model.device)
         self._known: dict[frozenset[tuple[int, Method]], Times | None] = {}
 
     def measure(self, allocation: Mapping[int, Method]) -> None:
-        """Take the times of an allocation, None where the device has too little memory for it."""
+        """Take the times of an allocation, None where there is too little memory for it."""
+        key = frozenset(allocation.items())
+        if key in self._known:
+            return
+        times: Times | None = None
         with use(self._model, allocation):
             try:
-                times: Times | None = self._read()
-            except torch.OutOfMemoryError:
-                times = None
-        self._known[frozenset(allocation.items())] = times
+                times = self._read()
+            except RuntimeError as error:
+                if not _lacks_memory(error):
+                    raise
+        self._known[key] = times
         if self._ids.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -61,12 +66,19 @@ class TimeTable:
         known = [times for times in each if times is not None]
         if len(known) < len(each):
             return None
-        return Times(*(statistics.mean(values) for values in zip(*known, strict=True)))
+        first_s, step_s = (statistics.mean(getattr(times, name) for times in known) for name in ("first_s", "step_s"))
+        return Times(first_s, step_s, measured=False)
 
     def _read(self) -> Times:
-        watches = [timed_generate(self._model, self._ids, STEPS)]
-        if watches[0].first_s <= _VERY_LONG_S:
-            runs = 1 if watches[0].first_s > _LONG_S else 3
-            watches = [timed_generate(self._model, self._ids, STEPS) for _ in range(runs)]
-        first = statistics.median(watch.first_s for watch in watches)
-        return Times(first, statistics.median(step for watch in watches for step in watch.further_s))
+        cold = timed_generate(self._model, self._ids, STEPS)
+        runs = 1 if cold.first_s > _LONG_S else 3
+        watches = [timed_generate(self._model, self._ids, STEPS) for _ in range(runs)]
+        first_s = statistics.median(watch.first_s for watch in watches)
+        step_s = statistics.median(step for watch in watches for step in watch.further_s)
+        return Times(first_s, step_s, measured=True)
+
+
+def _lacks_memory(error: RuntimeError) -> bool:
+    """True for the errors of PyTorch's allocators: of a device, of the host, and of pinned memory."""
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "can't allocate memory" in said

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from condense.calibration import Calibration, CurvePoint, Estimate, LayerLoss
     from condense.calibration.report import Mean
+    from condense.calibration.times import Times
     from condense.methods import Method
 
 # what the bundled text is long enough for
@@ -68,7 +69,9 @@ def calibrate_command(
     measured: Annotated[
         Path | None, typer.Option(help="Keeps what was measured, to go on with. Default: beside the output.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw quality against cache into this .png or .svg file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw quality against cache and times into this .png or .svg.")
+    ] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
     device_map: DeviceMapOption = None,
@@ -164,6 +167,15 @@ def _print(result: Calibration) -> None:
         f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense",
         soft_wrap=True,
     )
+    if not result.finds_enough:
+        found = " and ".join(
+            "{} of {}".format(*point.found) for point in (result.chosen, result.verified) if point.found
+        )
+        console.print(
+            f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {found} on measured and "
+            "held-out text. None of the allocations tried in this size finds enough: ask for more cache, or name "
+            "candidates with more open groups"
+        )
     if result.steps_back > 0:
         console.print(f"others that failed the goals on held-out or on measured text: {result.steps_back}")
 
@@ -189,18 +201,21 @@ def _cells(point: CurvePoint, names: dict[Method, str], timed: bool) -> list[str
     found = [] if point.found is None else [f"{point.found[0]}/{point.found[2]}"]
     shares = [f"{share:.1%}" for share in (point.cache, point.host)]
     times: list[str] = []
-    if timed:  # without any, the device has too little memory
-        times = ["", ""] if point.times is None else [_seconds(value) for value in point.times]
+    if timed:  # none where there is too little memory
+        times = ["", ""]
+        if point.times is not None:
+            sign = "" if point.times.measured else "~"
+            times = [sign + _seconds(value) for value in (point.times.first_s, point.times.step_s)]
     return [kinds, *shares, *times, str(point.kl), f"{point.nats.mean:+.4f}", *found]
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+    number, unit = (value, "s") if value >= 0.9995 else (1e3 * value, "ms")
+    return f"{number:.0f} {unit}" if number >= 99.5 else f"{number:.3g} {unit}"
 
 
 def _plot(result: Calibration, path: Path) -> None:
     """Divergence against the share of the cache and against times: the path, and each candidate in all layers."""
-    from condense.calibration.times import Times
     from condense.plots import method_labels, plot_lines
 
     names = method_labels(result.config.candidates)
@@ -215,9 +230,16 @@ def _plot(result: Calibration, path: Path) -> None:
             for name, points in kinds.items()
         }
 
+    def dots(read: Callable[[Times], float]) -> dict[str, tuple[list[float], list[float]]]:
+        """Points that no line joins, as their order is that of the cache; without those that have no times."""
+        timed = {name: [(point.times, point.kl.mean) for point in points] for name, points in kinds.items()}
+        pairs = {name: [(read(t), kl) for t, kl in of if t is not None] for name, of in timed.items()}
+        gap = (math.nan, math.nan)
+        split = {name: [x for pair in of for x in (pair, gap)] for name, of in pairs.items()}
+        return {name: ([x for x, _ in of], [y for _, y in of]) for name, of in split.items()}
+
     panels = {"cache on the device, % of dense": lines(lambda point: 100 * point.cache)}
     if result.config.timed:
-        nothing = Times(math.nan, math.nan)
-        panels["first token, s"] = lines(lambda point: (point.times or nothing).first_s)
-        panels["further tokens, ms each"] = lines(lambda point: 1e3 * (point.times or nothing).step_s)
+        panels["first token, s"] = dots(lambda times: times.first_s)
+        panels["further tokens, ms each"] = dots(lambda times: 1e3 * times.step_s)
     plot_lines(panels, path, x_label="", y_label="divergence, nats per token")

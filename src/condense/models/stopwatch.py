@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 
 class Stopwatch(StoppingCriteria):
@@ -40,19 +40,23 @@ class Stopwatch(StoppingCriteria):
 
 def timed_generate(model: PreTrainedModel, ids: Tensor, steps: int, **settings: Any) -> Stopwatch:
     """The times of plain ``model.generate``, greedy, that reads ids ``[B, L]`` and makes ``steps`` tokens after the
-    first; settings: further ones of `generate`. No token ends a text.
+    first; settings: further ones of `generate`. The model's own ones (beams, penalties, tokens that end a text) do not
+    count.
     """
-    watch = Stopwatch(ids.device)
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        use_cache=True,
-        max_new_tokens=steps + 1,
-        do_sample=False,
-        eos_token_id=model.config.get_text_config(decoder=True).vocab_size,  # one that no model makes
-        stopping_criteria=StoppingCriteriaList([watch]),
-        **settings,
-    )
+    watch, own = Stopwatch(ids.device), model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            use_cache=True,
+            max_new_tokens=steps + 1,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([watch]),
+            **settings,
+        )
+    finally:
+        model.generation_config = own
     return watch
 
 
