@@ -32,9 +32,9 @@ class Curve:
 
         Added to the greedy path are each candidate in all layers and, where a size of the cache is asked for, the
         allocation that loses least within it; but none that another on the path equals or beats, both in bytes and in
-        what its layers lose alone. Beside it stand, where numbers are hidden, those that lose least in that size if
-        numbers count more and more, and each candidate in all layers that fits (``sized``: their places, which follow
-        those of the path).
+        what its layers lose alone. Beside it stand, where numbers are hidden too, what is tried for that size: the
+        first of the path that fits, those that lose least if numbers count more and more, and each candidate in all
+        layers that fits (``sized``: their places, which follow those of the path).
         """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates

@@ -48,8 +48,9 @@ def calibrate(
     divergence of its predictions from the dense ones, and with hidden numbers that on their answers. From the most
     faithful candidate everywhere, layers then get smaller ones, at the least loss per byte saved; asked for a size of
     the cache, they get what loses least in it. Allocations on that path are measured whole, and the one that meets the
-    goals is verified on other texts; where it fails a budget there, the one before it is tried. Weights are not
-    touched, and the same arguments give the same allocation.
+    goals is verified on other texts; where it fails a budget there, the one before it is tried. In a size with hidden
+    numbers, allocations in which numbers count more and more are tried until one finds enough. Weights are not touched,
+    and the same arguments give the same allocation.
 
     model: a causal LM with stock attention, in evaluation mode, left as it was. texts: of documents like those that the
     model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.
