@@ -42,6 +42,8 @@ def test_the_page_knows_every_type():
 @pytest.mark.parametrize("name", [name for name in small.TYPES if STATED.get(name) == EXACT])
 def test_exact(name):
     model = small.model(name)
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers 5.17 takes SDPA for it, which does not cap scores
     ids = tiny.tokens(2, LENGTH)
     stock = tiny.logits(model, ids)
     for method in STOCK:
