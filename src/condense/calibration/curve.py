@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from condense.calibration.allocate import best_within, greedy_path
 from condense.calibration.config import CalibrationConfig
@@ -13,7 +13,7 @@ from condense.models.inspect import LayerReport
 # points that are measured whatever the goals are
 NUM_POINTS = 9
 # nats for which all hidden numbers stand, where allocations of one size are tried until one finds enough of them
-_NATS = (0.1, 1.0, 10.0)
+_NUMBERS_AS_NATS = (0.1, 1.0, 10.0)
 # share of the numbers by which allocations may find fewer than others and still count as equal
 _SLACK = 0.01
 
@@ -40,12 +40,12 @@ class Curve:
         methods = config.candidates
         known = {(loss.layer, loss.method): loss for loss in losses}
         layers = list(dict.fromkeys(loss.layer for loss in losses))
-        self._lost = {
-            i: [known[i, method].total if (i, method) in known else 0.0 for method in methods] for i in layers
-        }
-        self._kl = {
-            i: [known[i, method].kl.mean if (i, method) in known else 0.0 for method in methods] for i in layers
-        }
+
+        def figures(read: Callable[[LayerLoss], float]) -> dict[int, list[float]]:
+            """Of each candidate by layer; 0 for dense attention, which was not measured."""
+            return {i: [read(known[i, m]) if (i, m) in known else 0.0 for m in methods] for i in layers}
+
+        self._lost, self._kl = figures(lambda loss: loss.total), figures(lambda loss: loss.kl.mean)
         sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
         self._sizes = {i: sizes[i] for i in layers}
         self.path = greedy_path(self._lost, self._sizes)
@@ -59,19 +59,23 @@ class Curve:
             self._add(allocation)
         self._beside: list[dict[int, int]] = []
         if room is not None and config.hidden_numbers:
-            gone = {i: [known[i, m].share_lost if (i, m) in known else 0.0 for m in methods] for i in layers}
-            counted = [best_within(self._counted(gone, nats), self._sizes, room) for nats in _NATS]
+            lost = figures(lambda loss: loss.share_lost)
+            counted = [
+                best_within(
+                    {i: [a + nats * b for a, b in zip(self._lost[i], lost[i], strict=True)] for i in layers},
+                    self._sizes,
+                    room,
+                )
+                for nats in _NUMBERS_AS_NATS
+            ]
             fitting = [each for each in uniform if self._sum(self._sizes, each) <= room]
             for allocation in (self.path[self.small_enough()], *counted, *fitting):
-                self._beside += [] if allocation in self._beside else [allocation]
+                if allocation not in self._beside:
+                    self._beside.append(allocation)
         self.sized = range(len(self.path), len(self.path) + len(self._beside))
         last = len(self.path) - 1
         self.grid = sorted({round(i * last / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
         self._asked: set[int] = set()
-
-    def _counted(self, gone: Mapping[int, Sequence[float]], nats: float) -> dict[int, list[float]]:
-        """What candidates lose in each layer if all numbers together count so many nats. gone: the shares they lose."""
-        return {i: [a + nats * b for a, b in zip(self._lost[i], gone[i], strict=True)] for i in gone}
 
     def _allocation(self, at: int) -> dict[int, int]:
         return self.path[at] if at < len(self.path) else self._beside[at - len(self.path)]
