@@ -1,4 +1,4 @@
-"""What docs/results.md says of KDA, from the result files of `benchmarks/kda`."""
+"""What docs/studies/results.md says of KDA, from the result files of `benchmarks/kda`."""
 
 from __future__ import annotations
 

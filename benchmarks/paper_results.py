@@ -1,4 +1,4 @@
-"""Write docs/results.md: benchmarks/paper_results.md with every ``[[figure]]`` taken from the result files.
+"""Write docs/studies/results.md: benchmarks/paper_results.md with every ``[[figure]]`` taken from the result files.
 
 python benchmarks/paper_results.py [--check]
 """
@@ -22,7 +22,7 @@ from condense.bench import read_result  # noqa: E402
 from condense.bench.report import milliseconds  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-TEMPLATE, PAGE = ROOT / "benchmarks" / "paper_results.md", ROOT / "docs" / "results.md"
+TEMPLATE, PAGE = ROOT / "benchmarks" / "paper_results.md", ROOT / "docs" / "studies" / "results.md"
 PREFILL = {
     "bundled": "Bundled model, its 8 layers' attention on a book",
     "llama-3.1-8b": "One layer of Llama-3.1-8B's shape (32 query and 8 KV heads of 128), random inputs",

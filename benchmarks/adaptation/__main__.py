@@ -5,7 +5,7 @@
     python benchmarks/adaptation gather --work WORK --output STUDY.json
     python benchmarks/adaptation shape --shape llama-3.1-8b --train lora --length 32768 --output SHAPE.json
     python benchmarks/adaptation longest --shape llama-3.2-1b --train all --output LONGEST.json
-    python benchmarks/adaptation page --results RESULTS... --output docs/adaptation.md
+    python benchmarks/adaptation page --results RESULTS... --output docs/studies/adaptation.md
 
 `study` trains one base per seed, then its arms side by side on the seed's GPU. ``WORK/results`` has one file per arm,
 ``WORK/bases`` one per base; `gather` makes one of all.

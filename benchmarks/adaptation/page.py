@@ -1,4 +1,4 @@
-"""`docs/adaptation.md` from result files."""
+"""`docs/studies/adaptation.md` from result files."""
 
 from __future__ import annotations
 

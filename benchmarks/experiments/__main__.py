@@ -1,4 +1,4 @@
-"""Ablations and claims on small models; how `docs/experiments.md` was made.
+"""Ablations and claims on small models; how `docs/studies/experiments.md` was made.
 
     python benchmarks/experiments run     --train TRAIN... --test TEST... --work WORK --gpus 0,1 --minutes 20
     python benchmarks/experiments bundled --test TEST... --cache CACHE --output RESULTS2.json

@@ -1,9 +1,9 @@
-"""What keeps the quality of models that were trained with dense attention only; how `docs/zero-shot.md` was made.
+"""What keeps the quality of models that were trained with dense attention only; how `docs/studies/zero-shot.md` was made.
 
     python benchmarks/adaptation encode --data TRAIN... --characters 9000000 --output train.npz
     python benchmarks/zero_shot run --train train.npz --calibration c.npz --test test.npz --work WORK --seeds 0,1,2
     python benchmarks/zero_shot collect --work WORK --output RESULTS.json
-    python benchmarks/zero_shot page --results RESULTS.json --output docs/zero-shot.md
+    python benchmarks/zero_shot page --results RESULTS.json --output docs/studies/zero-shot.md
 
 Texts to calibrate and to measure on are encoded likewise. `run` trains one model per seed, side by side on one GPU, and
 measures each at every length; ``WORK/results`` gets a file per part as soon as it is there. A seed whose model is in

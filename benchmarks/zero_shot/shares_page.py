@@ -1,4 +1,4 @@
-"""`docs/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
+"""`docs/studies/zero-shot.md` from result files: tables and a picture where ``page.md`` asks for them.
 
 ``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
 ``methods+calibrated``. Of such parts ``{{goals ...}}`` is a table of the study's goals, ``{{overall ...}}`` one of them
@@ -37,7 +37,7 @@ _LINES = {
 
 
 def write_page(results: Sequence[Path], output: Path) -> None:
-    """Write the page, and its picture into ``images`` beside it. Raises ValueError for runs that it asks for and the
+    """Write the page, and its picture beside it. Raises ValueError for runs that it asks for and the
     results lack.
     """
     documents = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in results]
@@ -53,8 +53,8 @@ def write_page(results: Sequence[Path], output: Path) -> None:
 
     def picture(parts: str, architecture: str, length: str, *file: str) -> str:
         name = f"zero-shot-{architecture}-{length}.png"
-        _draw(by_label(pick(parts, architecture, length, *file)), output.parent / "images" / name)
-        return f"![Loss above dense attention by bytes on the device](images/{name})"
+        _draw(by_label(pick(parts, architecture, length, *file)), output.parent / name)
+        return f"![Loss above dense attention by bytes on the device]({name})"
 
     makers: Mapping[str, Callable[..., str]] = {
         "table": lambda *of: shares_tables.methods(by_label(pick(*of))),

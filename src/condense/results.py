@@ -98,7 +98,7 @@ def write_results(
     document = {"provenance": provenance(seed, device), "results": plain(content)}
     try:
         with whole_file(target, overwrite=overwrite) as binary, io.TextIOWrapper(binary, encoding="utf-8") as file:
-            json.dump(document, file, indent=2, allow_nan=False)
+            json.dump(document, file, separators=(",", ":"), allow_nan=False)
             file.write("\n")
     except FileExistsError as error:
         raise ValueError(_EXISTS.format("path", target)) from error

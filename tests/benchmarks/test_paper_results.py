@@ -1,4 +1,4 @@
-"""docs/results.md: every table and figure of the papers has a row, and every number is a result file's."""
+"""docs/studies/results.md: every table and figure of the papers has a row, and every number is a result file's."""
 
 import json
 import re

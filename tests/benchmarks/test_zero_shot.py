@@ -260,7 +260,7 @@ def test_a_table_is_of_the_first_file_that_has_it_all(tmp_path, monkeypatch):
 
 
 def test_the_page_is_as_the_results_fill_it(tmp_path):
-    page = ROOT / "docs" / "zero-shot.md"
+    page = ROOT / "docs" / "studies" / "zero-shot.md"
     results = [ROOT / name for name in re.findall(r"`(benchmarks/results/zero-shot-\S+\.json)`", page.read_text())]
     shares_page.write_page(results, tmp_path / page.name)
     assert (tmp_path / page.name).read_text() == page.read_text()
