@@ -6,11 +6,11 @@ Shapes: R requests, T new tokens, H query heads, K KV heads, D and Dv widths, P 
 import random
 
 import torch
+from oracles import oracle
 
 import condense
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.plan import serving_plan
-from condense.testing import oracle
 
 NULL = 0  # a page that belongs to no request
 

@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
+from oracles import cases, oracle
 
 import condense
 from condense.functional import extend
-from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.PLANS | cases.PROMPTS

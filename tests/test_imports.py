@@ -23,12 +23,10 @@ ARROWS["functional"] = {"plan"} | ARROWS["plan"]
 ARROWS["serving"] = {"methods", "architectures"} | ARROWS["methods"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
 ARROWS["models"] = {"caches", "latent", "version", "architectures"} | ARROWS["caches"]
-ARROWS["testing"] = {"methods"} | ARROWS["methods"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "bench", "analysis", "calibration")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results"} | ARROWS["results"] | ARROWS["models"]
-ARROWS["bench"] |= {"testing"}
 ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
 ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside

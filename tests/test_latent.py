@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import cases, latent_oracle
+from oracles.latent_oracle import Latents
 
 import condense
 from condense import CCA, DGA, LCA
 from condense.functional import extend
 from condense.latent import LatentView, UpProjection, mean_queries
-from condense.testing import cases, latent_oracle
-from condense.testing.latent_oracle import Latents
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTHS = (5, 3, 7, 4)

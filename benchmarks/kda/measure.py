@@ -15,9 +15,9 @@ from torch import Tensor
 
 from condense import CCA
 from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel
+from condense.bench.budget import judge
 from condense.bench.timing import Clock
 from condense.results import write_results
-from condense.testing.budget import judge
 
 OURS = CCA(window=1024, summary="streaming", key_pooling="select", rep_bias="log_size")
 DTYPES = (torch.float64, torch.bfloat16)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from models import tiny
+from oracles import latent_oracle, oracle
 
 import condense
 from condense.analysis import measure_deviation
 from condense.analysis.deviation import stretches
 from condense.models import attention as models_attention
 from condense.models import condensed_layers
-from condense.testing import latent_oracle, oracle
 
 IDS = tiny.tokens(1, 150)[0]
 G, W = 4, 8

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from oracles import oracle
 from two_sources import attend_to
 
 import condense
 from condense.bench import flex
 from condense.bench.problems import HeadShape, Setting, pooled
-from condense.testing import oracle
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float64, torch.device("cpu"), 0)
 METHODS = {

@@ -8,11 +8,10 @@ from two_sources import attend_to
 
 import condense
 from condense.bench import gate
+from condense.bench.budget import judge
 from condense.bench.problems import HeadShape, Setting, pooled
 from condense.methods import Context
 from condense.ops import Source
-from condense.ops.recall import GroupIndex, Quota, choose_groups, index_scores
-from condense.testing import oracle_recall
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=20),
@@ -22,12 +21,12 @@ METHODS = {
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=["whole", "tail"])
+@pytest.fixture(params=["whole", "part"])
 def length(request, monkeypatch):
-    """A problem that is checked at every query, and one that is checked at its end."""
-    if request.param == "tail":
+    """A problem that is checked at every query, and one that is checked at some."""
+    if request.param == "part":
         monkeypatch.setattr(gate, "WHOLE", 64)
-        monkeypatch.setattr(gate, "TAIL", 16)
+        monkeypatch.setattr(gate, "PART", 16)
     return 150
 
 
@@ -48,12 +47,12 @@ def test_output(method, dtype, length):
     inputs = inputs_of(length, dtype)
     sources = pooled(method, inputs)
     out = attend_to(sources, inputs.q, scale=inputs.scale)[0]
-    assert gate.check_output(out, inputs.q, sources, scale=inputs.scale).passed
-    assert not gate.check_output(wronged(out), inputs.q, sources, scale=inputs.scale).passed
+    assert gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method).passed
+    assert not gate.check_output(wronged(out), inputs.q, sources, scale=inputs.scale, method=method).passed
     entries = sources.entries._replace(k=sources.entries.k.roll(1, 2))
     without_one = Context((entries, sources.window), sources.spans)
     wrong = attend_to(without_one, inputs.q, scale=inputs.scale)[0]
-    assert not gate.check_output(wrong, inputs.q, sources, scale=inputs.scale).passed
+    assert not gate.check_output(wrong, inputs.q, sources, scale=inputs.scale, method=method).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -69,10 +68,10 @@ def test_gradients(method, dtype, length):
         grads = torch.autograd.grad(out, leaves, upstream)
         return [x * 1.5 if i == wrong else x for i, x in enumerate(grads)]
 
-    assert gate.check_gradients(gradients, inputs.q, sources, scale=inputs.scale).passed
+    assert gate.check_gradients(gradients, inputs.q, sources, scale=inputs.scale, method=method).passed
     for wrong in range(5):
         verdict = gate.check_gradients(
-            lambda upstream, w=wrong: gradients(upstream, w), inputs.q, sources, scale=inputs.scale
+            lambda upstream, w=wrong: gradients(upstream, w), inputs.q, sources, scale=inputs.scale, method=method
         )
         assert not verdict.passed
 
@@ -92,33 +91,10 @@ def test_entries(method, dtype, length):
 def test_what_is_not_finite_is_wrong():
     want = torch.ones(4, dtype=torch.float64)
     got = torch.tensor([1.0, 1.0, float("nan"), 1.0])
-    verdict = gate.judge([got], [want], [want.float()])
+    verdict = judge([got], [want], [want.float()])
     assert not verdict.passed
     assert verdict.to_dict()["passed"] is False
-    assert gate.judge([want.float()], [want], [want.float()]).passed
-
-
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("kind", ["bounds", "sub_means"])
-def test_the_gates_choice_of_groups_is_recalls(kind, bits):
-    """Where it is clear; and a tie is not clear."""
-    inputs = inputs_of(150, torch.float32)
-    method = condense.Recall(group_size=4, window=20, num_recall=5, index=kind, index_bits=bits)
-    context = pooled(method, inputs)
-    codes, grid = context.extra[:2]
-    closed = ((torch.arange(150) - 19) // 4).clamp(min=0)[None, None]
-    scores = index_scores(inputs.q, GroupIndex(codes, grid), method.index_settings, inputs.scale)
-    want = choose_groups(scores, closed, Quota(5), 2)
-    got, clear = oracle_recall.choose(method, inputs.q, codes, grid, closed, scale=inputs.scale)
-    assert torch.equal(got & clear[..., None], want & clear[..., None])
-    assert clear.double().mean() > 0.99
-    codes[:, :, 1:], grid[:, :, 1:] = codes[:, :, :1], grid[:, :, :1]
-    got, clear = oracle_recall.choose(method, inputs.q, codes, grid, closed, scale=inputs.scale)
-    # equal columns of a matrix product may differ in their last bit, so that which of tied groups is chosen is open
-    want = choose_groups(torch.zeros_like(scores), closed, Quota(5), 2)
-    assert torch.equal(got & clear[..., None], want & clear[..., None])
-    assert torch.equal(got.sum(-1), want.sum(-1))
-    assert torch.equal(clear, (closed <= 5).expand_as(clear))
+    assert judge([want.float()], [want], [want.float()]).passed
 
 
 def test_near_ties_are_counted():
@@ -127,9 +103,9 @@ def test_near_ties_are_counted():
     context = pooled(method, inputs)
     out = method.attend(inputs.q, context, scale=inputs.scale)[0]
     check = partial(gate.check_output, q=inputs.q, scale=inputs.scale, method=method)
-    assert "near_ties" not in check(out, sources=context).to_dict()
+    assert "near_ties" not in check(out, context=context).to_dict()
     codes, grid, *store = context.extra
     codes[:, :, 1:], grid[:, :, 1:] = codes[:, :, :1], grid[:, :, :1]
     tied = context._replace(extra=(codes, grid, *store))
     # of each head and row, the queries that choose from more than 5 groups
-    assert check(out, sources=tied).to_dict()["near_ties"] == 2 * 4 * (150 - 20 - 6 * 4 + 1)
+    assert check(out, context=tied).to_dict()["near_ties"] == 2 * 4 * (150 - 20 - 6 * 4 + 1)

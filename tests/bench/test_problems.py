@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracles import cases, oracle, oracle_recall
 
 import condense
 from condense.bench.problems import (
@@ -11,13 +12,9 @@ from condense.bench.problems import (
     index_bytes,
     pooled,
     pooling_bytes,
-    ranking_flops,
-    reads_at_once,
-    sampled,
     step_bytes,
     visible_pairs,
 )
-from condense.testing import cases, oracle, oracle_recall
 
 CPU = torch.device("cpu")
 SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
@@ -65,24 +62,6 @@ def test_pooling_reads_groups_and_their_queries_once():
     assert pooling_bytes(mean, SETTING, inputs) == 4 * (tokens + entries)
     streaming = condense.CCA(group_size=4, window=9, summary="streaming")
     assert pooling_bytes(streaming, SETTING, inputs) == 4 * (7 * 5 * 2 * (8 + 6) + 28 * 4 * 8)
-
-
-def test_a_prompt_reads_all_tokens_and_the_queries_that_rank_and_weigh_them():
-    inputs = SETTING.inputs(37)
-    method = condense.DGA(group_size=4, gamma=0.2, min_focal=0, selection="prompt", num_recent=3, num_random=2)
-    # ceil(37 / 5) = 8 focal tokens and the one with which 28 fill 7 groups, written beside their members
-    assert reads_at_once(method, 37)
-    tokens, written, queries = 37 * 2 * (8 + 6), (9 + 7 + 28) * 2 * (8 + 6), (3 + 2 + 7) * 4 * 8
-    assert pooling_bytes(method, SETTING, inputs) == 4 * (tokens + written + queries)
-    assert pooling_bytes(method.replace(focal="random"), SETTING, inputs) == 4 * (tokens + written + 7 * 4 * 8)
-    assert not reads_at_once(method.replace(min_focal=37), 37)
-
-
-def test_ranking_is_one_product_over_what_the_sampled_queries_see():
-    method = condense.DGA(selection="prompt", num_recent=3, num_random=0)
-    at = sampled(method, 1, 37, CPU).columns[0]
-    assert at.tolist() == [34, 35, 36]
-    assert ranking_flops(SETTING.shape, 3, at) == 3 * 4 * 2 * 8 * (35 + 36 + 37)
 
 
 RECALL = {

@@ -5,13 +5,13 @@ import torch
 from gpu.test_graph import agree
 from gpu.test_step import no_waiting
 from models import tiny
+from oracles import oracle
 from transformers import DynamicCache
 from triton_kernels.test_growing_layer import Counting
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.state import SLACK
-from condense.testing import oracle
 
 METHODS = {
     "cca": condense.CCA(group_size=16, window=64),

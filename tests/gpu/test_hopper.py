@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from oracles import oracle
 from triton_kernels import test_attend as plain
 
 import condense
 from condense.ops import Problem, resolve_backend
 from condense.ops.backends import BACKENDS
 from condense.ops.hopper import attend_forward, limits
-from condense.testing import oracle
 
 HALF = [dtype for dtype in plain.DTYPES if dtype != torch.float32]
 # keys in one part and in two, the latter with each kind of bounds, and with the small blocks that a bias takes (dga)

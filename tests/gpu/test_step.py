@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from oracles import oracle
 from triton_kernels.test_step import (
     DTYPES,
     SELECT,
@@ -20,7 +21,6 @@ from triton_kernels.test_step import (
 import condense
 from condense.ops.triton import step as triton_step
 from condense.ops.types import NewToken, StepState
-from condense.testing import oracle
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from oracles import cases, oracle
 
 import condense
-from condense.testing import cases, oracle
 
 LENGTH = 45
 PADDING = torch.tensor([0, 6])

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.test_counting import dense, weights
+from oracles import cases, oracle, oracle_dga
 from two_sources import attend_to
 
 import condense
@@ -20,7 +21,6 @@ from condense.ops import Chunks, importance
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import importance as torch_importance
 from condense.plan import ForwardPlan
-from condense.testing import cases, oracle, oracle_dga
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)

@@ -1,19 +1,19 @@
 """Entries in 8 and 4 bits: rounded once, when they are made, and the same to the bit wherever they are read.
 
 What all methods promise (parity, causality, gradients, buffers) is tested where the other methods are, with cases of
-`condense.testing.cases` and of Recall's tests.
+`oracles.cases` and of Recall's tests.
 """
 
 import itertools
 
 import pytest
 import torch
+from oracles import oracle
 
 import condense
 from condense.caches import CondensedLayer, RecallLayer, StaticCondensedLayer, StaticRecallLayer, read_request
 from condense.functional import extend, read_whole
 from condense.ops import EntryFormat
-from condense.testing import oracle
 
 POOLED = condense.CCA(group_size=4, window=6, summary="streaming", rep_bias="matched")
 METHODS = {"cca": POOLED, "recall": condense.Recall(group_size=4, window=6, num_recall=2)}

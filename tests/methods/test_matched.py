@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from oracles import latent_oracle, oracle
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.functional import extend
 from condense.latent import latent_attention
 from condense.plan import ForwardPlan
-from condense.testing import latent_oracle, oracle
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 H, K, D, DV = 4, 2, 6, 5

@@ -7,6 +7,7 @@ import pytest
 import torch
 from methods import test_parity as parity
 from models import tiny
+from oracles import oracle
 from transformers import StaticCache
 
 import condense
@@ -14,7 +15,6 @@ from condense import config
 from condense.caches import StaticCondensedLayer, read_request
 from condense.methods import ChunkPooling, Layout
 from condense.ops import UniformRule
-from condense.testing import oracle
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 

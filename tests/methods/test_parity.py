@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import cases, oracle
 from two_sources import attend_to
 
 import condense
@@ -13,7 +14,6 @@ from condense.functional import extend, read_whole
 from condense.ops.tensors.per_row import as_rows, max_row
 from condense.plan import ForwardPlan
 from condense.state import SLACK, first_needed, num_entries
-from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 K, H, D, Dv = 2, 4, 3, 4

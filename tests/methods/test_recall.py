@@ -3,12 +3,12 @@
 import pytest
 import torch
 from methods import test_parity as parity
+from oracles import latent_oracle, oracle
 from test_latent import read_in_steps
 
 import condense
 from condense import Recall
 from condense.latent import UpProjection
-from condense.testing import latent_oracle, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = {

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from oracles import oracle
 
 import condense
 from condense import Recall
 from condense.caches import StaticRecallLayer, read_request
 from condense.functional import read_whole
-from condense.testing import oracle
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 SMALL = {"group_size": 4, "window": 5, "num_recall": 2, "index_bits": 16}

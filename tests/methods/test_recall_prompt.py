@@ -3,13 +3,13 @@
 import pytest
 import torch
 from models import tiny
+from oracles import latent_oracle, oracle
 
 import condense
 from condense.caches import CondensedLayer, RecallLayer, StaticRecallLayer
 from condense.caches.request import read_request
 from condense.latent import UpProjection
 from condense.models.inspect import inspect
-from condense.testing import latent_oracle, oracle
 
 RECALL = condense.Recall(group_size=4, window=8, num_recall=2)
 EXACT = RECALL.replace(prompt="exact")

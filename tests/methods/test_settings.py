@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from oracles import cases
 
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.config import field_names, method_class, method_from_dict, method_names
-from condense.testing import cases
 
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID
 

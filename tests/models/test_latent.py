@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import tiny
+from oracles import latent_oracle
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -10,7 +11,6 @@ import condense
 from condense.latent import UpProjection
 from condense.models import attention as models_attention
 from condense.models.inspect import inspect
-from condense.testing import latent_oracle
 
 IDS = tiny.tokens()
 LCA = tiny.METHODS["lca"]

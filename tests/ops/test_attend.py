@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import oracle
 from two_sources import array_spans, two_sources
 
 from condense.ops import Problem, RuleSpans, Source, UniformRule, api, attend, resolve_backend
 from condense.ops.backends import BACKENDS, Backend
 from condense.ops.tensors.per_row import at_least
-from condense.testing import oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)

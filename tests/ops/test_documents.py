@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
+from oracles import oracle
 
 import condense
 from condense.ops import RuleSpans, SummaryColumns, document_spans
 from condense.plan import ForwardPlan
-from condense.testing import oracle
 
 CPU = torch.device("cpu")
 METHODS = {

@@ -9,15 +9,15 @@ import math
 
 import pytest
 import torch
+from oracles import oracle
+from oracles.cases import DTYPES, METHODS, SHAPES, inputs_for
+from oracles.eager import eager_attention
 from two_sources import array_spans, two_sources
 
 import condense
+from condense.bench.budget import errors, one_ulp
 from condense.ops import attend
 from condense.ops.torch import attend as torch_attend
-from condense.testing import oracle
-from condense.testing.budget import errors, one_ulp
-from condense.testing.cases import DTYPES, METHODS, SHAPES, inputs_for
-from condense.testing.eager import eager_attention
 
 
 @pytest.mark.parametrize("logits", [1.0, 5.0], ids=["logits x1", "logits x5"])

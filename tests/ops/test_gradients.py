@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from oracles import cases, oracle
 from two_sources import array_spans, two_sources
 
 import condense
 from condense.ops import attend
-from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 METHODS = cases.PLANS | {

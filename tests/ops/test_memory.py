@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from oracles import oracle
 from two_sources import attend_to
 
 import condense
 from condense.functional import read_whole
 from condense.ops.torch import attend as torch_attend
-from condense.testing import oracle
 
 METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")
 

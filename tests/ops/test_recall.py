@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from oracles import oracle, oracle_recall
 
 from condense import Recall
 from condense.ops.recall import (
@@ -23,7 +24,6 @@ from condense.ops.recall import (
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.torch import recall as torch_recall
-from condense.testing import oracle, oracle_recall
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 B, D, DV, SCALE = 2, 6, 5, 0.6

@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix e
 
 import pytest
 import torch
+from oracles import cases, oracle
 from torch._dynamo.testing import CompileCounterWithBackend
 from two_sources import attend_to
 
@@ -16,7 +17,6 @@ from condense.ops import Chunks, NewToken, OwnEntries, StepState, decode_step, s
 from condense.ops.triton import limits
 from condense.ops.triton.limits import step_obstacle
 from condense.state import num_entries
-from condense.testing import cases, oracle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {

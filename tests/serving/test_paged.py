@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from oracles import oracle
 from paged_pool import NULL, Pool, complete_a_prefix
 
 import condense
-from condense.testing import oracle
 
 H, K, D, DV = 4, 2, 6, 5
 SCALE = 0.6

@@ -4,16 +4,16 @@ import sys
 
 import pytest
 import torch
+from oracles import oracle
+from oracles.cases import METHODS
 from two_sources import array_spans, as_arrays, two_sources
 
 import condense
+from condense.bench.budget import errors, one_ulp
 from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, attend
 from condense.ops.tensors.per_row import at_least
 from condense.ops.triton import attend as triton_attend
 from condense.ops.triton import attend_call, limits
-from condense.testing import oracle
-from condense.testing.budget import errors, one_ulp
-from condense.testing.cases import METHODS
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

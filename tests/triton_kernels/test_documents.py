@@ -5,12 +5,12 @@ Held to the definition, document by document in float64, by twice the error of t
 
 import pytest
 import torch
+from oracles import oracle
 
 import condense
+from condense.bench.budget import errors, one_ulp
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.triton import limits
-from condense.testing import oracle
-from condense.testing.budget import errors, one_ulp
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

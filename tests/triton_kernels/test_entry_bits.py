@@ -8,15 +8,15 @@ import itertools
 
 import pytest
 import torch
+from oracles import oracle
 from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, empty_state, plan_of, same
 
 import condense
+from condense.bench.budget import errors, one_ulp
 from condense.ops.entries import BLOCK_WIDTH
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import step as triton_step
 from condense.ops.types import NewToken, OwnEntries, StepState
-from condense.testing import oracle
-from condense.testing.budget import errors, one_ulp
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=3),

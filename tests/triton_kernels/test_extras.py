@@ -6,9 +6,9 @@ import pytest
 import torch
 from extras_cases import METHODS, SCALE, context_of, every_kind, qkv, steps
 
+from condense.bench.budget import judge
 from condense.caches import static
 from condense.ops.recall import api as recall_api
-from condense.testing.budget import judge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [("cca", torch.float32), ("recall", torch.float32)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracles import oracle
 from triton_kernels.test_attend import DEVICE, DTYPES, WIDTH
 
 import condense
@@ -9,7 +10,6 @@ from condense.functional import extend
 from condense.ops import importance
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.triton.limits import WIDTHS
-from condense.testing import oracle
 
 # B, H, K, L, D, pads
 SHAPES = {

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from oracles import oracle
 from paged_pool import NULL, Pool, complete_a_prefix
 
 import condense
+from condense.bench.budget import errors, one_ulp
 from condense.ops.paged import NewTokens, read_paged
 from condense.ops.triton import paged_step, paged_step_kernels
-from condense.testing import oracle
-from condense.testing.budget import errors, one_ulp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import condense
+from condense.bench.budget import errors, one_ulp
 from condense.functional import extend
 from condense.ops import POOLINGS, Chunks, SummaryColumns, SummarySpans, pool_groups, summarize
 from condense.ops.triton import limits
 from condense.plan import ForwardPlan
-from condense.testing.budget import errors, one_ulp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = limits.DTYPES if DEVICE == "cuda" else [torch.float32]

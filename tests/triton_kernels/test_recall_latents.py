@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from oracles import latent_oracle
 
 import condense
+from condense.bench.budget import judge
 from condense.ops.triton import recall_attend
-from condense.testing import latent_oracle
-from condense.testing.budget import judge
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

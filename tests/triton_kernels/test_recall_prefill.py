@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from condense.bench.budget import judge
 from condense.ops.recall import (
     ArrayChoice,
     IndexChoice,
@@ -25,7 +26,6 @@ from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import recall_attend, recall_attend_call, recall_choice, recall_score
 from condense.ops.triton.attend_call import describe
 from condense.ops.triton.limits import DTYPES
-from condense.testing.budget import judge
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

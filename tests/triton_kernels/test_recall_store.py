@@ -10,11 +10,11 @@ import torch
 from ops.test_recall_step import CASES, check_slots, empty_state, new_token, settings_of
 from triton_kernels.test_recall_step import DEVICE, SCALE, check_choice, compare, random_qkv, scratch  # noqa: F401
 
+from condense.bench.budget import judge
 from condense.ops.recall import EntrySettings, StoreFormat
 from condense.ops.torch import recall_step as torch_step
 from condense.ops.triton import recall_step as triton_step
 from condense.ops.triton.limits import DTYPES
-from condense.testing.budget import judge
 
 CUDA = DEVICE == "cuda"
 # name of the case, bits of the store, widths

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 import torch
+from oracles import oracle
 from two_sources import attend_to
 
 import condense
+from condense.bench.budget import errors, one_ulp
 from condense.functional import extend
 from condense.ops import UniformRule
 from condense.ops.torch import step as torch_step
@@ -17,8 +19,6 @@ from condense.ops.triton import step_plan
 from condense.ops.types import NewToken, OwnEntries, StepSettings, StepState
 from condense.plan import ForwardPlan
 from condense.state import most_entries, num_entries
-from condense.testing import oracle
-from condense.testing.budget import errors, one_ulp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

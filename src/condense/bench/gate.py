@@ -1,127 +1,176 @@
 """Checking results before they are timed: a row whose result is wrong gets no time.
 
-Results are compared with the definition in float64, within the error budget of the tests, see `condense.testing`.
+Attention is compared with plain operations in float64 over the keys that the spans, and Recall's index, let each query
+see; entries with those of the backend "reference" in float64. Both within the error budget of `condense.bench.budget`.
 
-Shapes: B rows, H query heads, K KV heads, L queries, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, S checked queries, n keys of all sources side by side,
+G groups of g tokens, D and Dv widths.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.bench.problems import Inputs
+from condense.bench.budget import Verdict, judge
+from condense.bench.problems import Inputs, pooled
 from condense.methods import Context, Method, Recall
-from condense.methods.sparse_prefill import chosen_keys
-from condense.ops import BLOCK
-from condense.testing import oracle, oracle_recall
-from condense.testing.budget import Verdict, judge
-from condense.testing.checked import checked
+from condense.ops.recall import GroupIndex, choose_groups, index_scores
+from condense.ops.tensors.bias import joined_bias
 
-# of a long problem, this many of the newest queries are checked, because they see all entries
-TAIL = 64
 # up to this length every query is checked
 WHOLE = 2048
+# of a longer problem, this many of the newest queries, and as many spread over the others
+PART = 64
 
 
-def first_checked(length: int) -> int:
-    """The first query that is checked: 0 in a short problem, one near the end in a long one."""
-    return 0 if length <= WHOLE else length - TAIL
+def checked_queries(length: int, device: torch.device) -> Tensor:
+    """Positions of the queries that are checked, ascending, int64 ``[S]``."""
+    if length <= WHOLE:
+        return torch.arange(length, device=device)
+    first = length - PART
+    spread = torch.linspace(0, first - 1, PART, dtype=torch.float64, device=device).long()
+    return torch.cat([spread, torch.arange(first, length, device=device)])
 
 
-def check_output(out: Tensor, q: Tensor, sources: Context, *, scale: float, method: Method | None = None) -> Verdict:
-    """Attention output ``[B, H, L, Dv]`` at the checked queries. method: needed for `condense.Recall`."""
-    part = checked(q, sources, first_checked(q.shape[2]), scale=scale, method=method)
-    got = out[:, :, -part.q.shape[2] :] * part.clear
+class Seen(NamedTuple):
+    """The checked queries and the keys that they see.
+
+    at int64 ``[S]``: positions of the queries. q ``[B, H, S, D]``. tensors: keys and values, source by source: entries,
+    the tokens in Recall's store if there is one, window. mask ``[B|1, K|1, S, n]``, bias float64 ``[B|1, K|1, 1, n]``.
+    clear bool ``[B|1, H|1, S, 1]``: False where rounding decides which groups Recall opens.
+    """
+
+    at: Tensor
+    q: Tensor
+    tensors: tuple[Tensor, ...]
+    mask: Tensor
+    bias: Tensor
+    clear: Tensor
+
+    @property
+    def near_ties(self) -> int:
+        """Number of queries whose choice of groups is not clear."""
+        return int((~self.clear).sum())
+
+    def to(self, dtype: torch.dtype) -> Seen:
+        """The same in another dtype."""
+        return self._replace(q=self.q.to(dtype), tensors=tuple(x.to(dtype) for x in self.tensors))
+
+    def output(self, scale: float) -> Tensor:
+        """``[B, H, S, Dv]`` by plain operations in the dtype of q, one KV head at a time; 0 where it is not clear."""
+        K = self.tensors[0].shape[1]
+        outs = []
+        for head, q in enumerate(self.q.chunk(K, dim=1)):
+            k, v = (torch.cat([x[:, head, None] for x in self.tensors[i::2]], dim=2) for i in (0, 1))
+            mask, bias = (x[:, min(head, x.shape[1] - 1), None] for x in (self.mask, self.bias.to(q.dtype)))
+            if q.dtype == torch.float32:  # PyTorch's fused attention, to have the error of its exp and order of sums
+                k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+                added = bias.expand(mask.shape).masked_fill(~mask, -math.inf)
+                outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale))
+            else:
+                outs.append((q @ k.mT * scale + bias).masked_fill(~mask, -math.inf).softmax(-1) @ v)
+        return torch.cat(outs, dim=1) * self.clear
+
+    def gradients(self, upstream: Tensor, scale: float) -> tuple[Tensor, ...]:
+        """Gradients of q and of ``tensors`` for an output gradient ``[B, H, S, Dv]``."""
+        with torch.enable_grad():
+            q, *tensors = [x.detach().requires_grad_() for x in (self.q, *self.tensors)]
+            out = self._replace(q=q, tensors=tuple(tensors)).output(scale)
+            return torch.autograd.grad(out, (q, *tensors), upstream.to(out.dtype))
+
+
+def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
+    """The keys of a context that the checked ones of q ``[B, H, L, D]`` see under a method."""
+    L, (entries, window) = q.shape[2], context.sources
+    at = checked_queries(L, q.device)
+    spans = [[x[..., at, None] for x in span] for span in context.spans.at(0, L, q.device)]
+    columns = [torch.arange(source.k.shape[2], device=q.device) for source in context.sources]
+    masks = [(x >= lo) & (x < hi) for x, (lo, hi) in zip(columns, spans, strict=True)]
+    # entries that a method leaves out have width 0; nobody sees them
+    pairs = zip(entries[:2], window[:2], strict=True)
+    tensors = [x if x.shape[3] else y.new_zeros(*x.shape[:3], y.shape[3]) for x, y in pairs]
+    clear = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
+    if isinstance(method, Recall) and method.prompt == "exact" and L > 1:  # dense attention over the window
+        masks = [masks[0] & False, (columns[1] <= at[:, None]).expand_as(masks[1])]
+    elif isinstance(method, Recall) and context.extra:
+        codes, grid, store = context.extra
+        closed = spans[0][1][..., 0]
+        opened, is_clear = _opened(method, q[:, :, at], GroupIndex(codes, grid), closed, scale)
+        clear = is_clear.repeat_interleave(q.shape[1] // codes.shape[1], 1)[..., None]
+        masks[0] = masks[0] & ~opened & (method.unchosen == "pool")
+        masks.insert(1, opened.repeat_interleave(method.group_size, -1))
+        tensors += method.store_format.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype)
+    rows, heads = (max(x.shape[dim] for x in masks) for dim in (0, 1))
+    mask = torch.cat([x.expand(rows, heads, -1, -1) for x in masks], dim=-1)
+    bias = joined_bias([entries.bias, *[None] * (len(masks) - 1)], [x.shape[3] for x in masks], q.device)
+    bias = torch.zeros(1, 1, mask.shape[3], dtype=torch.float64, device=q.device) if bias is None else bias
+    return Seen(at, q[:, :, at], (*tensors, *window[:2]), mask, bias[:, :, None], clear)
+
+
+def _opened(method: Recall, q: Tensor, index: GroupIndex, closed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The groups that queries open, bool ``[B, K, S, G]``, and whose choice is clear, bool ``[B, K, S]``.
+
+    q ``[B, H, S, D]``; closed int64 ``[B|1, 1, S]``: groups that each query may open. A choice is clear if the scores
+    on both sides of it differ by more than the error of scores computed in float32, sums of D products.
+    """
+    K, G = index.codes.shape[1:3]
+    codes = index.codes.double() if index.codes.is_floating_point() else index.codes
+    scores = index_scores(q.double(), GroupIndex(codes, index.grid.double()), method.index_settings, scale)
+    opened = choose_groups(scores, closed, method.quota, K)
+    is_closed = torch.arange(G, device=q.device) < closed[..., None]
+    error = 64 * torch.finfo(torch.float32).eps * float(scores.masked_fill(~is_closed, 0.0).abs().max())
+    scores = scores.masked_fill(~is_closed, -math.inf)
+    best = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)
+    lowest = best.masked_fill(~opened, math.inf).amin(-1)
+    highest = best.masked_fill(opened | ~is_closed, -math.inf).amax(-1)
+    return opened, lowest - highest > error
+
+
+def check_output(out: Tensor, q: Tensor, context: Context, *, scale: float, method: Method) -> Verdict:
+    """Check attention output ``[B, H, L, Dv]`` at the checked queries."""
+    part = seen(q, context, scale=scale, method=method)
     exact, yardstick = (part.to(dtype).output(scale) for dtype in (torch.float64, out.dtype))
-    return judge([got], [exact], [yardstick], near_ties=int((~part.clear).sum()))
-
-
-def check_chosen(out: Tensor, inputs: Inputs, sources: Context) -> Verdict:
-    """Output ``[B, H, L, Dv]`` of a `condense.methods.SparsePrefill` at the checked queries, over the keys it chose."""
-    q, start, L = inputs.q, first_checked(inputs.q.shape[2]), inputs.q.shape[2]
-    query, key = torch.arange(start, L, device=q.device)[:, None], torch.arange(L, device=q.device)
-    seen = []
-    for blocks, columns in chosen_keys(sources):
-        is_column = torch.zeros(len(columns), L + 1, dtype=torch.bool, device=q.device).scatter_(1, columns, True)
-        seen.append((blocks[:, query // BLOCK, key // BLOCK] | is_column[:, None, :L]) & (key <= query))
-    mask = torch.stack(seen)
-
-    def plain(dtype: torch.dtype) -> Tensor:
-        q, k, v = (x.to(dtype) for x in inputs)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        scores = (inputs.scale * q[:, :, start:] @ k.mT).masked_fill(~mask, float("-inf"))
-        return scores.softmax(-1) @ v
-
-    return judge([out[:, :, start:]], [plain(torch.float64)], [plain(q.dtype)])
+    return judge([out[:, :, part.at] * part.clear], [exact], [yardstick], near_ties=part.near_ties)
 
 
 def check_gradients(
-    gradients: Callable[[Tensor], Sequence[Tensor]],
-    q: Tensor,
-    sources: Context,
-    *,
-    scale: float,
-    method: Method | None = None,
+    gradients: Callable[[Tensor], Sequence[Tensor]], q: Tensor, context: Context, *, scale: float, method: Method
 ) -> Verdict:
-    """Gradients of q and of keys and values, source by source, that flow from the checked queries.
+    """Check gradients of q and of keys and values, source by source, that flow from the checked queries.
 
     gradients: from an output gradient ``[B, H, L, Dv]``, which is 0 at all other queries, those of q, keys and values
     of the entries, of Recall's store, and of the window.
     """
-    start, L = first_checked(q.shape[2]), q.shape[2]
-    part = checked(q, sources, start, scale=scale, method=method)
+    part, Dv = seen(q, context, scale=scale, method=method), context.window.v.shape[3]
     generator = torch.Generator(q.device).manual_seed(1)
-    size = (*q.shape[:2], L - start, sources.window.v.shape[3])
-    upstream = torch.randn(size, generator=generator, dtype=q.dtype, device=q.device) * part.clear
-    of_q, of_k, of_v, *store, window_k, window_v = gradients(F.pad(upstream, (0, 0, start, 0)))
-    of_store = [part for x in store for part in (x[..., : q.shape[3]], x[..., q.shape[3] :])]
-    of_sources = (of_k, of_v, *of_store, window_k, window_v)
-    columns = [pair for pair in part.columns for _ in ("k", "v")]
-    results = [of_q[:, :, start:], *(x[:, :, lo:hi] for x, (lo, hi) in zip(of_sources, columns, strict=True))]
+    upstream = torch.randn(*part.q.shape[:3], Dv, generator=generator, dtype=q.dtype, device=q.device) * part.clear
+    whole = upstream.new_zeros(*q.shape[:3], Dv).index_copy(2, part.at, upstream)
+    of_q, of_k, of_v, *store, window_k, window_v = gradients(whole)
+    of_store = [half for x in store for half in (x[..., : q.shape[3]], x[..., q.shape[3] :])]
+    results = (of_q[:, :, part.at], of_k, of_v, *of_store, window_k, window_v)
     exact = (part.to(dtype).gradients(upstream, scale) for dtype in (torch.float64, q.dtype))
-    # entries that are left out have no columns
+    # entries of width 0 have no gradient
     kept = [x for x in zip(results, *exact, strict=True) if x[0].shape[3] > 0]
-    return judge(*map(list, zip(*kept, strict=True)), near_ties=int((~part.clear).sum()))
+    return judge(*map(list, zip(*kept, strict=True)), near_ties=part.near_ties)
 
 
-def check_entries(method: Method, inputs: Inputs, sources: Context) -> Verdict:
-    """Check pooled entries: all of a short problem, the newest of a long one; and Recall's index and store."""
-    rule, entries = method.layout.rule, sources.entries
-    assert rule.max_chunks is None, "methods that pool have entries for all chunks"
-    if entries.k.shape[3] == 0:
-        return Verdict(0.0 if _keeps_its_groups(method, inputs, sources) else math.inf)
-    groups = entries.k.shape[2] // rule.entries
-    first = 0 if inputs.q.shape[2] <= WHOLE else max(0, groups - TAIL)
-    want, plain = (_entries(method, inputs, range(first, groups), wide) for wide in (torch.float64, torch.float32))
-    if not _keeps_its_groups(method, inputs, sources):
-        return Verdict(math.inf)
-    return judge([x[:, :, first * rule.entries :] for x in (entries.k, entries.v)], want, plain)
+def check_entries(method: Method, inputs: Inputs, context: Context) -> Verdict:
+    """Check the entries that were pooled, and what `condense.Recall` keeps beside them, which must be equal to the bit.
 
-
-def mean_queries(inputs: Inputs, wide: torch.dtype) -> Inputs:
-    """The inputs in another dtype on the host, where loops of small operations are faster, q the mean of a KV head's.
-
-    The definition rounds the mean to the dtype of q, also for float64.
+    The reference computes in float64, or in float32 and rounds once. It gets the mean of each KV head's queries, which
+    the definition rounds to the dtype of q.
     """
     q, k, v = inputs
     mean = q.unflatten(1, (k.shape[1], -1)).mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    return Inputs(*(x.cpu().to(wide) for x in (mean, k, v)))
-
-
-def _keeps_its_groups(method: Method, inputs: Inputs, sources: Context) -> bool:
-    """True unless the method is Recall, and its index or store is not that of the inputs' groups."""
-    if not isinstance(method, Recall) or not sources.extra:
-        return True
-    return oracle_recall.holds(method, inputs.k, inputs.v, sources.extra)
-
-
-def _entries(method: Method, inputs: Inputs, groups: range, wide: torch.dtype) -> list[Tensor]:
-    """Keys and values of these groups by the definition, in float64, or in float32 and rounded to the inputs' dtype."""
-    narrow = wide if wide == torch.float64 else inputs.k.dtype
-    made = oracle.entries(method, *mean_queries(inputs, wide), groups, scale=inputs.scale)
-    return [x.to(inputs.k.device, narrow) for x in made]
+    plain = pooled(method, Inputs(mean, k, v), "reference")
+    exact = pooled(method, Inputs(mean.double(), k.double(), v.double()), "reference")
+    if not all(map(torch.equal, context.extra, plain.extra)):
+        return Verdict(math.inf)
+    made = ([x for x in source.entries if isinstance(x, Tensor)] for source in (context, exact, plain))
+    return judge(*made)

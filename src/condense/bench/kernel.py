@@ -11,14 +11,14 @@ import torch
 
 from condense import ops
 from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
+from condense.bench.budget import Verdict
 from condense.bench.gate import WHOLE
 from condense.bench.problems import Setting, sees_by_position
 from condense.bench.rows import OPS, Row, crossovers, decode_op, first_line, op_kind, with_ratios
 from condense.bench.tasks import Problem, Task, Work, has_op
 from condense.bench.timing import Ceilings, Clock
-from condense.methods import Method
+from condense.methods import Method, Recall
 from condense.results import plain
-from condense.testing.budget import Verdict
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class KernelPlan:
 
     backends: of condensed attention; with several, every method has rows of each, named after it. batches: further
     batch sizes of the decode step, each an operation of its own.
-    Raises ValueError if there would be no row.
+    Raises ValueError if there would be no row, and for a method whose attention no gate knows.
     """
 
     setting: Setting
@@ -40,6 +40,12 @@ class KernelPlan:
     budget_s: float = 0.4
 
     def __post_init__(self) -> None:
+        for label, method in self.methods.items():
+            if type(method).attend not in (Method.attend, Recall.attend):
+                raise ValueError(
+                    f"method: {label} attends in a way of its own, which this benchmark cannot check: "
+                    "use `condense bench model`"
+                )
         if self.num_rows() == 0:
             raise ValueError(f"ops: none of {', '.join(self.ops)} is there to time of {', '.join(self.methods)}")
 

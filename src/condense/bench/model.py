@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from condense.bench.budget import Verdict
 from condense.bench.feed_forward import experts_implementation, feed_forward_modules, first_ms, step_ms
 from condense.bench.model_gate import ModelGate, random_tokens
 from condense.bench.rows import Row, crossovers, first_line, speedups
@@ -19,7 +20,6 @@ from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS, Reading
 from condense.bench.timing import Times
 from condense.models import MethodChoice, use
 from condense.results import plain
-from condense.testing.budget import Verdict
 
 # prompts that take longer than the first number of seconds are read twice, longer than the second once
 _LONG_S, _VERY_LONG_S = 3.0, 20.0

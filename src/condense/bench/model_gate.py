@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from condense.bench.budget import Verdict
 from condense.methods import Recall
 from condense.models import GraphDecoder, MethodChoice, methods_of, use
-from condense.testing.budget import Verdict
 
 
 class ModelGate:

@@ -6,18 +6,14 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D key width, Dv value width
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from condense.functional import read_whole
-from condense.methods import DGA, Context, Method, Recall, SparsePrefill
-from condense.methods.prompt import FocalPrompt
-from condense.methods.sparse_prefill import chosen_keys
-from condense.ops import seen_pairs
-from condense.ops.tensors.sampling import Sample, sampled_queries
-from condense.state import num_entries, prompt_entries
+from condense.methods import Context, Method, Recall
+from condense.state import num_entries
 
 
 @dataclass(frozen=True)
@@ -90,39 +86,16 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
     return read_whole(method, q, k, v, scale=inputs.scale, backend=backend)
 
 
-def reads_at_once(method: Method, length: int) -> TypeGuard[DGA]:
-    """True if prompts of so many tokens are read at once and not all of their tokens stay exact."""
-    return (
-        isinstance(method, DGA)
-        and method.prompt_reader is not None
-        and bool(FocalPrompt(method).num_focal(length) < length)
-    )
-
-
 def sees_by_position(method: Method) -> bool:
     """True if a query's position alone says what it sees, whatever the tokens are."""
     return method.prompt_reader is None and not isinstance(method, Recall)
 
 
-def sampled(method: DGA, rows: int, length: int, device: torch.device) -> Sample:
-    """The sampled queries that rank the tokens of a prompt, in rows without padding."""
-    tokens = torch.full((rows,), length)
-    return sampled_queries(tokens, length, method.num_recent, method.num_random, method.seed, device)
-
-
-def ranking_flops(shape: HeadShape, batch: int, positions: Tensor) -> int:
-    """FLOPs of one matrix product over the keys that the sampled queries at these positions see."""
-    return 2 * batch * shape.num_q * shape.width * int((positions + 1).sum())
-
-
 def visible_pairs(method: Method, sources: Context, length: int) -> int:
     """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads).
 
-    Of Recall, an open group counts as its tokens; of sparse prefill, whole blocks.
+    Of Recall, an open group counts as its tokens.
     """
-    if isinstance(method, SparsePrefill):
-        keys = chosen_keys(sources)
-        return round(float(torch.stack([seen_pairs(each, length).double().mean() for each in keys]).mean()))
     total, device = 0.0, sources.window.k.device
     for start in range(0, length, 1 << 20):
         spans = sources.spans.at(start, min(start + (1 << 20), length), device)
@@ -143,22 +116,13 @@ def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool)
 
 
 def pooling_bytes(method: Method, setting: Setting, inputs: Inputs) -> int:
-    """Bytes that pooling must move: keys, values and summary queries read once, entries (and an index) written once.
-
-    For a prompt that is read at once, the bytes of all steps before its attention: the sampled queries are read too,
-    and the grouped tokens are written.
-    """
+    """Bytes that pooling must move: keys, values and summary queries read once, entries (and an index) written once."""
     B, H, L, D = inputs.q.shape
-    if reads_at_once(method, L):
-        focal = int(FocalPrompt(method).num_focal(L))
-        index, read, written = 0, L, int(prompt_entries(method, L)) + L - focal
-        queries = (L - focal) // method.group_size + (method.num_recent + method.num_random) * (method.focal == "top")
-    else:
-        written = int(num_entries(method, torch.tensor([L])))
-        groups = written // method.layout.rule.entries
-        index, read = groups * index_bytes(method, setting), groups * method.layout.rule.chunk
-        # with summary="prompt" all groups share one summary query; otherwise each group has its own
-        queries = method.layout.num_summary * (1 if method.layout.lookahead else groups)
+    written = int(num_entries(method, torch.tensor([L])))
+    groups = written // method.layout.rule.entries
+    index, read = groups * index_bytes(method, setting), groups * method.layout.rule.chunk
+    # with summary="prompt" all groups share one summary query; otherwise each group has its own
+    queries = method.layout.num_summary * (1 if method.layout.lookahead else groups)
     K, widths = setting.shape.num_kv, setting.shape.width + setting.shape.value_width
     return B * (((read + written) * K * widths + min(L, queries) * H * D) * setting.dtype.itemsize + K * index)
 

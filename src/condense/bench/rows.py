@@ -11,12 +11,11 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-OPS = ("forward", "backward", "importance", "pooling", "layer", "decode")
+OPS = ("forward", "backward", "pooling", "layer", "decode")
 _TITLES = {
     "forward": "attention, forward",
     "backward": "attention, forward and backward",
-    "importance": "importance of a prompt's tokens, forward",
-    "pooling": "pooling, forward (of a prompt read at once: importance, choice and pooling)",
+    "pooling": "pooling, forward",
     "layer": "layer: pooling and attention, forward",
     "decode": "attention of one decode step",
 }
@@ -40,7 +39,7 @@ def op_title(op: str) -> str:
 
 def reference_op(op: str) -> str | None:
     """The operation whose baselines a condensed one is held against; None for what dense attention does not have."""
-    return {"layer": "forward", "importance": None, "pooling": None}.get(op, op)
+    return {"layer": "forward", "pooling": None}.get(op, op)
 
 
 def check_names(argument: str, names: Iterable[str], known: Iterable[str]) -> tuple[str, ...]:
@@ -61,8 +60,8 @@ def first_line(error: BaseException) -> str:
 def with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """A kernel's rows, each condensed one with ``speedup``: baseline's median over its own, per baseline.
 
-    Pooling and importance also have ``of_attention``, their time over that of the attention that follows, and DGA's
-    attention and layer have ``per_key``: their time per visible key over that of each CCA's attention.
+    Pooling also has ``of_attention``, its time over that of the attention that follows, and DGA's attention and layer
+    have ``per_key``: their time per visible key over that of each CCA's attention.
     """
     return [
         {**row, "speedup": _speedups(row, rows), **_beside(row, rows)} if row["condensed"] else dict(row)
@@ -103,7 +102,7 @@ def _beside(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         and other.get("backend") == row.get("backend")
         and other.get("times")
     ]
-    if row["op"] in ("importance", "pooling"):
+    if row["op"] == "pooling":
         ratios = [_ms(row) / _ms(other) for other in attention if other["runner"] == row["runner"]]
         return {"of_attention": ratios[0]} if ratios else {}
     if row["op"] in ("forward", "layer") and row["method"]["method"] == "dga":

@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from condense.bench import gate, gate_prompt
+from condense.bench import gate
 from condense.bench.baselines import dense_attention, dense_step
+from condense.bench.budget import Verdict
 from condense.bench.flex import flex_attention, joined_keys
 from condense.bench.problems import (
     Inputs,
@@ -25,9 +27,6 @@ from condense.bench.problems import (
     index_bytes,
     pooled,
     pooling_bytes,
-    ranking_flops,
-    reads_at_once,
-    sampled,
     saved_bytes,
     step_bytes,
     visible_pairs,
@@ -35,10 +34,9 @@ from condense.bench.problems import (
 from condense.bench.rows import op_kind
 from condense.caches import CondensedLayer, StaticCondensedLayer, StaticRecallLayer, read_request
 from condense.functional import attention
-from condense.methods import Context, Dense, Method, Recall, SparsePrefill
+from condense.methods import Context, Dense, Method, Recall
 from condense.ops import Source
 from condense.state import num_entries
-from condense.testing.budget import Verdict
 
 MIN_CACHES = 8
 # room for one token per timed replay: more than the clock makes
@@ -99,8 +97,6 @@ class Task:
         match op:
             case "decode":
                 return _step(problem, method)
-            case "importance":
-                return _importance(problem, method, backend)
             case "pooling":
                 return _pooling(problem, method, backend)
             case "layer":
@@ -111,21 +107,23 @@ class Task:
 def has_op(op: str, method: Method, length: int) -> bool:
     """True if there is something to time of a method's ``op`` at that length.
 
-    Pooling exists for methods that make entries, importance for those that rank tokens. A prompt that is read at once
-    has no backward (it is for inference) and no decode rows, as its decode is the streaming method's.
+    Pooling exists for methods that make entries of groups, backward for those that can be trained. A prompt that is
+    read at once has rows of its attention and its layer alone: its decode is the streaming method's.
     """
-    match op_kind(op):
-        case "importance":
-            return reads_at_once(method, length) and method.focal == "top"
-        case "pooling":
-            if method.prompt_reader is not None:
-                return reads_at_once(method, length)
-            rule = method.layout.rule
-            makes_entries = rule.window is not None and rule.max_chunks is None
-            return makes_entries and bool(num_entries(method, torch.tensor([length])) > 0)
-        case "backward" | "decode":
-            return method.prompt_reader is None
-    return True
+    op = op_kind(op)
+    if op in ("forward", "layer"):
+        return True
+    if method.prompt_reader is not None:
+        return False
+    if op == "pooling":
+        rule = method.layout.rule
+        makes_entries = rule.window is not None and rule.max_chunks is None
+        return makes_entries and bool(num_entries(method, torch.tensor([length])) > 0)
+    if op == "backward":
+        with contextlib.suppress(ValueError):
+            method.check_gradients()
+            return True
+    return op == "decode"
 
 
 def _dense(problem: Problem, op: str, name: str) -> Work:
@@ -141,18 +139,9 @@ def _flex(problem: Problem, op: str, method: Method) -> Work:
     tensors = (inputs.q, *joined_keys(sources))
 
     def check() -> Verdict:
-        return gate.check_output(attend(*tensors), inputs.q, sources, scale=inputs.scale)
+        return gate.check_output(attend(*tensors), inputs.q, sources, scale=inputs.scale, method=method)
 
     return _attending(_call(op, attend, tensors, problem), check, problem, method, sources, op)
-
-
-def _importance(problem: Problem, method: Method, backend: str) -> Work:
-    inputs, setting = problem.inputs, problem.setting
-    assert reads_at_once(method, problem.length)
-    call = partial(gate_prompt.ranked, method, inputs, backend)
-    positions = sampled(method, 1, problem.length, setting.device).columns[0]
-    flops = ranking_flops(setting.shape, setting.batch, positions)
-    return Work([call], lambda: gate_prompt.check_ranking(method, inputs, call()), flops=flops)
 
 
 def _pooling(problem: Problem, method: Method, backend: str) -> Work:
@@ -160,15 +149,9 @@ def _pooling(problem: Problem, method: Method, backend: str) -> Work:
     call = partial(pooled, method, inputs, backend)
     return Work(
         [call],
-        lambda: _check_pooled(method, inputs, call(), backend),
+        lambda: gate.check_entries(method, inputs, call()),
         nbytes=pooling_bytes(method, problem.setting, inputs),
     )
-
-
-def _check_pooled(method: Method, inputs: Inputs, sources: Context, backend: str) -> Verdict:
-    if method.prompt_reader is not None:
-        return gate_prompt.check_prompt(method, inputs, sources, backend)
-    return gate.check_entries(method, inputs, sources)
 
 
 def _layer(problem: Problem, method: Method, backend: str) -> Work:
@@ -179,12 +162,10 @@ def _layer(problem: Problem, method: Method, backend: str) -> Work:
     def check() -> Verdict:
         out = call()
         assert isinstance(out, Tensor)
-        if isinstance(method, SparsePrefill):
-            return gate.check_chosen(out, inputs, sources)
         verdict = gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method)
         if problem.length > gate.WHOLE or not has_op("pooling", method, problem.length):
             return verdict
-        return verdict.and_also(_check_pooled(method, inputs, sources, backend))
+        return verdict.and_also(gate.check_entries(method, inputs, sources))
 
     return _attending(call, check, problem, method, sources, "layer")
 
@@ -203,8 +184,6 @@ def _attention(problem: Problem, op: str, method: Method, backend: str) -> Work:
         return method.attend(q, parts, scale=scale, backend=backend)[0]
 
     def check() -> Verdict:
-        if isinstance(method, SparsePrefill):
-            return gate.check_chosen(run(*leaves), inputs, sources)
         if op == "forward":
             return gate.check_output(run(*leaves), inputs.q, sources, scale=scale, method=method)
         gradients = partial(_gradients, run, leaves)

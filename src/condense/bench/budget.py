@@ -1,8 +1,8 @@
 """The error budget: twice the error of plain PyTorch in the same dtype, plus one unit in the last place.
 
-Errors are distances from float64 on the same, already rounded, inputs: the largest one and the mean one, each held to
-its own budget. The unit in the last place is allowed because even an exact result is off by up to half a unit when it
-is rounded, and the plain run may by chance have rounded better.
+Errors are distances from float64 on the same, already rounded, inputs: the largest and the mean one, each held to its
+own budget. The unit in the last place is allowed because even an exact result is off by up to half a unit when it is
+rounded, and the plain run may by chance have rounded better.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def errors(got: Tensor, want: Tensor) -> Tensor:
 
 
 def one_ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
-    """One unit in the last place: of the largest value for the largest error, on average for the mean one; ``[2]``."""
+    """One unit in the last place of the largest value, and of the mean one, ``[2]``."""
     return torch.finfo(dtype).eps * torch.stack([want.abs().max(), want.abs().mean()])
 
 

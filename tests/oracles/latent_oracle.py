@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.testing import oracle, oracle_dga
+from oracles import oracle, oracle_dga
 
 
 class Latents(NamedTuple):

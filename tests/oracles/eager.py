@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.testing import oracle, oracle_dga
+from oracles import oracle, oracle_dga
 
 
 def eager_attention(

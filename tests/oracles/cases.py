@@ -10,7 +10,7 @@ from torch import Tensor
 from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.methods.grouped import Summary
 from condense.ops.types import Pooling
-from condense.testing.oracle import random_qkv
+from oracles.oracle import random_qkv
 
 SUMMARIES: tuple[Summary, ...] = ("last", "streaming", "prompt")
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")

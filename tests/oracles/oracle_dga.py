@@ -133,24 +133,6 @@ def importance(q: Tensor, k: Tensor, at: Tensor, scale: float) -> Tensor:
     return total / (~hidden).sum(0).clamp(min=1)
 
 
-def prompt_entries(
-    method: Any, focal: list[int], qbar: Tensor, k: Tensor, v: Tensor, *, scale: float, newest: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of the last ``newest`` entries of a prompt with these focal tokens, in order of position.
-
-    qbar and k ``[L, D]``, v ``[L, Dv]``. A group stands at its last token, whose mean query weighs it.
-    """
-    groups = {members[-1]: members for members in grouped(method, focal, len(k))}
-    weight_scale = scale if method.weight_scale is None else method.weight_scale
-    keys, values = [], []
-    for end in sorted([*focal, *groups])[-newest:]:
-        members = groups.get(end, [end])
-        weights = group_weights(qbar[end], k[members], weight_scale)
-        keys.append(weights @ k[members])
-        values.append(weights @ v[members])
-    return torch.stack(keys), torch.stack(values)
-
-
 def share(gamma: float, count: int) -> int:
     """ceil(gamma * count), with gamma as the decimal that was written."""
     return math.ceil(Decimal(str(gamma)) * count)
@@ -202,23 +184,3 @@ def seen_and_pooled(
         # a query's groups are the first ones: they stand in the order in which they become visible
         seen = [(range(len(near)), exact) for exact, near in (rows[0].sees(t) for t in range(L))]
     return seen, pooled
-
-
-def chunk_entries(
-    method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float, chunks: range
-) -> list[list[list[tuple[Tensor, Tensor]]]]:
-    """Per row and head key and value of each entry of these chunks of the streaming rule: focal tokens, then the group.
-
-    qbar and k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
-    """
-    pooled = []
-    for b in range(k.shape[0]):
-        heads = []
-        for h in range(k.shape[1]):
-            streaming, made = Row(method, qbar[b, h : h + 1], k[b, h], scale, 0), []
-            for number in chunks:
-                focal, (members, w) = streaming.chunk(number)
-                made += [(k[b, h, i], v[b, h, i]) for i in focal] + [(w @ k[b, h, members], w @ v[b, h, members])]
-            heads.append(made)
-        pooled.append(heads)
-    return pooled

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.testing import oracle_dga, oracle_recall
+from oracles import oracle_dga, oracle_recall
 
 
 class Seen(NamedTuple):
@@ -198,19 +198,6 @@ def _recall_row(
         return *rounded_entry(method, (key, value)), entry_bias(method, j, key, qbar, k, scale)
 
     return oracle_recall.row(method, q, k, v, scale, entry)
-
-
-def entries(method: Any, qbar: Tensor, k: Tensor, v: Tensor, groups: range, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` that stand for these groups, in the dtype of k.
-
-    qbar (mean queries of the heads that share a KV head) and k ``[B, K, L, D]``, v ``[B, K, L, Dv]``: whole rows.
-    Streaming DGA's groups are its chunks: each gives its focal tokens, then the mean of the others.
-    """
-    if method.name == "dga":
-        pooled = oracle_dga.chunk_entries(method, qbar, k, v, scale, groups)
-    else:
-        pooled = pooled_groups(method, qbar, k, v, scale, groups)
-    return stacked(pooled, 0), stacked(pooled, 1)
 
 
 def pooled_groups(
