@@ -12,10 +12,11 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "condense"
 
 # each unit with what it may import besides itself
-ARROWS: dict[str, set[str]] = {"config": set(), "version": set(), "files": set(), "architectures": set()}
+ARROWS: dict[str, set[str]] = {name: set() for name in ("named", "version", "files", "architectures")}
+ARROWS["config"] = {"named"}
 ARROWS["tasks"] = {"files"}
 ARROWS["results"] = {"files", "version"}
-ARROWS["ops"] = {"config"}
+ARROWS["ops"] = {"config"} | ARROWS["config"]
 ARROWS["methods"] = {"ops", "version"} | ARROWS["ops"]
 ARROWS["state"] = {"methods"} | ARROWS["methods"]
 ARROWS["plan"] = {"state"} | ARROWS["state"]

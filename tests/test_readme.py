@@ -35,7 +35,7 @@ def test_python_runs_as_it_stands(tmp_path: Path) -> None:
     assert len(PYTHON) == 1
     exec(PYTHON[0], names)
     reloaded = AutoModelForCausalLM.from_pretrained(names["path"])
-    assert condensed_layers(reloaded) == dict.fromkeys(range(2), condense.Recall(store="host"))
+    assert condensed_layers(reloaded) == dict.fromkeys(range(2), condense.Method.parse("recall-host"))
 
 
 def test_commands_exist() -> None:

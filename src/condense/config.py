@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self, TypeGuard
 
+from condense.named import NAMED_SETTINGS, full_settings
+
 _REGISTRY: dict[str, type[MethodConfig]] = {}
 
 
@@ -41,13 +43,13 @@ class MethodConfig:
 
 
 def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
-    """The inverse of `MethodConfig.to_dict`.
+    """The inverse of `MethodConfig.to_dict`; also of the name of settings and what is changed of them.
 
     Raises ValueError for anything but a dict, an unknown method name or an unknown field.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"method settings must be a dict, got {settings!r}")
-    fields = dict(settings)
+    fields = dict(full_settings(settings))
     cls = method_class(fields.pop("method", None))
     unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
     if unknown:
@@ -86,9 +88,10 @@ def _value(text: str) -> bool | int | float | str:
 def method_class(name: object) -> type[MethodConfig]:
     """The registered class of that name. Raises ValueError naming the known methods."""
     if not isinstance(name, str) or name not in _REGISTRY:
-        close = difflib.get_close_matches(str(name).lower(), method_names(), 2)
+        known = [*method_names(), *NAMED_SETTINGS]
+        close = difflib.get_close_matches(str(name).lower(), known, 2)
         like = f"; close: {', '.join(close)}" if close else ""
-        raise ValueError(f"method must be one of {method_names()}, got {name!r}{like}")
+        raise ValueError(f"method must be one of {known}, got {name!r}{like}")
     return _REGISTRY[name]
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from condense.analysis import Deviation
 from condense.evaluate.compare import Outcome
 from condense.files import whole_file
-from condense.models import MethodChoice
+from condense.methods import Method
+from condense.models import MethodChoice, methods_of
+from condense.named import NAMED_SETTINGS
 
 FORMATS = (".png", ".svg", ".pdf")
 _COLOURS = ("#9aa0a6", "#1a73e8", "#e37400", "#188038", "#a142f4", "#d93025")
@@ -25,11 +27,10 @@ def require_matplotlib(path: Path) -> None:
 
 
 def method_labels(choices: Sequence[MethodChoice]) -> list[str]:
-    """Short names of methods, numbered where two have the same."""
+    """Short names of methods, by their settings' name if they have one, numbered where two have the same."""
+    named = {Method.parse(name): name for name in NAMED_SETTINGS}
     kinds = [
-        "+".join(dict.fromkeys(type(method).__name__ for method in choice.values()))
-        if isinstance(choice, Mapping)
-        else type(choice).__name__
+        "+".join(dict.fromkeys(named.get(method) or type(method).__name__ for method in methods_of(choice)))
         for choice in choices
     ]
     return [kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind) + 1}" for i, kind in enumerate(kinds)]

@@ -1,4 +1,4 @@
-"""`condense methods`: the methods, and the settings of one."""
+"""`condense methods`: the methods, names for settings, and the settings of one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,33 @@ from condense.cli.options import plain_console
 
 
 def methods_command(
-    name: Annotated[str | None, typer.Argument(help="A method, to see its settings. Default: list all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A method, or a name for settings, to see them all. Default: list all.")
+    ] = None,
 ) -> None:
-    """The methods, or one method's settings, explained, with their types and defaults."""
+    """The methods and the names for settings, or one's settings, explained, with their types and defaults."""
     from rich.table import Table
 
     from condense.config import method_class, method_names
+    from condense.named import NAMED_SETTINGS, full_settings
 
     console = plain_console()
     if name is None:
+        table = Table("name for settings", "what they are for", box=None)
+        for each, named in NAMED_SETTINGS.items():
+            table.add_row(each, named.use)
+        console.print(table)
+        console.print()
         table = Table("method", "what it does", box=None)
         for each in method_names():
             table.add_row(each, paragraphs(method_class(each)).partition("\n")[0])
         console.print(table)
         return
-    cls = method_class(name)
+    settings = full_settings({"method": name})
+    cls = method_class(settings["method"])
+    if name in NAMED_SETTINGS:
+        changed = ",".join(f"{key}={value}" for key, value in settings.items() if key != "method")
+        console.print(f"{name}: {NAMED_SETTINGS[name].use}\nIn full: --method {cls.name}:{changed}\n", soft_wrap=True)
     console.print(paragraphs(cls))
     for base in cls.__mro__[1:]:
         if dataclasses.is_dataclass(base) and dataclasses.fields(base):
@@ -34,11 +46,15 @@ def methods_command(
     fields, types = dataclasses.fields(cls), get_type_hints(cls)
     if not fields:
         return
-    table = Table("setting", "values", "default", box=None)
+    own = [name] if name in NAMED_SETTINGS else []
+    table = Table("setting", "values", "default", *own, box=None)
     for field in fields:
-        table.add_row(field.name, _values(types[field.name]), _default(field))
+        default = _default(field)
+        table.add_row(
+            field.name, _values(types[field.name]), default, *(str(settings.get(field.name, default)) for _ in own)
+        )
     console.print(table)
-    example = f"--method {cls.name}:{fields[0].name}={_default(fields[0])}"
+    example = f"--method {name}:{fields[0].name}={_default(fields[0])}"
     console.print(f"As an option: {example}")
 
 

@@ -196,7 +196,8 @@ class Method(MethodConfig):
 
     @classmethod
     def parse(cls, settings: Self | dict[str, object] | str) -> Method:
-        """A method from itself, its `to_dict` form or text such as ``"cca:window=512"``.
+        """A method from itself, its `to_dict` form or text: ``"recall-host"`` or another name of `condense.named`,
+        ``"cca:window=512"``.
 
         Raises ValueError for anything else, and for a `layout` with numbers that no method can have; TypeError for a
         method without one.

@@ -27,8 +27,9 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     """Give a Hugging Face causal LM condensed attention, in place, and return it.
 
     method: one for all layers, or a mapping of layers to methods, such as ``{0: Dense(), "2-3,-1": Recall(), "rest":
-    CCA()}``; "rest" are the layers that can be condensed and are not named. Also as text: ``"cca:window=512"``,
-    ``"recall@2,3+cca@rest"``, or ``"@allocation.json"`` for a file that `condense calibrate` wrote.
+    CCA()}``; "rest" are the layers that can be condensed and are not named. Also as text: ``"recall-host"`` or another
+    name for settings (`condense.named`), ``"cca:window=512"``, ``"recall@2,3+cca@rest"``, or ``"@allocation.json"`` for
+    a file that `condense calibrate` wrote.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
     count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
     sliding window. If ``layers`` is None, all of these are logged.
@@ -148,8 +149,11 @@ def condense_from_config(model: PreTrainedModel) -> None:
     config._attn_implementation_internal = IMPLEMENTATION
     if not attentions:
         return  # an inner model without attention of its own, or one of unknown classes, which raises when it is called
+    methods = methods_in(settings)
+    # written by hand, it may hold names for settings, which mean something else in another version
+    config.condense = settings | settings_of(methods)
     # a model loaded with fewer layers than it was saved with ignores the methods of the others
-    assignment = {i: method for i, method in methods_in(settings).items() if i in attentions}
+    assignment = {i: method for i, method in methods.items() if i in attentions}
     check_latents(assignment, attentions)
     _set_methods(attentions, assignment, stock)
 

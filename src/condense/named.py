@@ -1,0 +1,39 @@
+"""Names for settings: each stands for full settings of a method, and says for which resource they are.
+
+A name is accepted wherever a method's is, also with settings changed: ``"recall-host:window=512"``. What a name stands
+for may change between versions, so a model is saved with the settings and never with a name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class NamedSettings(NamedTuple):
+    """Settings in `condense.Method.to_dict`'s form, and for which models and which resource they are."""
+
+    settings: dict[str, Any]
+    use: str
+
+
+_RECALL = {"method": "recall", "window": 256, "num_recall": 128, "index_bits": 4, "unchosen": "drop"}
+NAMED_SETTINGS = {
+    "recall-host": NamedSettings(
+        _RECALL | {"store": "host", "slots": 128},
+        "Any model as it is; far tokens in host memory, so little is kept on the device.",
+    ),
+    "recall-device": NamedSettings(
+        _RECALL | {"store_bits": 4},
+        "Any model as it is; all on the device, far tokens in 4 bits.",
+    ),
+    "pooled": NamedSettings(
+        {"method": "lca", "window": 512, "rep_bias": "log_size"},
+        "A model adapted to it, also one with latents; the smallest cache, and nothing kept elsewhere.",
+    ),
+}
+
+
+def full_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings of a method, ``{"method": name, ...}``, with all that a name stands for in its place."""
+    named = NAMED_SETTINGS.get(str(settings.get("method")))
+    return settings if named is None else named.settings | {k: v for k, v in settings.items() if k != "method"}
