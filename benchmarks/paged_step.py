@@ -97,7 +97,7 @@ def contiguous_steps(rows, copies):
         state = StepState(
             *(torch.randn(rows, K, size, D, **OPTIONS) for size in sizes),
             torch.full((rows,), LENGTH - 1, dtype=torch.int64, device="cuda"),
-            torch.zeros(rows, 3, dtype=torch.int64, device="cuda"),
+            torch.zeros(rows, 2, dtype=torch.int64, device="cuda"),
             torch.zeros(rows, K + 1, dtype=torch.int32, device="cuda"),
             torch.zeros(rows, K, 0, 1, device="cuda"),
         )

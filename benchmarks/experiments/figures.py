@@ -13,7 +13,7 @@ from studies import SEEDS
 from condense import Method
 from condense.ops import RuleSpans
 from condense.ops.tensors.per_row import max_row
-from condense.state import prompt_entries
+from condense.state import first_entries
 
 Runs = Mapping[str, Mapping[str, Any]]
 
@@ -71,7 +71,7 @@ def learned_at(history: Sequence[Mapping[str, Any]]) -> str:
 def num_seen(method: Method, length: int) -> int:
     """Keys that the last of ``length`` tokens sees, itself included: what a cache holds per KV head."""
     if method.prompt_reader is not None:
-        return max_row(prompt_entries(method, length))
+        return max_row(first_entries(method, length))
     spans = RuleSpans(method.layout.rule, 0, 0).at(length - 1, length, torch.device("cpu"))
     return sum(int(hi - lo) for lo, hi in spans)
 

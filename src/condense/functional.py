@@ -21,7 +21,7 @@ from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, max_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, detach_copy, newest
 from condense.plan import ForwardPlan, Reading
-from condense.state import SLACK, LayerState, empty_state, first_needed, prompt_entries
+from condense.state import SLACK, LayerState, empty_state, first_needed
 
 
 def extend(
@@ -99,15 +99,15 @@ def _read(
         )
         new = method.represent(chunks, summary, scale=scale, backend=backend)
         _check_entries(method, new, k, v, reading.num_chunks)
-        num_prompt = prompt_entries(method, before.prompt_tokens)
+        num_first = before.first.num
         rows = tuple(map(form.pack, new[:2]))
-        entries = _append(before.entries, (*rows, *new[2:]), reading, num_prompt)
+        entries = _append(before.entries, (*rows, *new[2:]), reading, num_first)
         if form.bits == 16:
             keys_and_values = entries[:2]
         else:
             rounded = tuple(map(form.rounded, new[:2], rows))
-            keys_and_values = _append(keys_and_values, rounded, reading, num_prompt)
-    bias, extra = split_bias(method, entries, before.prompt_tokens)
+            keys_and_values = _append(keys_and_values, rounded, reading, num_first)
+    bias, extra = split_bias(method, entries, before.first)
     sources = (Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v))
 
     def new_state() -> LayerState:
@@ -118,7 +118,7 @@ def _read(
             _detached(newest(window_v, num_window), before.window_k),
             _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend),
             reading.seen,
-            before.prompt_tokens,
+            before.first,
         )
 
     return Context(sources, reading.spans, extra), new_state
@@ -156,8 +156,7 @@ def _read_prompt(
     assert method.prompt_reader is not None
     assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
     prompt, before = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
-    tokens = plan.num_tokens - plan.padding
-    return prompt.context, lambda: before._replace(entries=prompt.kept(), prompt_tokens=tokens)
+    return prompt.context, lambda: before._replace(entries=prompt.kept(), first=prompt.first)
 
 
 def _unpacked(form: EntryFormat, entries: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -168,16 +167,16 @@ def _unpacked(form: EntryFormat, entries: tuple[Tensor, ...], k: Tensor, v: Tens
 
 
 def _append(
-    old: tuple[Tensor, ...], new: tuple[Tensor, ...], reading: Reading, num_prompt: PerRow
+    old: tuple[Tensor, ...], new: tuple[Tensor, ...], reading: Reading, num_first: PerRow
 ) -> tuple[Tensor, ...]:
-    """The old entries, then those of the new chunks. Keys and values begin with ``num_prompt`` entries of a prompt."""
+    """The old entries, then those of the new chunks. Keys and values begin with ``num_first`` first entries."""
     old = (*old, *(x[:, :, :0] for x in new[len(old) :]))
     appended = []
     for i, (kept, added) in enumerate(zip(old, new, strict=True)):
         if kept.shape[2] == 0:  # before the first entries, their width is that of the tokens
             kept = added[:, :, :0]
         per_chunk = added.shape[2] // reading.num_chunks
-        start, stop = (n * per_chunk + (num_prompt if i < 2 else 0) for n in (reading.first_chunk, reading.last_chunk))
+        start, stop = (n * per_chunk + (num_first if i < 2 else 0) for n in (reading.first_chunk, reading.last_chunk))
         appended.append(append_entries(kept, added, start, stop))
     return tuple(appended)
 

@@ -15,7 +15,7 @@ from condense.methods import Layout, Method
 from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, document_spans
 from condense.ops.tensors.per_row import PerRow, as_rows, comparable, int_if_equal, max_row
 from condense.ops.tensors.sampling import Sample, sampled_queries
-from condense.state import LayerState, prompt_entries
+from condense.state import LayerState
 
 
 class Reading(NamedTuple):
@@ -87,7 +87,7 @@ class ForwardPlan:
             return self._read(method, state, device)
         wanted: tuple[object, ...] = (method, device)
         if state is not None:
-            wanted += (comparable(state.seen), comparable(state.prompt_tokens), state.window_k.shape[2])
+            wanted += (comparable(state.seen), comparable(state.first.num), state.window_k.shape[2])
         for made_for, reading in self._readings:
             if made_for == wanted:
                 return reading
@@ -113,8 +113,8 @@ class ForwardPlan:
             looks_ahead = layout.lookahead is not None and state is None
             start, count = (seen, 1) if looks_ahead else ((first + 1) * rule.chunk + delay, num)
             summaries = SummarySpans(start - S, before, seen, count, S, rule.chunk)
-        num_prompt = prompt_entries(method, 0 if state is None else state.prompt_tokens)
-        spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, num_prompt)
+        first_entries = 0 if state is None else state.first.num
+        spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, first_entries)
         columns = _each_chunk(first * rule.chunk - window_start, rule.chunk, num, device)
         numbers = _each_chunk(first, 1, num, device)
         return Reading(seen, first, last, num, columns, numbers, summaries, spans)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.methods import Method
+from condense.methods import NO_FIRST, FirstEntries, Method
 from condense.ops.tensors.per_row import PerRow, at_least, max_row
 
 # Exact tokens and mean queries kept beyond those that the next token needs, so that as many tokens can be taken back
@@ -27,8 +27,8 @@ class LayerState(NamedTuple):
     16 bits rows of bytes (`condense.ops.EntryFormat`), then the method's own tensors as `condense.Method.represent`
     makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens, right-aligned. mean_q
     ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head, right-aligned; a group's summary
-    query is a mean of these. seen: real tokens per row since its prompt; prompt_tokens: those of a prompt that was read
-    at once before, whose entries come first. Both are an int where the rows agree, else int64 CPU ``[B]``.
+    query is a mean of these. first: entries that stand before those of chunk 0. seen: real tokens per row, but for
+    those that ``first`` stands for; an int where the rows agree, else int64 CPU ``[B]``.
     """
 
     entries: tuple[Tensor, ...]
@@ -36,7 +36,7 @@ class LayerState(NamedTuple):
     window_v: Tensor
     mean_q: Tensor
     seen: PerRow
-    prompt_tokens: PerRow
+    first: FirstEntries
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -46,21 +46,21 @@ class LayerState(NamedTuple):
     def map(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
     ) -> LayerState:
-        """The state with ``change`` applied to all tensors and ``change_number`` to both numbers per row."""
+        """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""
         return LayerState(
             tuple(map(change, self.entries)),
             change(self.window_k),
             change(self.window_v),
             change(self.mean_q),
             change_number(self.seen),
-            change_number(self.prompt_tokens),
+            FirstEntries(*map(change_number, self.first)),
         )
 
 
 def empty_state(k: Tensor, v: Tensor) -> LayerState:
     """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device."""
     no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
-    return LayerState((no_k, no_v), no_k, no_v, no_k, 0, 0)
+    return LayerState((no_k, no_v), no_k, no_v, no_k, 0, NO_FIRST)
 
 
 def first_needed(method: Method, seen: PerRow) -> PerRow:
@@ -69,19 +69,18 @@ def first_needed(method: Method, seen: PerRow) -> PerRow:
     return rule.closed(at_least(seen, 0)) * rule.chunk
 
 
-def prompt_entries(method: Method, prompt_tokens: PerRow) -> PerRow:
-    """Number of entries of prompts of ``prompt_tokens`` tokens read at once, both an int or int64 CPU ``[B]``."""
-    return prompt_tokens * 0 if method.prompt_reader is None else method.prompt_reader.num_entries(prompt_tokens)
+def first_entries(method: Method, tokens: PerRow) -> PerRow:
+    """Number of first entries if ``tokens`` tokens (int or int64 CPU ``[B]``) are read at once; in most methods 0."""
+    return tokens * 0 if method.prompt_reader is None else method.prompt_reader.num_entries(tokens)
 
 
-def num_entries(method: Method, seen: PerRow, prompt_tokens: PerRow = 0) -> PerRow:
-    """Condensed entries once ``seen`` tokens have been read after prompts of ``prompt_tokens`` tokens.
+def num_entries(method: Method, seen: PerRow, first: PerRow = 0) -> PerRow:
+    """Condensed entries once ``seen`` tokens have been read: ``first`` ones (`FirstEntries`) and those of chunks.
 
     All three are an int or int64 CPU ``[B]``.
     """
     layout = method.layout
-    pooled = layout.rule.pooled(seen, layout.summary_delay)
-    return pooled * layout.rule.entries + prompt_entries(method, prompt_tokens)
+    return layout.rule.pooled(seen, layout.summary_delay) * layout.rule.entries + first
 
 
 def most_entries(method: Method, tokens: int) -> int:
@@ -92,4 +91,4 @@ def most_entries(method: Method, tokens: int) -> int:
 @lru_cache(maxsize=64)  # once for all layers of a model
 def _most_after_prompts(method: Method, tokens: int) -> int:
     prompts = torch.arange(tokens + 1)
-    return max_row(num_entries(method, tokens - prompts, prompts))
+    return max_row(num_entries(method, tokens - prompts, first_entries(method, prompts)))

@@ -16,7 +16,7 @@ from two_sources import attend_to
 import condense
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer, read_request
 from condense.ops.tensors.per_row import as_rows
-from condense.state import most_entries, num_entries
+from condense.state import first_entries, most_entries, num_entries
 
 METHODS = tiny.METHODS | {
     "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
@@ -85,7 +85,7 @@ def check_steps_and_chunks(method, ragged, sizes):
             n = L if counts is None else int(counts[row])
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
         assert static.buffers.seen.tolist() == as_rows(growing.state.seen, B).tolist()
-        assert static.buffers.prompt[:, 0].tolist() == as_rows(growing.state.prompt_tokens, B).tolist()
+        assert static.buffers.first.T.tolist() == [as_rows(x, B).tolist() for x in growing.state.first]
         assert int(static.get_seq_length()) == static.count_slots() == growing.get_seq_length()
         assert addresses is None or [x.data_ptr() for x in static.buffers] == addresses
 
@@ -96,9 +96,7 @@ def test_entries_after_chunks_are_those_of_the_growing_layer(method):
     for qkv, n in ((_qkv(33), counts), (_qkv(1, 1), None), (_qkv(12, 2), torch.tensor([12, 0, 5])), (_qkv(1, 3), None)):
         _read(static, qkv, n)
         _read(growing, qkv, n)
-    for row, made in enumerate(
-        as_rows(num_entries(method, growing.state.seen, growing.state.prompt_tokens), B).tolist()
-    ):
+    for row, made in enumerate(as_rows(num_entries(method, growing.state.seen, growing.state.first.num), B).tolist()):
         for mine, theirs in zip(static.buffers[:2], growing.state.entries, strict=True):
             assert_close(mine[row, :, :made], theirs[row, :, :made], rtol=0, atol=1e-14)
 
@@ -214,7 +212,7 @@ def test_prompts_of_any_length_follow_one_another_at_the_same_addresses(method):
 def test_a_prompt_takes_what_it_and_later_tokens_need(method):
     layer = StaticCondensedLayer(method, 90)
     _read(layer, _qkv(40), torch.tensor([40, 33, 27]))
-    rooms = {n: num_entries(method, 50, n) for n in (40, 33, 27)}
+    rooms = {n: num_entries(method, 50, first_entries(method, n)) for n in (40, 33, 27)}
     assert layer.buffers.entries_k.shape[2] == max(rooms.values())
     for i in range(50):
         _read(layer, _qkv(1, i))
@@ -225,7 +223,7 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
         got, want = _read(layer, qkv), _read(growing, qkv)
     assert_close(got, want, **EXACT)
     assert all(x is y for x, y in zip(before[2:], layer.buffers[2:], strict=True))
-    assert layer.buffers.entries_k.shape[2] == max(num_entries(method, 10, 80), *rooms.values())
+    assert layer.buffers.entries_k.shape[2] == max(num_entries(method, 10, first_entries(method, 80)), *rooms.values())
 
 
 def test_a_longer_prompt_that_is_refused_leaves_the_room_as_it_was():
@@ -242,8 +240,8 @@ def test_a_longer_prompt_that_is_refused_leaves_the_room_as_it_was():
 
 
 def test_tokens_that_are_expected(method):
-    first = Expected.ANY if method.prompt_reader is None else Expected.WHOLE_PROMPT
-    told = Expected.PLAIN_PROMPT if method.prompt_reader is None else Expected.WHOLE_PROMPT
+    first = Expected.ANY if method.prompt_reader is None else Expected.FIRST_ENTRIES
+    told = Expected.PLAIN_PROMPT if method.prompt_reader is None else Expected.FIRST_ENTRIES
     layer = StaticCondensedLayer(method, LENGTH)
     assert layer.expected is first
     layer.expect_prompt(plain=True)
@@ -383,7 +381,7 @@ def test_entries_after_a_prompts_selection(prompt, length):
     focal = max(math.ceil(prompt / 10), 1024)
     wanted = focal + (prompt - focal) / 16 + 3 * (length - prompt) / 18 + 18 + 1
     layer = StaticCondensedLayer(method, length)
-    needed = num_entries(method, length - prompt, prompt)
+    needed = num_entries(method, length - prompt, first_entries(method, prompt))
     layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, capacity=needed)
     assert sum(x.shape[2] for x in (layer.buffers.entries_k, layer.buffers.ring_k)) <= 1.02 * wanted
     streaming = num_entries(method.replace(selection="streaming"), length)

@@ -11,6 +11,7 @@ from two_sources import attend_to
 
 import condense
 from condense.functional import extend, read_whole
+from condense.methods import NO_FIRST
 from condense.ops.tensors.per_row import as_rows, max_row
 from condense.plan import ForwardPlan
 from condense.state import SLACK, first_needed, num_entries
@@ -61,16 +62,19 @@ def read_in_steps(method, data, steps, backend):
 
 def check_past(method, past, position, B):
     """What stays is what is needed and the slack, in tensors that own their storage."""
-    assert as_rows(past.prompt_tokens + past.seen, B).tolist() == position
-    seen = past.seen
+    seen, first = past.seen, past.first
+    if method.prompt_reader is None:
+        assert first == NO_FIRST
+        assert as_rows(seen, B).tolist() == position
+    else:
+        prompt = as_rows(torch.tensor(position) - seen, B)
+        assert torch.equal(as_rows(first.num, B), method.prompt_reader.num_entries(prompt))
     # NaN of the padding must not have got in
     assert all(bool(x.isfinite().all()) for x in past.tensors)
     for x in past.tensors:
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
-    assert (
-        past.entries[0].shape[2] == past.entries[1].shape[2] == max_row(num_entries(method, seen, past.prompt_tokens))
-    )
+    assert past.entries[0].shape[2] == past.entries[1].shape[2] == max_row(num_entries(method, seen, first.num))
     needed = max_row(seen - first_needed(method, seen))
     kept = past.window_k.shape[2]
     assert needed <= kept <= needed + SLACK + method.layout.rule.chunk

@@ -99,18 +99,23 @@ def test_crop_is_exact_after_the_prompt_and_refused_inside(llama):
     torch.testing.assert_close(tiny.in_chunks(llama, ids[:, 30:50], (20,), prompt), want, **tiny.EXACT)
 
 
+def _first(*tokens):
+    """Entries of prompts of so many tokens, and how many of these are focal tokens."""
+    reader = tiny.SELECT.prompt_reader
+    return [[count(n) for n in tokens] for count in (reader.num_entries, reader.num_focal)]
+
+
 def test_rows_follow_with_prompts_of_different_lengths(llama):
     ids, mask = tiny.left_padded(ROWS)
     with torch.no_grad():
         cache = llama(ids, attention_mask=mask, past_key_values=DynamicCache(config=llama.config)).past_key_values
     layer = cache.layers[0]
-    origin = layer.state.prompt_tokens
-    assert origin.tolist() == [39, 26, 32, 3]
+    assert [x.tolist() for x in layer.state.first] == _first(39, 26, 32, 3)
     layer.reorder_cache(torch.tensor([3, 0, 0, 2]))
-    assert layer.state.prompt_tokens.tolist() == [3, 39, 39, 32]
+    assert [x.tolist() for x in layer.state.first] == _first(3, 39, 39, 32)
     layer.batch_repeat_interleave(2)
     layer.batch_select_indices(torch.tensor([0, 7]))
-    assert layer.state.prompt_tokens.tolist() == [3, 32]
+    assert [x.tolist() for x in layer.state.first] == _first(3, 32)
     layer.reset()
     assert layer.state is None
 

@@ -51,7 +51,7 @@ def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
     entries = [torch.zeros(rows, K, M, form.width(width, dtype.itemsize), dtype=form.dtype(dtype)) for width in (D, DV)]
     shapes = ((W, D), (W, DV), (method.layout.num_summary + spare, D))
     buffers = [*entries, *(torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes)]
-    numbers = (torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (3,)))
+    numbers = (torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (2,)))
     biases = torch.zeros(rows, K, M if method.layout.matched else 0, 1, dtype=torch.float64)
     return StepState(*buffers, *numbers, torch.zeros(rows, K + 1, dtype=torch.int32), biases)
 
@@ -225,9 +225,9 @@ def test_plan_of_focal_chunks():
     plan = step_settings(condense.DGA(group_size=4, gamma=0.5, weight_scale=1.0, rep_bias="log_size"))
     assert plan.bias == pytest.approx(torch.tensor(4.0).double().log().item(), abs=1e-15)
     assert (plan.key_pooling, plan.value_pooling, plan.num_focal) == ("weighted", "weighted", 2)
-    assert (plan.weight_scale, plan.reads_prompt, plan.bias_differs) == (1.0, False, True)
+    assert (plan.weight_scale, plan.has_first, plan.bias_differs) == (1.0, False, True)
     prompt = step_settings(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))
-    assert (prompt.num_focal, prompt.reads_prompt, prompt.bias_differs) == (0, True, True)
+    assert (prompt.num_focal, prompt.has_first, prompt.bias_differs) == (0, True, True)
     assert step_settings(condense.DGA(focal="random")).key_pooling is None
 
 

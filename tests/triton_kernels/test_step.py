@@ -18,7 +18,7 @@ from condense.ops.triton import step as triton_step
 from condense.ops.triton import step_plan
 from condense.ops.types import NewToken, OwnEntries, StepSettings, StepState
 from condense.plan import ForwardPlan
-from condense.state import most_entries, num_entries
+from condense.state import first_entries, most_entries, num_entries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -35,7 +35,7 @@ def plan_of(method):
         bias,
         num_focal=method.layout.rule.entries - 1,
         weight_scale=getattr(method, "weight_scale", None),
-        reads_prompt=method.prompt_reader is not None,
+        has_first=method.prompt_reader is not None,
         matched=method.layout.matched,
         entry_bits=method.layout.entry_bits,
     )
@@ -52,7 +52,7 @@ def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
     if form.bits < 16:
         widths = (form.width(x, dtype.itemsize) for x in (D, Dv))
         slots[:2] = (torch.zeros(B, K, M, width, dtype=torch.uint8, device=DEVICE) for width in widths)
-    numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (3,)))
+    numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (2,)))
     arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=DEVICE)
     biases = torch.full((B, K, M if method.layout.matched else 0, 1), torch.nan, device=DEVICE)
     return StepState(*slots, *numbers, arrived, biases)
@@ -234,8 +234,8 @@ def after_prompts(method, q, k, v, lengths, tokens):
     made = [method.prompt_reader.num_entries(n) for n in lengths]
     for b, n in enumerate(made):
         state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries[0][b, :, :n], past.entries[1][b, :, :n]
-    state.prompt.copy_(
-        torch.tensor([[n, m, method.prompt_reader.num_focal(n)] for n, m in zip(lengths, made, strict=True)])
+    state.first.copy_(
+        torch.tensor([[m, method.prompt_reader.num_focal(n)] for n, m in zip(lengths, made, strict=True)])
     )
     return past, state
 
@@ -276,7 +276,7 @@ def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
         assert exact_to_rounding(out, want.cpu(), v.abs().max())
     assert state.seen.tolist() == [steps] * 3
     for b, n in enumerate(lengths):
-        M = num_entries(method, steps, n)
+        M = num_entries(method, steps, first_entries(method, n))
         for made, entries in ((state.entries_k, past.entries[0]), (state.entries_v, past.entries[1])):
             assert exact_to_rounding(made[b, :, :M], entries[b, :, :M].cpu(), entries.abs().max())
             assert bool(made[b, :, M:].isnan().all())
@@ -511,7 +511,7 @@ def test_prompts_with_gaps_between_them():
     _, state = after_prompts(SELECT, q, k, v, (31, 22), 9)
     now = [x[:, :, 31:32] for x in (q, k, v)]
     out = triton_step.step(NewToken(*now), tight := copy_of(state), plan_of(SELECT), scale=0.3)
-    gaps = copy_of(state)._replace(prompt=column_of(state.prompt))
+    gaps = copy_of(state)._replace(first=column_of(state.first))
     assert torch.equal(triton_step.step(NewToken(*now), gaps, plan_of(SELECT), scale=0.3), out)
     assert same(tight, gaps)
 
@@ -583,13 +583,13 @@ def test_refuses_what_it_has_no_kernel_for():
         "ring_q must be": (q, k, v, few, plan),
         "v must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
-        "prompt must be": (q, k, v, state._replace(prompt=state.prompt[:, :2]), plan),
+        "first must be": (q, k, v, state._replace(first=state.first[:, :1]), plan),
         "arrived must be": (q, k, v, state._replace(arrived=state.arrived[:, 1:]), plan),
         "makes its entries itself": (q, k, v, state, unknown),
         "contiguous": (q, k, v, columns, plan),
         "values of width 0": (q, k, v, state, plan, 8),
         "entries_k must be": (q, k, v, state, dataclasses.replace(plan, entry_bits=8)),
-        "single tokens among entries": (q, k, v, state, dataclasses.replace(plan, entry_bits=8, reads_prompt=True)),
+        "single tokens among entries": (q, k, v, state, dataclasses.replace(plan, entry_bits=8, has_first=True)),
         "latents of 8": (q, k, v[..., :0], state, dataclasses.replace(plan, entry_bits=4), 8),
         "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),
     }.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from condense.caches.token_store import new_store, read_tokens, write_tokens
-from condense.methods import Method, Recall, entry_bias
+from condense.methods import NO_FIRST, FirstEntries, Method, Recall, entry_bias
 from condense.ops import StepSettings, StepState
 from condense.ops.recall import RecallState
 from condense.ops.tensors.bias import per_entry
@@ -30,7 +30,7 @@ def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, settings: StepSe
     widths, matched = [form.width(x, k.itemsize) for x in (D, Dv)], settings.matched
     entries = [k.new_zeros(B, K, M, width, dtype=form.dtype(k.dtype)) for width in widths]
     buffers = [*entries, *(k.new_zeros(B, K, *size) for size in ((W, D), (W, Dv), (Q, D)))]
-    numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (3,))]
+    numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (2,))]
     arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=k.device)
     biases = k.new_zeros(B, K, M if matched else 0, 1, dtype=torch.promote_types(k.dtype, torch.float32))
     return StepState._make([*buffers, *numbers, arrived, biases])
@@ -88,17 +88,17 @@ def read_state(
     method: Method,
     buffers: Buffers,
     seen: PerRow,
-    prompt_tokens: PerRow,
+    first: FirstEntries,
     num_window: int,
     num_queries: int,
     fetched: Tensor | None = None,
 ) -> LayerState:
     """The state in the buffers, with the newest ``num_window`` tokens and ``num_queries`` queries, or all if fewer.
 
-    seen and prompt_tokens as in `condense.state.LayerState`; fetched: stored tokens, as in
+    seen and first as in `condense.state.LayerState`; fetched: stored tokens, as in
     `condense.caches.token_store.read_tokens`.
     """
-    entries, device = max_row(num_entries(method, seen, prompt_tokens)), buffers.ring_k.device
+    entries, device = max_row(num_entries(method, seen, first.num)), buffers.ring_k.device
     store, counts = _store_of(buffers), [entries * n for n in _columns_per_entry(method, buffers)]
     return LayerState(
         tuple(
@@ -109,14 +109,14 @@ def read_state(
         newest_columns(buffers.ring_v, seen, num_window),
         newest_columns(buffers.ring_q, seen, num_queries),
         seen,
-        prompt_tokens,
+        first,
     )
 
 
 def write_state(method: Method, buffers: Buffers, before: LayerState | None, state: LayerState) -> None:
     """Copy ``state`` into buffers that hold the state ``before`` (None: they are empty); of entries, only new ones."""
-    first = 0 if before is None else min_row(num_entries(method, before.seen, before.prompt_tokens))
-    last = max_row(num_entries(method, state.seen, state.prompt_tokens))
+    first = 0 if before is None else min_row(num_entries(method, before.seen, before.first.num))
+    last = max_row(num_entries(method, state.seen, state.first.num))
     if last > first:  # before the first group is pooled, a state has no tensors of the method's own
         for buffer, made, n in zip(buffers.entries, state.entries, _columns_per_entry(method, buffers), strict=True):
             write_tokens(buffer, n * first, made[:, :, n * first : n * last])
@@ -126,23 +126,19 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
     rows = buffers.seen.shape[0]
     # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
     buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
-    if before is None and method.prompt_reader is not None:
+    if before is None and state.first.exist:
         assert isinstance(buffers, StepState)
-        tokens = state.prompt_tokens
-        numbers = (tokens, method.prompt_reader.num_entries(tokens), method.prompt_reader.num_focal(tokens))
-        buffers.prompt.copy_(torch.stack([as_rows(x, rows) for x in numbers], dim=1), non_blocking=True)
+        buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
 
 
 def static_bias(
-    method: Method, rows: int, capacity: int, device: torch.device, prompt_tokens: PerRow = 0
+    method: Method, rows: int, capacity: int, device: torch.device, first: FirstEntries = NO_FIRST
 ) -> Tensor | None:
-    """Bias ``[B|1, 1, M]`` of entries after prompts of ``prompt_tokens``; None if the step derives it from settings."""
+    """Bias ``[B, 1, M]`` of entries that begin with ``first``; None if the step derives it from settings."""
     if method.layout.pooling is not None:
         return None
-    bias = per_entry(entry_bias(method, capacity, device, prompt_tokens), capacity, device)
-    if bias is None or method.prompt_reader is None:
-        return bias
-    return bias.expand(rows, 1, capacity).contiguous()
+    bias = per_entry(entry_bias(method, capacity, device, first), capacity, device)
+    return None if bias is None else bias.expand(rows, 1, capacity).contiguous()
 
 
 def _columns_per_entry(method: Method, buffers: Buffers) -> tuple[int, ...]:

@@ -214,7 +214,7 @@ class CondensedLayer(CondensedCacheLayer):
         assert state is not None
         N, Q, seen = state.window_k.shape[2], state.mean_q.shape[2], state.seen - count
         self._check_crop(count, seen, N, Q)
-        before, after = (max_row(num_entries(self.method, n, state.prompt_tokens)) for n in (state.seen, seen))
+        before, after = (max_row(num_entries(self.method, n, state.first.num)) for n in (state.seen, seen))
         self._state = state._replace(
             # the method's own tensors may have several columns per entry
             entries=tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries),

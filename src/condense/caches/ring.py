@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_buffers, read_state, write_state
-from condense.methods import Method
+from condense.methods import FirstEntries, Method
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepSettings, StepState, decode_step, prepare_step
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
-from condense.state import SLACK, LayerState, num_entries, prompt_entries
+from condense.state import SLACK, LayerState, num_entries
 
 if TYPE_CHECKING:
     from condense.ops.triton.prepared import PreparedStep
@@ -40,7 +40,7 @@ def _blocks(slots: int) -> int:
 class RingState:
     """The buffers of one layer while it decodes token by token with the Triton step, and numbers on the host.
 
-    prompt_tokens: as in `condense.state.LayerState`. num_window, num_queries: columns of tokens and queries that
+    first: as in `condense.state.LayerState`. num_window, num_queries: columns of tokens and queries that
     `state` returns, at most those that the rings hold.
     """
 
@@ -52,7 +52,7 @@ class RingState:
         self._most_window = sys.maxsize if rule.window is None else _blocks(rule.window + rule.chunk + SLACK)
         # with num_summary = 1 the step's own query is the summary, and none need be kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
-        self.prompt_tokens = state.prompt_tokens
+        self.first = state.first
         # `seen` is the sum. `_taken` counts steps that all rows took, so that an ordinary step changes no tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
@@ -86,7 +86,7 @@ class RingState:
         fetched: as in `condense.caches.request.ReadRequest`.
         """
         held = self.num_window, self.num_queries
-        return read_state(self.method, self.buffers, self.seen, self.prompt_tokens, *held, fetched)
+        return read_state(self.method, self.buffers, self.seen, self.first, *held, fetched)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras = NO_EXTRAS
@@ -142,7 +142,7 @@ class RingState:
         """Apply ``change`` to all buffers and ``change_number`` to the numbers per row."""
         self.buffers = type(self.buffers)._make(map(change, self.buffers))
         self._prepared = None  # which would keep the old buffers alive
-        self._before, self.prompt_tokens = change_number(self._before), change_number(self.prompt_tokens)
+        self._before, self.first = change_number(self._before), FirstEntries(*map(change_number, self.first))
 
     def fits(self, k: Tensor) -> bool:
         """True if a step can add tokens like k in place."""
@@ -156,7 +156,7 @@ class RingState:
     def _make_room(self, seen: PerRow) -> None:
         """Enlarge buffers that lack room for ``seen`` tokens per row, with room for more to come."""
         buffers, tokens = self.buffers, max_row(seen)
-        entries = max_row(num_entries(self.method, seen, self.prompt_tokens))
+        entries = max_row(num_entries(self.method, seen, self.first.num))
         if entries > buffers.entries_k.shape[2]:
             buffers = self._longer_entries(buffers, self._entry_slots(entries))
         # a ring below its final size has never wrapped around: slot t holds position t, so padding the end is enough
@@ -178,10 +178,7 @@ class RingState:
         limit = self.settings.rule.max_chunks
         if limit is None:
             return room_for(entries)
-        return min(
-            room_for(entries),
-            limit * self.settings.rule.entries + max_row(prompt_entries(self.method, self.prompt_tokens)),
-        )
+        return min(room_for(entries), limit * self.settings.rule.entries + max_row(self.first.num))
 
     def _token_slots(self, tokens: int) -> int:
         """Slots of a ring to take for ``tokens`` tokens: with spare room, but not more than the window ever needs."""
@@ -191,7 +188,7 @@ class RingState:
         """The number of further steps for which every row has room."""
         rule, summary_delay, num_tokens = self.settings.rule, self.settings.summary_delay, self.buffers.ring_k.shape[2]
         steps = num_tokens - max_row(self.seen) if num_tokens < self._most_window else sys.maxsize
-        chunks = (self.buffers.entries_k.shape[2] - prompt_entries(self.method, self.prompt_tokens)) // rule.entries
+        chunks = (self.buffers.entries_k.shape[2] - self.first.num) // rule.entries
         if rule.max_chunks is not None and min_row(chunks) >= rule.max_chunks:
             return steps
         return min(steps, min_row((chunks + 1) * rule.chunk + summary_delay - 1 - self.seen))

@@ -3,9 +3,9 @@
 Its buffers have room for the entries of ``max_cache_len`` tokens and for the window, a ring. A single new token is one
 `condense.ops.decode_step`. Several tokens are read by `condense.functional.extend`, and the new state is written back.
 
-A method that reads prompts at once (`condense.Method.prompt_reader`) does not make as many entries from a prompt as
-from the same tokens in chunks. If the prompt comes first, the buffers are sized for it and the chunks that can follow.
-If a step comes first, as before a CUDA graph is captured, they are sized for the prompt that needs most: for DGA about
+A method may make first entries of the first tokens (`condense.methods.FirstEntries`), not as many as its chunks would.
+If several tokens come first, the buffers are sized for these entries and the chunks that can follow. If a step comes
+first, as before a CUDA graph is captured, they are sized for the most entries that there can be: for DGA about
 ``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.types`.
 """
 
@@ -21,16 +21,16 @@ from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_
 from condense.caches.fixed import FixedCacheLayer
 from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.functional import extend
-from condense.methods import Context, Method, step_settings
+from condense.methods import NO_FIRST, Context, FirstEntries, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepState, decode_step, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
-from condense.state import LayerState, most_entries, num_entries
+from condense.state import LayerState, first_entries, most_entries, num_entries
 
 
 class Expected(Enum):
     """The tokens that a static layer gets next."""
 
-    WHOLE_PROMPT = auto()  # a prompt that its method reads at once: by `read`, even if it is a single token
+    FIRST_ENTRIES = auto()  # tokens of which first entries are made: by `read`, even of a single one
     PLAIN_PROMPT = auto()  # its first tokens, none of them padding: a compiled forward can read them as one graph
     ANY = auto()
 
@@ -38,19 +38,19 @@ class Expected(Enum):
 class HostCounts(NamedTuple):
     """Numbers of a static layer that the host knows without waiting for the device.
 
-    slots: slots seen. rows: ``seen`` and ``prompt_tokens`` of the state (`condense.state.LayerState`) after a `read`;
+    slots: slots seen. rows: ``seen`` and ``first`` of the state (`condense.state.LayerState`) after a `read`;
     None after a step, which counts tokens on the device alone.
     """
 
     slots: int = 0
-    rows: tuple[PerRow, PerRow] | None = None
+    rows: tuple[PerRow, FirstEntries] | None = None
 
 
 class StaticCondensedLayer(FixedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, which stay fixed. It
-    stays where it is, unless after `reset` a prompt is read at once that makes more entries than there is room for.
+    stays where it is, unless after `reset` more first entries are made than there is room for.
     Another number of rows, or more tokens than fit, raise ValueError and change nothing.
 
     Slots are counted on the device, in ``num_slots`` (int64 ``[]``), so that a replayed CUDA graph counts too, and on
@@ -82,7 +82,7 @@ class StaticCondensedLayer(FixedCacheLayer):
 
     @property
     def _expected_first(self) -> Expected:
-        return Expected.ANY if self.method.prompt_reader is None else Expected.WHOLE_PROMPT
+        return Expected.FIRST_ENTRIES if self.settings.has_first else Expected.ANY
 
     def lazy_initialization(
         self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None, capacity: int | None = None
@@ -112,8 +112,8 @@ class StaticCondensedLayer(FixedCacheLayer):
         return empty_buffers(k, v, M, W, self.settings.num_summary, self.settings)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
-        """True unless the next tokens are a prompt to be read at once; see `condense.caches.CondensedLayer`."""
-        return self.expected is not Expected.WHOLE_PROMPT
+        """True unless first entries are made of the next tokens; see `condense.caches.CondensedLayer`."""
+        return self.expected is not Expected.FIRST_ENTRIES
 
     def step(
         self,
@@ -156,16 +156,16 @@ class StaticCondensedLayer(FixedCacheLayer):
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens and return the sources that their queries attend to; as `condense.caches.CondensedLayer`.
 
-        For a method that reads prompts at once, the first call is the prompt. After steps it waits for the device.
+        After steps it waits for the device.
         Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as
         `condense.functional.extend` does.
         """
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
         held = self.buffers, self.bias
         needed = None
-        if fresh and self.method.prompt_reader is not None:
-            later = max(0, self.max_cache_len - L)
-            needed = max_row(num_entries(self.method, later, plan.num_tokens - plan.padding))
+        if fresh and self.settings.has_first:
+            first = first_entries(self.method, plan.num_tokens - plan.padding)
+            needed = max_row(num_entries(self.method, max(0, self.max_cache_len - L), first))
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
         before = None if fresh else self._state(buffers, request.fetched)
         try:
@@ -175,11 +175,11 @@ class StaticCondensedLayer(FixedCacheLayer):
             self.buffers, self.bias = held
             raise
         write_state(self.method, buffers, before, after)
-        if fresh and self.method.prompt_reader is not None:
-            self._set_bias(after.prompt_tokens)
+        if fresh:
+            self._set_bias(after.first)
         self.num_slots.add_(L)
         if self._counts is not None:
-            self._counts = HostCounts(self._counts.slots + L, (after.seen, after.prompt_tokens))
+            self._counts = HostCounts(self._counts.slots + L, (after.seen, after.first))
         self.expected = Expected.ANY
         return context
 
@@ -189,7 +189,7 @@ class StaticCondensedLayer(FixedCacheLayer):
 
     def expect_prompt(self, *, plain: bool) -> None:
         """Expect a prompt without padding if ``plain`` and if the host knows that the next tokens are the first."""
-        if self.method.prompt_reader is None:
+        if not self.settings.has_first:
             is_first = self._counts is not None and self._counts.slots == 0
             self.expected = Expected.PLAIN_PROMPT if plain and is_first else Expected.ANY
 
@@ -204,7 +204,7 @@ class StaticCondensedLayer(FixedCacheLayer):
     def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> Buffers:
         """The buffers, made or enlarged if necessary. Raises ValueError if tokens like k and v do not fit in.
 
-        needed: entries of a prompt read at once and of all chunks that can follow, None for other tokens.
+        needed: first entries and those of all chunks that can follow, None if the tokens make no first ones.
         """
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
@@ -242,21 +242,20 @@ class StaticCondensedLayer(FixedCacheLayer):
     def _state(self, buffers: Buffers, fetched: Tensor | None) -> LayerState:
         """The state in the buffers; fetched: as in `ReadRequest`."""
         if self._counts is not None and self._counts.rows is not None:
-            seen, prompt_tokens = self._counts.rows
+            seen, first = self._counts.rows
         else:
             # copies also on a CPU: all layers share what is made of these numbers, and a step changes its own in place
             seen = int_if_equal(buffers.seen.to("cpu", copy=True))
-            prompt_tokens = 0
-            if isinstance(buffers, StepState):
-                prompt_tokens = int_if_equal(buffers.prompt[:, 0].to("cpu", copy=True))
-        return read_state(self.method, buffers, seen, prompt_tokens, max_row(seen), max_row(seen), fetched)
+            first = NO_FIRST
+            if isinstance(buffers, StepState) and self.settings.has_first:
+                first = FirstEntries.of(*buffers.first.to("cpu", copy=True).T)
+        return read_state(self.method, buffers, seen, first, max_row(seen), max_row(seen), fetched)
 
-    def _set_bias(self, prompt_tokens: PerRow) -> None:
-        """Update the entries' bias after prompts of ``prompt_tokens``, if the step does not derive it from settings."""
-        assert isinstance(self.buffers, StepState)
-        M = self.buffers.entries_k.shape[2]
-        bias = static_bias(self.method, self.batch_size, M, self.device, prompt_tokens)
-        if self.bias is not None and bias is not None:
+    def _set_bias(self, first: FirstEntries) -> None:
+        """Update the bias of entries that begin with ``first``, if the step does not derive it from settings."""
+        if self.settings.has_first and self.bias is not None:
+            bias = static_bias(self.method, self.batch_size, self.bias.shape[2], self.device, first)
+            assert bias is not None
             self.bias.copy_(bias)
 
     def exact_tokens(self) -> tuple[Tensor, Tensor] | None:
@@ -272,8 +271,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         if self.buffers is not None:
             clear_buffers(self.buffers)
             self.num_slots.zero_()
-            if self.method.prompt_reader is not None:
-                self._set_bias(0)
+            self._set_bias(NO_FIRST)
         self.expected = self._expected_first
         if self._counts is not None:  # a host without a count stays so: a replay may come before the next prompt
             self._counts = HostCounts()
@@ -281,7 +279,7 @@ class StaticCondensedLayer(FixedCacheLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
         of_rows = [*(self.buffers or ())]
-        if of_rows and self.method.prompt_reader is not None and self.bias is not None:
+        if self.bias is not None:
             of_rows.append(self.bias)
         if self._counts is not None:
             self._counts = HostCounts(self._counts.slots)

@@ -5,7 +5,7 @@ from condense.methods.cca import CCA
 from condense.methods.dense import Dense
 from condense.methods.dga import DGA
 from condense.methods.flex_prefill import FlexPrefill
-from condense.methods.layout import ChunkPooling, Layout, Lookahead, first_tokens
+from condense.methods.layout import NO_FIRST, ChunkPooling, FirstEntries, Layout, Lookahead, first_tokens
 from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.minference import AShape, BlockSparse, MInference, VerticalSlash
@@ -20,12 +20,14 @@ __all__ = [
     "CCA",
     "DGA",
     "LCA",
+    "NO_FIRST",
     "AShape",
     "BlockSparse",
     "ChunkPooling",
     "Chunks",
     "Context",
     "Dense",
+    "FirstEntries",
     "FlexPrefill",
     "LMInfinite",
     "Layout",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict, method_from_text
-from condense.methods.layout import Layout, check_layout
+from condense.methods.layout import NO_FIRST, FirstEntries, Layout, check_layout
 from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend, group_scores
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
@@ -67,12 +67,13 @@ class Context(NamedTuple):
 class Prompt(NamedTuple):
     """A prompt that a method has read at once: the context of the prompt's queries, and the entries for later tokens.
 
-    kept: returns keys and values of the entries that stand for the prompt from then on, detached, left-aligned per row;
-    single tokens (`PromptReader.num_focal`) come first.
+    first: how many entries stand for the prompt from then on. kept: returns their keys and values, and tensors of the
+    method's own, as `Method.represent` does, detached and left-aligned per row.
     """
 
     context: Context
-    kept: Callable[[], tuple[Tensor, Tensor]]
+    first: FirstEntries
+    kept: Callable[[], tuple[Tensor, ...]]
 
 
 class PromptReader(Protocol):
@@ -83,11 +84,7 @@ class PromptReader(Protocol):
         ...
 
     def num_entries(self, tokens: PerRow) -> PerRow:
-        """Number of entries kept for prompts of ``tokens`` tokens, both an int or int64 CPU ``[B]``."""
-        ...
-
-    def num_focal(self, tokens: PerRow) -> PerRow:
-        """How many of the `num_entries` stand for a single token, for prompts of ``tokens`` tokens, int or ``[B]``."""
+        """Number of entries that will be kept of prompts of ``tokens`` tokens, both an int or int64 CPU ``[B]``."""
         ...
 
 
@@ -224,43 +221,35 @@ def check_trainable(method: Method) -> None:
 
 
 def entry_bias(
-    method: Method, num_entries: int, device: torch.device, prompt_tokens: PerRow = 0
+    method: Method, num_entries: int, device: torch.device, first: FirstEntries = NO_FIRST
 ) -> Tensor | float | None:
-    """Bias of the first ``num_entries`` entries: one number for all, float64 ``[B|1, 1, num_entries]``, or None.
-
-    prompt_tokens: tokens of prompts that were read at once, whose entries come first: single tokens without bias, then
-    groups with the bias of a chunk's last entry.
-    """
-    bias, reader = method.layout.bias, method.prompt_reader
+    """Bias of entries that begin with ``first``: one number for all, float64 ``[B|1, 1, num_entries]``, or None."""
+    bias = method.layout.bias
     if not any(bias):
         return None
-    has_prompt = reader is not None and (isinstance(prompt_tokens, Tensor) or prompt_tokens > 0)
-    if len(set(bias)) == 1 and not has_prompt:
+    if len(set(bias)) == 1 and not first.exist:
         return bias[0]
     entry, period = torch.arange(num_entries, device=device)[None], len(bias)
     # pageable memory is staged before `to` returns, so the host does not wait for the GPU
     values = torch.tensor(bias, dtype=torch.float64).to(device, non_blocking=True)
-    if not has_prompt:
+    if not first.exist:
         return values[entry % period][:, None]
-    assert reader is not None
-    num_focal, num_prompt = (
-        broadcast_rows(x, 2, device) for x in (reader.num_focal(prompt_tokens), reader.num_entries(prompt_tokens))
-    )
-    of_prompt = torch.where(entry >= num_focal, values[-1], 0.0)
-    return torch.where(entry < num_prompt, of_prompt, values[(entry - num_prompt) % period])[:, None]
+    count, single = (broadcast_rows(x, 2, device) for x in first)
+    of_first = torch.where(entry >= single, values[-1], 0.0)
+    return torch.where(entry < count, of_first, values[(entry - count) % period])[:, None]
 
 
 def split_bias(
-    method: Method, entries: tuple[Tensor, ...], prompt_tokens: PerRow = 0
+    method: Method, entries: tuple[Tensor, ...], first: FirstEntries = NO_FIRST
 ) -> tuple[Tensor | float | None, tuple[Tensor, ...]]:
     """The bias of all entries, as in `condense.ops.Source`, and the method's own tensors without matched biases.
 
-    entries: as in `condense.state.LayerState`. prompt_tokens: as in `entry_bias`.
+    entries, first: as in `condense.state.LayerState`.
     """
     k, _, *extra = entries
     if method.layout.matched and extra:
         return extra[0][..., 0], tuple(extra[1:])
-    return entry_bias(method, k.shape[2], k.device, prompt_tokens), tuple(extra)
+    return entry_bias(method, k.shape[2], k.device, first), tuple(extra)
 
 
 def matched_bias(summary: Tensor, k: Tensor, lse: Tensor, *, scale: float, backend: str) -> Tensor:
@@ -278,13 +267,13 @@ def step_settings(method: Method) -> StepSettings:
     """The method's settings as `condense.ops.decode_step` takes them."""
     layout = method.layout
     fixed = (layout.rule, layout.summary_delay, layout.num_summary)
-    reads_prompt = method.prompt_reader is not None
+    has_first = method.prompt_reader is not None
     if layout.pooling is None:
         key, value, bias, num_focal, weight_scale = None, None, 0.0, 0, None
     else:
         key, value, num_focal, weight_scale = layout.pooling
         bias = layout.bias[-1] if layout.bias else 0.0
     return StepSettings(
-        *fixed, key, value, bias, num_focal, weight_scale, reads_prompt=reads_prompt, matched=layout.matched,
+        *fixed, key, value, bias, num_focal, weight_scale, has_first=has_first, matched=layout.matched,
         entry_bits=layout.entry_bits,
     )  # fmt: skip

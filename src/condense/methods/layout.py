@@ -9,8 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from condense.config import check_bits, check_int
 from condense.ops import EntryFormat, Pooling, UniformRule
+from condense.ops.tensors.per_row import PerRow, int_if_equal
 
 
 class ChunkPooling(NamedTuple):
@@ -36,6 +39,30 @@ class Lookahead(NamedTuple):
 
     permitted: bool
     causal_setting: str
+
+
+class FirstEntries(NamedTuple):
+    """Entries that stand before those of a row's chunk 0, and that all later queries see; chunks make none of them.
+
+    num: their number. single: how many of these, which come first, stand for a single token each and have no bias;
+    the others have that of a chunk's last entry. Both are an int where the rows agree, else int64 CPU ``[B]``.
+    """
+
+    num: PerRow = 0
+    single: PerRow = 0
+
+    @classmethod
+    def of(cls, num: Tensor, single: Tensor) -> FirstEntries:
+        """As many as the int64 CPU ``[B]`` say for each row."""
+        return cls(int_if_equal(num), int_if_equal(single))
+
+    @property
+    def exist(self) -> bool:
+        """True if any row has such entries."""
+        return isinstance(self.num, Tensor) or self.num > 0
+
+
+NO_FIRST = FirstEntries()
 
 
 @dataclass(frozen=True)

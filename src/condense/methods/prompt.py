@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from condense.methods.base import Context, Prompt, PromptPlan
+from condense.methods.layout import FirstEntries
 from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, group_scores, importance, pool
 from condense.ops.tensors.per_row import PerRow, broadcast_rows, int_if_equal, map_rows
 from condense.ops.tensors.sampling import Sample, scramble
@@ -122,7 +123,8 @@ def exact_prompt(k: Tensor, v: Tensor, tokens: Tensor) -> Prompt:
     def kept() -> tuple[Tensor, Tensor]:
         return kept_tokens(k, v, _real(tokens, L, k.device).expand(-1, k.shape[1], -1), int(tokens.max()))
 
-    return Prompt(Context((Source(k[:, :, :0], v[:, :, :0]), Source(k, v)), spans), kept)
+    context = Context((Source(k[:, :, :0], v[:, :, :0]), Source(k, v)), spans)
+    return Prompt(context, FirstEntries.of(tokens, tokens), kept)
 
 
 def kept_tokens(k: Tensor, v: Tensor, kept: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -169,12 +171,13 @@ def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping:
 
     def kept() -> tuple[Tensor, Tensor]:
         # Later queries see all of these entries, so their order is free: focal tokens first, so that a number is enough
-        # to tell them from groups (`condense.methods.base.entry_bias`).
+        # to tell them from groups (`condense.methods.FirstEntries`).
         past_end = torch.arange(is_group.shape[2], device=k.device) >= broadcast_rows(num_entries, 3, k.device)
         order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
         return take(entries_k.detach(), order), take(entries_v.detach(), order)
 
-    return Prompt(Context((Source(entries_k, entries_v, bias), Source(window_k, window_v)), spans), kept)
+    context = Context((Source(entries_k, entries_v, bias), Source(window_k, window_v)), spans)
+    return Prompt(context, FirstEntries.of(num_entries, num_focal), kept)
 
 
 def _mean_queries(q: Tensor, columns: Tensor, num_groups: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from condense.config import check_int
 from condense.methods.base import Method, Prompt, PromptPlan
-from condense.methods.layout import EACH_TOKEN, Layout, Lookahead
+from condense.methods.layout import EACH_TOKEN, FirstEntries, Layout, Lookahead
 from condense.methods.prompt import exact_prompt, highest, kept_tokens
 from condense.ops import UniformRule, importance
 from condense.ops.tensors.per_row import PerRow, map_rows
@@ -66,16 +66,17 @@ class VotedPrompt(NamedTuple):
         """Dense attention; kept are the tokens with the most votes."""
         B = k.shape[0]
         tokens = plan.tokens(B)
-        context, everything = exact_prompt(k, v, tokens)
+        prompt = exact_prompt(k, v, tokens)
         if int(tokens.max()) <= self.method.budget:
-            return Prompt(context, everything)
+            return prompt
         sample = plan.sample(B, self.method.window, 0, 0, q.device)
         with torch.no_grad():
             votes = self.votes(importance(q, k, sample, scale=scale, backend=backend))
             counts = self.num_entries(tokens)
             assert isinstance(counts, Tensor)
             kept = highest(votes, counts, tokens)
-        return Prompt(context, lambda: kept_tokens(k, v, kept, int(counts.max())))
+        first = FirstEntries.of(counts, counts)
+        return Prompt(prompt.context, first, lambda: kept_tokens(k, v, kept, int(counts.max())))
 
     def votes(self, scores: Tensor) -> Tensor:
         """Numbers that rank the tokens, ``[B, K, L]``, from the sampled queries' weights; infinite in the window."""
@@ -87,7 +88,3 @@ class VotedPrompt(NamedTuple):
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Tokens of the prompt that stay."""
         return map_rows(lambda n: min(n, self.method.budget), tokens)
-
-    def num_focal(self, tokens: PerRow) -> PerRow:
-        """All entries are single tokens."""
-        return self.num_entries(tokens)

@@ -113,18 +113,14 @@ class SparsePrompt(NamedTuple):
         head's queries and keys are known.
         """
         tokens = plan.tokens(k.shape[0])
-        context, kept = exact_prompt(k, v, tokens)
+        prompt = exact_prompt(k, v, tokens)
         if v.shape[3] == 0:
-            return Prompt(context, kept)
+            return prompt
         chosen = self.method.choose_rows(q, k, tokens, scale=scale)
-        return Prompt(context._replace(extra=tuple(x for keys in chosen for x in keys)), kept)
+        return prompt._replace(context=prompt.context._replace(extra=tuple(x for keys in chosen for x in keys)))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """All tokens stay."""
-        return tokens
-
-    def num_focal(self, tokens: PerRow) -> PerRow:
-        """All entries are single tokens."""
         return tokens
 
 

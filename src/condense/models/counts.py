@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 from condense.methods import DGA, Dense, Method, Recall
 from condense.ops import UniformRule
-from condense.state import SLACK, first_needed, num_entries, prompt_entries
+from condense.state import SLACK, first_entries, first_needed, num_entries
 
 
 def chooses_from_prompt(method: Method) -> TypeGuard[DGA]:
@@ -53,7 +53,7 @@ def cached_counts(method: Method, length: int) -> tuple[int, int]:
     if isinstance(method, Dense):
         return length, 0
     if method.prompt_reader is not None:
-        return int(prompt_entries(method, length)), 0
+        return int(first_entries(method, length)), 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
     tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
     if isinstance(method, Recall):

@@ -123,12 +123,12 @@ class UniformRule:
 
 
 class Start(NamedTuple):
-    """One row's query_start, window_start, padding and prompt_entries of `RuleSpans`, as ints."""
+    """One row's query_start, window_start, padding and first_entries of `RuleSpans`, as ints."""
 
     query: int
     window: int
     padding: int
-    prompt_entries: int
+    first_entries: int
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class RuleSpans:
     that they would have if they were real.
     window_start: position of the token in column 0 of the window, likewise.
     padding: number of queries before a row's first real one; None: those at negative positions.
-    prompt_entries: entries of a prompt, which stand before the rule's own in the first source; all queries see them.
+    first_entries: entries that stand before the rule's own in the first source; all queries see them.
     Tensors whose rows agree become ints.
     """
 
@@ -147,12 +147,12 @@ class RuleSpans:
     query_start: PerRow
     window_start: PerRow
     padding: PerRow | None = None
-    prompt_entries: PerRow = 0
+    first_entries: PerRow = 0
 
     def __post_init__(self) -> None:
         padding = at_least(-self.query_start, 0) if self.padding is None else self.padding
         numbers = {"query_start": self.query_start, "window_start": self.window_start, "padding": padding}
-        for name, x in (*numbers.items(), ("prompt_entries", self.prompt_entries)):
+        for name, x in (*numbers.items(), ("first_entries", self.first_entries)):
             object.__setattr__(self, name, int_if_equal(x))
 
     def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
@@ -179,12 +179,12 @@ class RuleSpans:
 
     def same_in_all_rows(self) -> Start | None:
         """The `Start` of all rows if it is the same, else None."""
-        numbers = (self.query_start, self.window_start, self._padding, self.prompt_entries)
+        numbers = (self.query_start, self.window_start, self._padding, self.first_entries)
         return None if any(isinstance(x, Tensor) for x in numbers) else Start(*numbers)  # type: ignore[arg-type]
 
     def starts(self) -> Tensor:
         """The numbers of `Start` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
-        numbers = (self.query_start, self.window_start, self._padding, self.prompt_entries)
+        numbers = (self.query_start, self.window_start, self._padding, self.first_entries)
         return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
 
     def window_is_whole(self) -> bool:
@@ -217,21 +217,21 @@ class RuleSpans:
         if last < row.padding:
             return [Hull(0, 0)] * len(end)
         spans = [(lo, hi) for (lo, _), (_, hi) in zip(begin, end, strict=True)]
-        spans[0] = (spans[0][0], spans[0][1] + row.prompt_entries) if len(spans) > 1 else spans[0]
+        spans[0] = (spans[0][0], spans[0][1] + row.first_entries) if len(spans) > 1 else spans[0]
         spans[-1] = (max(spans[-1][0] - row.window, 0), spans[-1][1] - row.window)
         return [Hull(min(lo, hi), hi) for lo, hi in spans]
 
     def _at(self, steps: Tensor) -> list[Span]:
         """Spans of the queries in columns ``steps`` ``[B|1, 1, L]``, on their device."""
-        query_start, window_start, padding, prompt_entries = (
+        query_start, window_start, padding, first_entries = (
             broadcast_rows(x, 3, steps.device)
-            for x in (self.query_start, self.window_start, self._padding, self.prompt_entries)
+            for x in (self.query_start, self.window_start, self._padding, self.first_entries)
         )
         real = steps >= padding
         *others, (lo, hi) = self.rule.spans(query_start + steps + 1)
         spans = [*others, ((lo - window_start).clamp(min=0), hi - window_start)]
         if others:
-            spans[0] = (spans[0][0], spans[0][1] + prompt_entries)
+            spans[0] = (spans[0][0], spans[0][1] + first_entries)
         return [Span(*(torch.where(real, x, 0) for x in torch.broadcast_tensors(*span))) for span in spans]
 
 

@@ -6,8 +6,7 @@ A backend's ``step(token, state, settings, *, scale, latent, extras) -> out`` re
 1. k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at ``seen % size``;
 2. with ``n = seen + 1`` and d the rule's ``summary_delay``, chunk j is due if ``rule.pooled(n, d) = j + 1 >
    rule.pooled(seen, d)``; its entries, made of its tokens and the mean of the newest ``num_summary`` queries, go to
-   ``[a + p * j, a + p * (j + 1))`` of the entries (and of their biases), after the a entries that stand for the row's
-   prompt;
+   ``[a + p * j, a + p * (j + 1))`` of the entries (and of their biases), after the row's a first entries;
 3. the query attends to entries ``[0, a + rule.visible_entries(closed))`` and to the tokens from position
    ``closed * c`` on, ``closed = rule.closed(n)``, as `condense.ops.attend` does;
 4. seen becomes n.
@@ -167,9 +166,9 @@ class StepState(NamedTuple):
     ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
     With larger rings, up to ``W - window - chunk`` tokens and ``Q - num_summary + 1`` queries can be taken back by
     lowering ``seen``: slots and entries past it are overwritten before they are seen again.
-    seen int64 ``[B]`` on the device: real tokens per row, after a prompt that was read at once; positions count them.
-    prompt int64 ``[B, 3]`` on the device: tokens of a prompt that was read at once, entries that stand for it, and how
-    many of these, the first ones, are single tokens; zeros for methods that read no prompt at once.
+    seen int64 ``[B]`` on the device: real tokens per row, but for those of first entries; positions count them.
+    first int64 ``[B, 2]`` on the device: the first entries, which stand before those of chunk 0, and how many of these
+    stand for single tokens and have no bias (`condense.methods.FirstEntries`); zeros for most methods.
     arrived int32 ``[B, K + 1]`` on the device: counters of the parts of a step that are done; 0 between steps.
     biases float32 or wider ``[B, K, M, 1]``, contiguous: each entry's own bias; ``[B, K, 0, 1]`` if they have none
     (`StepSettings.matched`).
@@ -181,7 +180,7 @@ class StepState(NamedTuple):
     ring_v: Tensor
     ring_q: Tensor
     seen: Tensor
-    prompt: Tensor
+    first: Tensor
     arrived: Tensor
     biases: Tensor
 
@@ -224,7 +223,7 @@ class StepSettings(Numbered):
     bias: added to the scaled score of every pooled entry, 0.0 for none.
     num_focal: how many tokens of a chunk become entries of their own: those with the highest scores, ties to the
     earlier; they come first, in order of position. The others are pooled. weight_scale: scale of a chunk's scores,
-    None: attention's. reads_prompt: True if the method reads prompts at once, so that ``StepState.prompt`` is used.
+    None: attention's. has_first: True if rows may have first entries, so that ``StepState.first`` is read.
     matched: each entry has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
     entry_bits: of `condense.ops.entries.EntryFormat`; of 8 or 4 bits, an entry is rounded when it is made.
     """
@@ -237,7 +236,7 @@ class StepSettings(Numbered):
     bias: float
     num_focal: int = 0
     weight_scale: float | None = None
-    reads_prompt: bool = False
+    has_first: bool = False
     matched: bool = False
     entry_bits: int = 16
 
@@ -249,7 +248,7 @@ class StepSettings(Numbered):
     @property
     def bias_differs(self) -> bool:
         """True if some entries have ``bias`` and others none."""
-        return self.bias != 0.0 and (self.num_focal > 0 or self.reads_prompt)
+        return self.bias != 0.0 and (self.num_focal > 0 or self.has_first)
 
 
 _NUMBERED: dict[int, Any] = {}

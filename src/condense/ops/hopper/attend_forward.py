@@ -402,7 +402,7 @@ def _consume(
 def attend_fwd_hopper_kernel(
     q_ptr, k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, biases, spans_ptr, out_ptr, lse_ptr,
     s_q, s_bias, s_spans, levels, K, R, L, chunk, window, entries, max_chunks,
-    query_start, window_start, padding, prompt_entries, scale, tiles, works,
+    query_start, window_start, padding, first_entries, scale, tiles, works,
     N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -415,7 +415,7 @@ def attend_fwd_hopper_kernel(
     sizes = (k0.shape[2],)
     for n in gl.static_range(1, N):
         sizes += (k[n].shape[2],)
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     problem = Problem(K, R, L, tiles, works, Spans(rule, start, spans_ptr, s_spans))
     scores = Scores(scale, levels, biases, s_bias, sizes)
 

@@ -440,7 +440,7 @@ def recall_fwd_hopper_kernel(
     q_ptr, entries_k, entries_v, store_k, store_v, window_k, window_v, words_ptr, group_ptr, word_ptr, count_ptr,
     starts_ptr, out_ptr, lse_ptr,
     s_q, level, K, L, first, stop, words, room,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, tiles, works,
     R: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """See `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel`. Keys and values are ``PARTS * 64`` wide; a
@@ -448,7 +448,7 @@ def recall_fwd_hopper_kernel(
     """
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     problem = Problem(K, R, stop, tiles, works, first, words, room, Spans(rule, start, starts_ptr, 0))
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)

@@ -319,13 +319,13 @@ def _consume(
 def recall_score_hopper_kernel(
     q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
     s_q, K, L, G, first, stop, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, tiles, works,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, tiles, works,
     R: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """See `condense.ops.triton.recall_score_kernels.recall_score_kernel`. tiles: of queries; works: tiles times B
     times K.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     problem = Problem(K, R, stop, GROUPS * ROWS // R, tiles, works, first, G, Spans(rule, start, starts_ptr, 0))
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     D: gl.constexpr = FORM.D

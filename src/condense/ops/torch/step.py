@@ -74,7 +74,7 @@ def _append_entry(
     """Make the entries of each row's next chunk, and store them in the rows where it is due."""
     rule, summary_delay = settings.rule, settings.summary_delay
     chunk = rule.pooled(t, summary_delay)
-    first = state.prompt[:, 1] + chunk * rule.entries
+    first = state.first[:, 0] + chunk * rule.entries
     due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
     due_k, due_v = (read_columns(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
@@ -110,10 +110,10 @@ def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
 
 
 def _seen_entries(state: StepState, settings: StepSettings, closed: Tensor) -> Tensor:
-    """Number of entries of a prompt and of ``closed`` chunks, without chunks that did not fit into the buffer."""
-    prompt_entries, p = state.prompt[:, 1], settings.rule.entries
-    room = (state.entries_k.shape[2] - prompt_entries) // p * p
-    return prompt_entries + torch.minimum(settings.rule.visible_entries(closed), room)
+    """Number of first entries and those of ``closed`` chunks, without chunks that did not fit into the buffer."""
+    first_entries, p = state.first[:, 0], settings.rule.entries
+    room = (state.entries_k.shape[2] - first_entries) // p * p
+    return first_entries + torch.minimum(settings.rule.visible_entries(closed), room)
 
 
 def _bias(state: StepState, settings: StepSettings) -> Tensor:
@@ -122,9 +122,8 @@ def _bias(state: StepState, settings: StepSettings) -> Tensor:
     if not settings.bias_differs:
         return torch.full((1, 1, M), settings.bias, dtype=torch.float64, device=state.seen.device)
     entry = torch.arange(M, device=state.seen.device)
-    prompt_entries, prompt_focal = state.prompt[:, 1:2], state.prompt[:, 2:]
-    of_prompt = entry < prompt_entries
-    pooled = torch.where(of_prompt, entry >= prompt_focal, (entry - prompt_entries) % p == p - 1)
+    first_entries, first_single = state.first[:, :1], state.first[:, 1:]
+    pooled = torch.where(entry < first_entries, entry >= first_single, (entry - first_entries) % p == p - 1)
     return (pooled.double() * settings.bias)[:, None]
 
 

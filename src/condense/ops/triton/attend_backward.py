@@ -50,7 +50,7 @@ def attend_dq_kernel(
     k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
     biases, spans_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
     s_q, s_out, s_bias, s_spans, levels, K, R, L,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def attend_dq_kernel(
     """
     k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
     v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
@@ -159,7 +159,7 @@ def _block_of(
 def attend_dkv_kernel(
     lse_ptr, delta_ptr, q, q_rest, d_out, d_out_rest, k, v, biases, spans_ptr, seen, dk, dv, d_biases,
     s_k, s_v, s_bias, s_spans, s_seen, levels, K, R, L, size0, size1, size2, size3,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
@@ -173,7 +173,7 @@ def attend_dkv_kernel(
     One launch for all sources. The blocks of the first one start first: in a condensed prompt nearly all queries see
     its entries, so they take longest, and the window's many short programs fill the rest of the device.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
     b = row.b.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)

@@ -20,7 +20,7 @@ from condense.ops.triton.device.rule import begins_at_0, cut, start_of_row, tile
 from condense.ops.triton.device.scores import soft_cap
 
 # not specialised: these numbers change from call to call, and a new value must not compile a new kernel
-VARYING = ("L", "query_start", "window_start", "padding", "prompt_entries", "chunk", "window", "max_chunks")
+VARYING = ("L", "query_start", "window_start", "padding", "first_entries", "chunk", "window", "max_chunks")
 
 
 @triton.jit
@@ -73,14 +73,14 @@ def attend_fwd_kernel(
     q_ptr,
     k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
     biases, spans_ptr, out_ptr, lse_ptr, s_q, s_bias, s_spans, levels, K, R, L,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2."""
     k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
     v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)

@@ -100,7 +100,7 @@ def settings_obstacle(settings: StepSettings) -> str | None:
         return "supports built-in pooling only in a decode step, and this method makes its entries itself"
     if settings.rule.entries != focal + 1:
         return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}"
-    if settings.entry_bits < 16 and (focal > 0 or settings.reads_prompt):
+    if settings.entry_bits < 16 and (focal > 0 or settings.has_first):
         return f"keeps single tokens among entries in 16 bits, got entry_bits={settings.entry_bits}"
     if focal > 0 and chunk > MAX_FOCAL_CHUNK:
         return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"

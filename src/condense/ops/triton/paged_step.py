@@ -152,7 +152,7 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
     starts_early = {"launch_pdl": True} if early else {}
     kind = Kind(
         D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
-        focal=0, tile=1, period=0, has_prompt=False, has_real=False, rows=rows, keys=keys,
+        focal=0, tile=1, period=0, has_first=False, has_real=False, rows=rows, keys=keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
         early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, page=N,
     )  # fmt: skip

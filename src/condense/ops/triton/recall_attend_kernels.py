@@ -244,7 +244,7 @@ def recall_fwd_kernel(
     q_ptr, entries_k, entries_k_rest, entries_v, entries_v_rest, window_k, window_k_rest, window_v, window_v_rest,
     store_k_ptr, store_v_ptr, biases, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr, out_ptr, lse_ptr,
     s_q, s_store, s_bias, level, K, choosers, L, first, stop, words, room,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
@@ -255,7 +255,7 @@ def recall_fwd_kernel(
     biases: float32, the entries' own, base 2, in rows of G, None for none.
     """
     Q: tl.constexpr = BM // R
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
@@ -301,7 +301,7 @@ def recall_dq_kernel(
     store_k_ptr, store_v_ptr, biases, words_ptr, group_ptr, word_ptr, count_ptr, starts_ptr,
     out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
     s_q, s_out, s_store, s_bias, level, K, choosers, L, first, stop, words, room,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
     R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
@@ -310,7 +310,7 @@ def recall_dq_kernel(
     ``[B, H, L]``: see `condense.ops.triton.attend_backward`.
     """
     Q: tl.constexpr = BM // R
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)

@@ -58,7 +58,7 @@ def _add_queries(grads, k, v, rows, seen, level, bias, scale, CAP: tl.constexpr,
 def recall_dkv_kernel(
     lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, biases, words_ptr, starts_ptr, dk_ptr, dv_ptr, d_biases_ptr,
     s_q, s_out, s_keys, s_bias, level, K, choosers, L, size, words, tiles,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale, softmax_scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
     R: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
     BS: tl.constexpr, BN: tl.constexpr,
@@ -69,7 +69,7 @@ def recall_dkv_kernel(
     BM: rows of a tile, whose queries share a word; BS: rows that are read at a time.
     """
     Q: tl.constexpr = BM // R
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)

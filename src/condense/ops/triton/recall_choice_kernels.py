@@ -87,7 +87,7 @@ def _best(share, valid, wanted, floor):
 def recall_cells_kernel(
     cell_ptr, lse_ptr, starts_ptr, picked_ptr, floor_ptr,
     K, L, G, first, stop, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, r, part, of,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """The cells with the best shares in rising order, as many as groups are wanted, int32 ``[B * K, n, PICKED]``; CELLS
@@ -95,7 +95,7 @@ def recall_cells_kernel(
 
     CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
     i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
     closed = tl.where(i < stop, closed_groups(i, row, spans, G, KIND), 0)
@@ -122,14 +122,14 @@ def recall_cells_kernel(
 def recall_groups_kernel(
     score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
     K, L, G, first, stop, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, r, part, of,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """The open groups of queries ``[first, stop)`` in rising order, int32 ``[B * K, L, r]``; G where there are fewer.
 
     PLACES: r as a power of two. A program has BQ queries of one KV head.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
     i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
     closed = tl.where(i < stop, closed_groups(i, row, spans, G, KIND), 0)

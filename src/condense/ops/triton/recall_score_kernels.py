@@ -236,7 +236,7 @@ def _score_tile(q, sum_q, lines, row, rows, grid_ptr, results, scale, FORM: tl.c
 def recall_score_kernel(
     q_ptr, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
     s_q, K, L, G, first, stop, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Of queries ``[first, stop)``: scores float32 ``[B * K, cells, n * R, C]`` of closed groups, base 2; the best of
@@ -250,7 +250,7 @@ def recall_score_kernel(
     code)`` is ``zero * sum(q) + step * (q . code)``.
     Scores of tiles of groups beyond the last closed one of a tile of queries are not written.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
     # the last queries see the most groups and take longest: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -269,7 +269,7 @@ def recall_score_kernel(
 def recall_score_wide_kernel(
     sum_q_ptr, q, rows, grid_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
     K, L, G, first, stop, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, prompt_entries, scale,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale,
     R: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """As `recall_score_kernel`, for keys of any width, whose queries do not stay in registers.
@@ -277,7 +277,7 @@ def recall_score_wide_kernel(
     q: a descriptor: of bounds ``[B * K, 2, n * R, D]``, the negative and the positive part, else ``[B * K, 1, n * R,
     D]``; sum_q float32 ``[B * K, n * R]``. Both descriptors read as many columns at a time.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, prompt_entries)
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
     # the last queries see the most groups and take longest: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

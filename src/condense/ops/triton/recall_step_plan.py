@@ -112,7 +112,7 @@ def _kind(settings: RecallSettings, parts: tuple[int, int, int, int], latent: in
     of_values = entries.key_pooling if latent else entries.value_pooling
     return Kind(
         *parts, latent > 0, entries.num_summary > 0, entries.key_pooling, of_values,
-        focal=0, tile=1, period=0, has_prompt=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
+        focal=0, tile=1, period=0, has_first=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
         joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=entries.matched,
         entry_bits=entries.bits,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def _check(token: NewToken, state: StepState, settings: StepSettings, latent: in
             )
     for name, x, size, number in (
         ("seen", state.seen, (B,), torch.int64),
-        ("prompt", state.prompt, (B, 3), torch.int64),
+        ("first", state.first, (B, 2), torch.int64),
         ("arrived", state.arrived, (B, K + 1), torch.int32),
     ):
         if x.shape != size or x.dtype != number or x.device != device:
@@ -128,7 +128,7 @@ class _StepKernels(PreparedStep):
         has_token = state.seen if token.real is None else token.real
         strides = (
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *(n for x in state[:5] for n in x.stride()[:3]),
-            state.seen.stride(0), *state.prompt.stride(), *state.arrived.stride(), has_token.stride(0),
+            state.seen.stride(0), *state.first.stride(), *state.arrived.stride(), has_token.stride(0),
         )  # fmt: skip
         self._num_splits = launch.num_splits
         self._step = Prepared(
@@ -195,7 +195,7 @@ def _step(
     ring_v: Tensor,
     ring_q: Tensor,
     seen: Tensor,
-    prompt: Tensor,
+    first: Tensor,
     arrived: Tensor,
     biases: Tensor,
     counter: Tensor | None,
@@ -209,7 +209,7 @@ def _step(
     if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
         changed = (entries_k, entries_v, ring_k, ring_v, ring_q, seen, arrived, biases)
         torch.autograd.graph.increment_version(changed if counter is None else (*changed, counter))
-    state = StepState(entries_k, entries_v, ring_k, ring_v, ring_q, seen, prompt, arrived, biases)
+    state = StepState(entries_k, entries_v, ring_k, ring_v, ring_q, seen, first, arrived, biases)
     token, extras = NewToken(q, k, v, real, counter), Extras(softcap, sink)
     of_settings: StepSettings = numbered_settings(settings)
     return _StepKernels(token, state, of_settings, scale=scale, latent=latent, extras=extras)(token, sink)

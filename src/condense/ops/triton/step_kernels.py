@@ -75,7 +75,7 @@ class _Moment(NamedTuple):
 
     due: whether a chunk is due; then the position of its first token, the slot of its first entry, and whether this
     step's query sees its entries. Then the numbers of entries and tokens seen that the buffers held before.
-    prompt_entries: entries of a prompt, the first ``prompt_focal`` of which are single tokens.
+    first_entries: entries before those of chunk 0, of which the first ``first_single`` stand for single tokens.
     """
 
     t: Any
@@ -86,8 +86,8 @@ class _Moment(NamedTuple):
     seen_at_once: Any
     entries: Any
     tokens: Any
-    prompt_entries: Any
-    prompt_focal: Any
+    first_entries: Any
+    first_single: Any
 
 
 class _New(NamedTuple):
@@ -113,7 +113,7 @@ def _attend_keys(
     """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty. In a
     buffer of bytes they are entries in fewer than 16 bits.
 
-    PERIOD > 0: only pooled entries get the bias: those of a prompt from ``moment.prompt_focal`` on, and after these the
+    PERIOD > 0: only pooled entries get the bias: first entries from ``moment.first_single`` on, and behind them the
     last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
     """
     PRECISION: tl.constexpr = KIND.precision
@@ -127,7 +127,7 @@ def _attend_keys(
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
-                i < moment.prompt_entries, i >= moment.prompt_focal, (i - moment.prompt_entries) % PERIOD == PERIOD - 1
+                i < moment.first_entries, i >= moment.first_single, (i - moment.first_entries) % PERIOD == PERIOD - 1
             )
             s += tl.where(pooled, bias, 0.0)[None, :]
         elif PERIOD < 0:
@@ -264,11 +264,11 @@ def _join(places, sink_ptr, kvh, out_ptr, R, KIND: tl.constexpr):
 
 @triton.jit
 def _moment(
-    t, chunk: tl.constexpr, window, max_chunks, summary_delay, M, prompt_entries, prompt_focal, KIND: tl.constexpr
+    t, chunk: tl.constexpr, window, max_chunks, summary_delay, M, first_entries, first_single, KIND: tl.constexpr
 ):
     """The `_Moment` of the step that reads token t."""
     entries_each: tl.constexpr = KIND.focal + 1
-    max_chunks = tl.minimum(max_chunks, (M - prompt_entries) // entries_each)
+    max_chunks = tl.minimum(max_chunks, (M - first_entries) // entries_each)
     closed = tl.maximum(t + 1 - window, 0) // chunk
     first = closed * chunk
     visible = tl.minimum(closed, max_chunks)
@@ -277,21 +277,21 @@ def _moment(
     due = (complete > 0) & (complete % chunk == 0) & (number < max_chunks)
     seen_at_once = due & (number < visible)
     # the new entries are the last ones
-    entries = prompt_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
-    slot = prompt_entries + number * entries_each
+    entries = first_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
+    slot = first_entries + number * entries_each
     return _Moment(
         t, first, due, number * chunk, slot, seen_at_once, entries, tl.maximum(t - first, 0),
-        prompt_entries, prompt_focal,
+        first_entries, first_single,
     )  # fmt: skip
 
 
 @triton.jit
 def step_kernel(
-    q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, prompt_ptr,
+    q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, first_ptr,
     arrived_ptr, biases_ptr, real_ptr, sink_ptr, counter_ptr, part_ptr, lse_ptr, out_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
-    s_seen, s_prompt, s_prompt_n, s_arrived, s_arrived_n, s_real,
+    s_seen, s_first, s_first_n, s_arrived, s_arrived_n, s_real,
     M, W, Q, window, max_chunks, summary_delay, scale, score_scale, bias, FIXED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
@@ -315,10 +315,10 @@ def step_kernel(
     seen = tl.load(seen_ptr + b * s_seen)
     t = seen.to(tl.int32)
     live = tl.load(real_ptr + b * s_real) != 0 if KIND.has_real else True
-    prompt_entries, prompt_focal = 0, 0
-    if KIND.has_prompt:
-        prompt_entries = tl.load(prompt_ptr + b * s_prompt + s_prompt_n).to(tl.int32)
-        prompt_focal = tl.load(prompt_ptr + b * s_prompt + 2 * s_prompt_n).to(tl.int32)
+    first_entries, first_single = 0, 0
+    if KIND.has_first:
+        first_entries = tl.load(first_ptr + b * s_first).to(tl.int32)
+        first_single = tl.load(first_ptr + b * s_first + s_first_n).to(tl.int32)
     heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
     new = _New(k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
@@ -333,7 +333,7 @@ def step_kernel(
     ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
     places = _Places(part_ptr, lse_ptr, head * R, S)
     scores = _Scores(scale, score_scale, bias, biases_ptr + head.to(tl.int64) * M)
-    moment = _moment(t, chunk, window, max_chunks, summary_delay, M, prompt_entries, prompt_focal, KIND)
+    moment = _moment(t, chunk, window, max_chunks, summary_delay, M, first_entries, first_single, KIND)
 
     if live:
         if split == 0:

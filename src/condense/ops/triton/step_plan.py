@@ -120,7 +120,7 @@ def launch_of(
         focal=settings.num_focal,
         tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
         period=settings.num_focal + 1 if settings.bias_differs else 0,
-        has_prompt=settings.reads_prompt,
+        has_first=settings.has_first,
         has_real=has_real,
         rows=rows,
         keys=tiles.keys,

@@ -23,7 +23,7 @@ class Kind(NamedTuple):
     scored: a summary query weighs a chunk's tokens. key_pooling, value_pooling: how they are pooled.
     focal: how many are entries of their own, chosen by all scores at once, in a tile of ``tile``.
     period: entries of a chunk where only pooled ones have the bias, else 0.
-    has_prompt: entries may begin with those of a prompt. has_real: rows may have no new token.
+    has_first: entries may begin with some that no chunk makes. has_real: rows may have no new token.
     rows (query heads) and keys per tile; precision of products.
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
     focal: int
     tile: int
     period: int
-    has_prompt: bool
+    has_first: bool
     has_real: bool
     rows: int
     keys: int

@@ -24,7 +24,7 @@ class Start(NamedTuple):
     query: Any
     window: Any
     padding: Any
-    prompt_entries: Any
+    first_entries: Any
 
 
 class Spans(NamedTuple):

@@ -48,7 +48,7 @@ def visible(n: tl.constexpr, i, row, spans, KIND: tl.constexpr):
         real = i >= start.padding
         if n == 0:
             lo = closed * 0
-            hi = tl.where(real, start.prompt_entries + tl.minimum(closed, rule.max_chunks) * rule.entries, 0)
+            hi = tl.where(real, start.first_entries + tl.minimum(closed, rule.max_chunks) * rule.entries, 0)
         else:
             lo = tl.where(real, tl.maximum(closed * rule.chunk - start.window, 0), 0)
             hi = tl.where(real, seen - start.window, 0)
@@ -75,10 +75,10 @@ def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.c
     else:
         rule, start = spans.rule, spans.start
         if n == 0:
-            number = tl.maximum(keys - start.prompt_entries, 0) // rule.entries
-            # the first query for which the chunk is closed; all queries see the entries of a prompt
+            number = tl.maximum(keys - start.first_entries, 0) // rule.entries
+            # the first query for which the chunk is closed; all queries see the first entries
             closing = (number + 1) * rule.chunk + rule.window - 1 - start.query
-            lo = tl.maximum(tl.where(keys < start.prompt_entries, 0, closing), start.padding)
+            lo = tl.maximum(tl.where(keys < start.first_entries, 0, closing), start.padding)
             hi = tl.full(keys.shape, 0, tl.int32) + L
         else:
             position = keys + start.window
