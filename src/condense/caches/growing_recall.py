@@ -16,7 +16,7 @@ from torch import Tensor
 
 from condense.caches.buffers import Buffers, empty_recall_buffers, write_state
 from condense.caches.growing import CondensedLayer
-from condense.caches.ring import RingState, longer
+from condense.caches.ring import RingState, longer, room_for
 from condense.caches.token_store import (
     PinnedCopies,
     check_store,
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 class RecallRing(PinnedCopies, RingState):
     """The buffers of one layer, a `RecallState`, which are copied to longer ones when their room is used up.
 
-    A store in host memory doubles, since PyTorch takes pinned memory in powers of two; all else grows by 1/32.
+    A store in host memory has room for a power of two groups, since PyTorch takes pinned memory in powers of two, and
+    doubles once that is full; all else grows by 1/32.
     """
 
     buffers: RecallState
@@ -82,6 +83,11 @@ class RecallRing(PinnedCopies, RingState):
         return prepare_recall_step(
             token, self.buffers, self.recall_settings, scale=scale, latent=self.latent, extras=extras
         )
+
+    def _entry_slots(self, entries: int) -> int:
+        slots = super()._entry_slots(entries)
+        # no spare room beyond the power of two that a store in host memory takes: one group more would double it
+        return slots if self.method.store == "device" else min(slots, self._store_slots(max(entries, room_for(0))))
 
     def _longer_entries(self, buffers: Buffers, slots: int) -> RecallState:
         assert isinstance(buffers, RecallState)
