@@ -107,6 +107,18 @@ def test_crop_beyond_the_slack_changes_nothing():
         assert_close(_read(layer, other), _full(method, qkv, other)[:, :, -5:], rtol=0, atol=1e-12)
 
 
+def test_crops_in_a_row_share_the_tokens_that_are_kept():
+    qkv, other = _qkv(60), _qkv(12, seed=9)
+    for method in (tiny.CCA, tiny.STREAMING_6):
+        layer = _filled(method, qkv)
+        layer.crop(-12)
+        layer.crop(12 - SLACK)
+        with pytest.raises(ValueError, match="propose fewer tokens"):
+            layer.crop(-method.layout.rule.chunk)
+        kept = _part(qkv, 0, 60 - SLACK)
+        assert_close(_read(layer, other), _full(method, kept, other)[:, :, -12:], rtol=0, atol=1e-12)
+
+
 def test_crop_of_nothing():
     layer = CondensedLayer(tiny.CCA)
     layer.crop(-3)
@@ -128,7 +140,7 @@ def test_crop_stops_at_padding(counts, trailing, allowed):
     layer = _filled(tiny.CCA, _qkv(6))
     _read(layer, _qkv(9, seed=1), torch.tensor(counts), trailing=trailing)
     past = layer.state
-    with pytest.raises(ValueError, match="include padding"):
+    with pytest.raises(ValueError, match=r"include padding .* if the pad token was generated .* another pad_token_id"):
         layer.crop(-allowed - 1)
     assert layer.state is past
     layer.crop(-allowed)

@@ -383,6 +383,17 @@ def test_prompt_summary_with_gradients(model):
         assert tiny.logits(model, IDS).shape == (2, 40, tiny.VOCAB)
 
 
+@pytest.mark.parametrize("layers", [None, [2]], ids=["dense-layers-condensed", "dense-layers-stock"])
+def test_a_crop_that_one_layer_refuses_leaves_all_layers_as_they_were(layers):
+    """The last one, after dense ones, which could take back all tokens."""
+    model = tiny.model("llama")
+    condense.apply(model, tiny.CCA if layers else {2: tiny.CCA, "rest": condense.Dense()}, layers=layers)
+    cache = tiny.filled(model, IDS)
+    with pytest.raises(ValueError, match="crop: 36 tokens lie beyond"):
+        cache.crop(-36)
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
+
+
 def test_too_many_candidates_for_crop(model):
     cache = tiny.filled(model, IDS)
     with pytest.raises(ValueError, match=r"crop: 36 tokens lie beyond .* propose fewer tokens"):

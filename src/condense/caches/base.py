@@ -25,6 +25,10 @@ class CondensedCacheLayer(CacheLayerMixin):
         """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
 
     @abstractmethod
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """The number of tokens that ``crop`` takes back. Raises ValueError if it cannot take back so many."""
+
+    @abstractmethod
     def exact_tokens(self) -> tuple[Tensor, Tensor] | None:
         """Keys ``[B, K, N, D]`` and values ``[B, K, N, Dv]`` of the window, None before the first tokens."""
 

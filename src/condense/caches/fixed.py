@@ -26,6 +26,10 @@ class FixedCacheLayer(CondensedCacheLayer):
         return self.max_cache_len
 
     def crop(self, tokens_to_remove: int) -> None:
+        """As `check_crop`."""
+        self.check_crop(tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> int:
         """Refused with ValueError: the ring has no room for tokens that might be taken back."""
         _refuse("cannot take tokens back (assisted decoding, prompt lookup)")
 

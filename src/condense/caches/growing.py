@@ -167,38 +167,47 @@ class CondensedLayer(CondensedCacheLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest ``-tokens_to_remove`` tokens (assisted decoding).
 
-        Exact. At least the newest `condense.state.SLACK` tokens can be taken back. Raises ValueError, state unchanged,
-        for more tokens than are kept, for tokens of a prompt whose entries depend on its end (``summary="prompt"``),
-        for padding among them (also in rows that were dropped since), and for a positive number.
+        Exact, down to `condense.state.SLACK` tokens before the most that were held at a time: crops in a row share
+        these. Raises ValueError, state unchanged, as `check_crop`.
         """
-        count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
-        if count < 0:
-            raise ValueError(f"tokens_to_remove must be <= 0, minus the number of tokens to take back, got {-count}")
-        if count == 0 or (self._state is None and self._ring is None):
+        count = self.check_crop(tokens_to_remove)
+        if count == 0:
             return
-        if count > self._num_real_slots:
-            raise ValueError(
-                f"crop: the last {count} tokens include padding or more than the {self._num_slots} seen; "
-                "start from a new cache instead"
-            )
-        if self._num_slots - count < self._num_fixed_slots:
-            raise ValueError(
-                f"crop: {count} tokens reach into the prompt of {self._num_fixed_slots} tokens, by whose last queries "
-                f"{self.method} made its entries; start from a new cache instead"
-            )
         if self._ring is not None:
-            self._check_crop(count, self._ring.seen - count, self._ring.num_window, self._ring.num_queries)
             self._ring.crop(count)
         else:
             self._crop_state(count)
         self._num_slots -= count
         self._num_real_slots -= count
 
-    def _check_crop(self, count: int, seen: PerRow, N: int, Q: int) -> None:
-        """Raise ValueError if taking back ``count`` of N kept tokens and Q kept queries leaves too few of them.
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """The number of tokens that `crop` takes back, 0 before the first ones.
 
-        seen: tokens per row afterwards.
+        Raises ValueError for more tokens than are kept, for tokens of a prompt whose entries depend on its end
+        (``summary="prompt"``), for padding among them (also in rows that were dropped since), and for a positive
+        number.
         """
+        count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        if count < 0:
+            raise ValueError(f"tokens_to_remove must be <= 0, minus the number of tokens to take back, got {-count}")
+        ring, state = self._ring, self._state
+        if count == 0 or (ring is None and state is None):
+            return 0
+        if count > self._num_real_slots:
+            raise ValueError(
+                f"crop: the last {count} tokens include padding or more than the {self._num_slots} seen; start from a "
+                "new cache, or if the pad token was generated beside an assistant, pass generate another pad_token_id"
+            )
+        if self._num_slots - count < self._num_fixed_slots:
+            raise ValueError(
+                f"crop: {count} tokens reach into the prompt of {self._num_fixed_slots} tokens, by whose last queries "
+                f"{self.method} made its entries; start from a new cache instead"
+            )
+        if ring is not None:
+            seen, N, Q = ring.seen - count, ring.num_window, ring.num_queries
+        else:
+            assert state is not None
+            seen, N, Q = state.seen - count, state.window_k.shape[2], state.mean_q.shape[2]
         needed = max_row(seen - first_needed(self.method, seen))
         queries_needed = min(max(0, self.method.layout.num_summary - 1), max_row(seen))
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
@@ -207,13 +216,13 @@ class CondensedLayer(CondensedCacheLayer):
                 f"crop: {count} tokens lie beyond what a condensed cache can take back; propose fewer tokens at a "
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
             )
+        return count
 
     def _crop_state(self, count: int) -> None:
         """Take the newest ``count`` tokens out of `_state`."""
         state = self._state
         assert state is not None
         N, Q, seen = state.window_k.shape[2], state.mean_q.shape[2], state.seen - count
-        self._check_crop(count, seen, N, Q)
         before, after = (max_row(num_entries(self.method, n, state.first.num)) for n in (state.seen, seen))
         self._state = state._replace(
             # the method's own tensors may have several columns per entry

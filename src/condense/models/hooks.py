@@ -1,10 +1,11 @@
-"""Changes that `import condense` makes to transformers: two registered functions and seven wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and eight wrapped methods.
 
 `post_init`: condenses a saved condensed model when it is loaded. `to_dict` and `from_dict` of configurations and
 `save_pretrained`: a saved model says what it is, see `condense.models.saving` and `condense.architectures`.
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
+`Cache.crop`: takes tokens back in all layers, or in none if a condensed one refuses.
 `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything. Adapters
 are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
@@ -27,7 +28,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from condense.architectures import as_read
-from condense.caches import StaticCondensedLayer
+from condense.caches import CondensedCacheLayer, StaticCondensedLayer
 from condense.methods import Method
 from condense.models import adapters
 from condense.models.apply import condense_from_config, condensed_layers, static_methods
@@ -54,7 +55,19 @@ def install() -> None:
     GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
     PreTrainedModel.get_compiled_call = _wrap_compiled_call(PreTrainedModel.get_compiled_call)
     GenerationMixin.init_continuous_batching = _wrap_continuous_batching(GenerationMixin.init_continuous_batching)
+    Cache.crop = _wrap_crop(Cache.crop)
     adapters.install()
+
+
+def _wrap_crop(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def crop(self: Cache, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, CondensedCacheLayer):
+                layer.check_crop(tokens_to_remove)
+        stock(self, tokens_to_remove)
+
+    return crop
 
 
 def _wrap_to_dict(stock: Any) -> Any:
