@@ -1,5 +1,7 @@
 """`Recall(prompt="exact")`: calls of several tokens are dense attention, single tokens recall."""
 
+from functools import partial
+
 import pytest
 import torch
 from models import tiny
@@ -56,6 +58,17 @@ def test_chunks_are_dense_and_steps_recall():
         torch.testing.assert_close(_attend(layer, EXACT, q, k, v, start, stop), dense[:, :, start:stop], **CLOSE)
     for t in range(53, 70):
         torch.testing.assert_close(_attend(layer, EXACT, q, k, v, t, t + 1), whole[:, :, t : t + 1], **CLOSE)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("layer", [RecallLayer, partial(StaticRecallLayer, max_cache_len=70)])
+def test_chunks_read_the_stored_tokens_that_a_whole_prompt_reads(layer, bits):
+    """Also in the first chunk, all of whose tokens the window still holds unquantised."""
+    method = EXACT.replace(store_bits=bits)
+    q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
+    whole, layer = condense.attention(q, k, v, method=method, scale=0.3), layer(method)
+    for start, stop in ((0, 17), (17, 45), (45, 70)):
+        torch.testing.assert_close(_attend(layer, method, q, k, v, start, stop), whole[:, :, start:stop], **CLOSE)
 
 
 @pytest.mark.parametrize("layer", [RecallLayer(EXACT), StaticRecallLayer(EXACT, 99)], ids=["growing", "static"])

@@ -92,8 +92,8 @@ def test_each_row_is_what_it_is_alone(model):
         assert torch.equal(tokens[IDS.shape[1] :], tiny.generate(model, row[None])[0, len(row) :])
 
 
-def test_exact_prompts_read_no_quantised_tokens_in_a_padded_batch_either(model):
-    """As the rows alone, whose prompts are read with dense attention over the tokens as they are."""
+def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
+    """As the rows alone, whose prompts are read with dense attention over the tokens as they are stored."""
     condense.apply(model, METHOD.replace(prompt="exact", store_bits=8))
     got = tiny.logits(model, IDS, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0))
     for row, out in zip(ROWS, got, strict=True):

@@ -68,6 +68,15 @@ def test_equal_channels_are_exact_and_zeros_give_zeros(bits, dtype):
     assert torch.equal(form.unpack(empty, 34, dtype), torch.zeros(3, 34, dtype=dtype))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_finite_numbers_of_float16_stay_finite(bits):
+    """Half a step above them may lie past the largest number, 65,504."""
+    x = torch.cat([torch.tensor([-65504.0]), torch.linspace(57000, 65504, 31)]).to(torch.float16)
+    got = EntryFormat(bits).unpack(EntryFormat(bits).pack(x), 32, x.dtype)
+    assert bool(got.isfinite().all())
+    assert got.max() == 65504
+
+
 def test_vectors_without_channels_have_empty_rows():
     """The values of latents."""
     for bits in (16, 8, 4):

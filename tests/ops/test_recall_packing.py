@@ -59,6 +59,15 @@ def test_equal_tokens_are_exact(bits):
     assert all(torch.equal(x, y.flatten(2, 3)) for x, y in zip(got, (k, v), strict=True))
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_finite_numbers_of_float16_stay_finite(bits):
+    """Half a step above them may lie past the largest number, 65,504."""
+    x = torch.cat([torch.tensor([-65504.0]), torch.linspace(57000, 65504, 31)]).to(torch.float16)
+    k, v = x[:, None].expand(1, 1, 1, 32, 2), x.expand(1, 1, 1, 32, 32)
+    got = StoreFormat(bits, 32).unpack(StoreFormat(bits, 32).pack(k, v), 2, 32, x.dtype)
+    assert all(y.isfinite().all() and y.max() == 65504 for y in got)
+
+
 def test_bytes_of_a_token():
     """Llama's shape, groups of 16: codes, 4 bytes for the value, 32 of the group's 2 * 128 numbers for the keys."""
     assert StoreFormat(16, 16).width(128, 128, 2) == 256

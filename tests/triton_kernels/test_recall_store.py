@@ -118,6 +118,25 @@ def test_outputs_are_within_the_error_budget(bits, dtype, scratch):  # noqa: F81
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", ["all-open", "none-open"])
+def test_the_largest_numbers_of_float16_stay_finite(case, bits):
+    """In tokens of open groups, and in entries where none is open; the query is 0, so only infinity changes weights."""
+    settings = with_fields(case, store_bits=bits, entries=EntrySettings("max", "max", bits=bits))
+    _, k, v = (x.sign() * (65504 - 2048 * x.abs()) for x in random_qkv(1, 2, 1, 20, 16, 24))
+    qkv = [x.to(torch.float16) for x in (torch.zeros(1, 2, 20, 16, device=DEVICE), k, v)]
+    states = [
+        empty_state(settings, 20, 1, rows=1, widths=(16, 24), dtype=torch.float16, device=DEVICE) for _ in range(2)
+    ]
+    for t in range(20):
+        want, got = (
+            step.recall_step(new_token(qkv, t), state, settings, scale=SCALE)
+            for step, state in zip((torch_step, triton_step if t == 19 else torch_step), states, strict=True)
+        )
+    assert bool(got.isfinite().all())
+    torch.testing.assert_close(got, want, rtol=2**-9, atol=0)
+
+
 def test_what_a_piece_holds_begins_at_whole_numbers():
     """Groups of any size, so that steps and zeros are read at their alignment."""
     for g, D, Dv, size in ((1, 16, 24, 4), (3, 10, 6, 4), (5, 2, 2, 8), (6, 128, 64, 2)):

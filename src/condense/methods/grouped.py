@@ -36,7 +36,8 @@ class GroupPooling(Method):
     key_pooling, value_pooling: "weighted" by the softmax of the group's scores, "mean", "max" per channel or
     "select" the token with the highest score.
 
-    rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
+    rep_bias: what is added to an entry's score. "none": it weighs as one token, each of its g tokens as 1/g of one;
+    "log_size": ln(group_size), as it stands for that many tokens;
     "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
 
     entry_bits: bits per number of an entry: 16 keeps the dtype of the tokens, 8 or 4 round it once, when it is made

@@ -55,7 +55,7 @@ class Recall(Method):
     """The last ``window`` tokens exact; of the groups behind them, each query opens the ``num_recall`` that matter.
 
     Open groups are seen token by token, the others as one entry each: the mean of their keys and of their values, so
-    that every past token counts once. While no more than ``num_recall`` groups are closed this is dense attention.
+    that every past token is seen once. While no more than ``num_recall`` groups are closed this is dense attention.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
     opens: a number >= 0, or a share of the closed groups, above 0 and below 1, rounded up, which grows with the text.
@@ -80,8 +80,9 @@ class Recall(Method):
     entries are made, and key_pooling, value_pooling, rep_bias and entry_bits have no effect.
 
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
-    proposes) are read with dense attention, and only single tokens with Recall. Then a prompt loses nothing and takes
-    as long as with dense attention; prompt and decode are not the same function any more, so it is not for training.
+    proposes) are read with dense attention, and only single tokens with Recall. Then a prompt loses nothing but what
+    ``store_bits`` rounds, and takes as long as with dense attention; prompt and decode are not the same function any
+    more, so it is not for training.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
@@ -286,12 +287,12 @@ class Recall(Method):
     def _all_tokens(self, q: Tensor, context: Context) -> tuple[tuple[Source, Source], Spans]:
         """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.
 
-        If the window holds every row from its first token on, exactly, it alone is seen, and the store is not read. Its
-        first columns, as many as a row has padding, hold no tokens.
+        If the window holds every row from its first token on and the store the same numbers (16 bits), the window alone
+        is seen. Its first columns, as many as a row has padding, hold no tokens.
         """
         spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        if spans.window_is_whole():
+        if self.store_bits == 16 and spans.window_is_whole():
             window, tokens = None, Source(k[:, :, :0], v[:, :, :0])
         else:
             window, tokens = self.window, self._asked_and_tokens(q, context)[1]

@@ -7,8 +7,8 @@ words. What lies between is 0. A row depends on its vector alone.
 
 A number is ``zero + step * code``, computed in float32 or wider and rounded to the dtype of the entries. Steps have 8
 significant bits, so ``step * code`` has 16 and is exact: the sum is rounded once, whether or not multiplication and
-addition are fused, and all backends read the same number. A block's largest number may come back larger by up to
-half a step: in float16, from some 64,000 on, that can be infinity, which is not prevented.
+addition are fused, and all backends read the same number. One that half a step would take past the largest number of
+the dtype is read as that largest, so finite numbers stay finite in float16 too.
 
 Shapes: D width of keys or values, n blocks, C bytes of a row.
 """

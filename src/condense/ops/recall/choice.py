@@ -107,7 +107,8 @@ def index_scores(q: Tensor, index: GroupIndex, settings: IndexSettings, scale: f
     q ``[B, H, L, D]``, scale > 0. "bounds": ``scale * sum_d max(q_d lo_d, q_d hi_d)``, the largest over the group's
     blocks: an upper bound of the scaled score of each of its tokens, computed as two products, of the positive part of
     q with the largest keys and of its negative part with the smallest. "sub_means": ``ln sum_blocks exp(scale * q .
-    mean)``.
+    mean)``. Scores of groups with equal rows may differ in their last digit: the order of a product's sums depends on
+    the number of columns and on the column.
     """
     B, H, L, D = q.shape
     rows = index.rows(settings)
@@ -129,7 +130,7 @@ def choose_groups(scores: Tensor, closed: Tensor, quota: Quota, K: int) -> Tenso
 
     scores ``[B, H, L, G]``, finite where closed; closed int64 ``[B|1, 1, L]``: query t may open groups
     ``[0, closed(t))``. A KV head's score is the largest of its R query heads' softmax over the closed groups, compared
-    in log space. Ties go to the lower group.
+    in log space. Ties, scores the same to the bit, go to the lower group.
     """
     G = scores.shape[-1]
     is_closed = torch.arange(G, device=scores.device) < closed[..., None]

@@ -2,9 +2,10 @@
 
 In fewer bits, keys have a step and a zero per channel of a group, because some channels are large in all tokens, and
 values one per token (after KIVI, arXiv:2402.02750). A number is ``zero + step * code``, rounded to the dtype of the
-tokens. A group is one piece of bytes, which depends on that group alone: in the dtype of the tokens the steps of its
-keys' D channels, their zeros, the steps of its g values and their zeros; then the codes of its keys, token by token,
-and those of its values (`condense.ops.tensors.codes`). The piece counts as g rows of C bytes.
+tokens and at most the largest of that dtype, so that finite tokens stay finite in float16 too. A group is one piece of
+bytes, which depends on that group alone: in the dtype of the tokens the steps of its keys' D channels, their zeros, the
+steps of its g values and their zeros; then the codes of its keys, token by token, and those of its values
+(`condense.ops.tensors.codes`). The piece counts as g rows of C bytes.
 
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
 """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.codes import codes_of, unpacked
+from condense.ops.triton.device.codes import codes_of, to_numbers, unpacked
 from condense.ops.triton.device.parts import parts, tile_width
 
 
@@ -169,7 +169,7 @@ def _load_keys(
         zero = _copied(numbers + FORM.D, copied + FORM.D, is_column, copies, COPY).to(tl.float32)
         codes_ptr, codes_copy = _codes_of_keys(piece_ptr, dtype, FORM), _codes_of_keys(copy_ptr, dtype, FORM)
         codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.D, FORM, COPY)
-        return (zero[None, :] + step[None, :] * codes).to(dtype)
+        return to_numbers(zero[None, :] + step[None, :] * codes, dtype)
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _load_values(
         zero = _copied(numbers + FORM.g, copied + FORM.g, inside, copies, COPY).to(tl.float32)
         codes_ptr, codes_copy = _codes_of_values(piece_ptr, dtype, FORM), _codes_of_values(copy_ptr, dtype, FORM)
         codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.DV, FORM, COPY)
-        return (zero[:, None] + step[:, None] * codes).to(dtype)
+        return to_numbers(zero[:, None] + step[:, None] * codes, dtype)
 
 
 @triton.jit

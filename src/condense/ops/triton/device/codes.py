@@ -66,6 +66,12 @@ def codes_of(x, step, zero, BITS: tl.constexpr):
 
 
 @triton.jit
+def to_numbers(x, dtype: tl.constexpr):
+    """Float32 x rounded to ``dtype``; in float16 at most its largest number, past which half a step may lie."""
+    return (tl.where(x > 65504.0, 65504.0, x) if dtype.is_fp16() else x).to(dtype)
+
+
+@triton.jit
 def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
     """Codes of columns d, float32; bytes ``[n, P]``: those in which they stand, ``d % C`` of the C of a vector."""
     if BITS < 8:
@@ -111,7 +117,7 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
     step = grid.to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
     zero = (grid >> HALF).to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
     codes = tl.reshape(codes, (ptr.shape[0], P // W, W))
-    return tl.reshape((zero[:, :, None] + step[:, :, None] * codes).to(dtype), (ptr.shape[0], P))
+    return tl.reshape(to_numbers(zero[:, :, None] + step[:, :, None] * codes, dtype), (ptr.shape[0], P))
 
 
 @triton.jit
@@ -147,7 +153,7 @@ def _quantised(x, N: tl.constexpr, BITS: tl.constexpr):
     codes = codes_of(wide, step[:, :, None], zero[:, :, None], BITS)
     # a latent may end before its tile, in which then whole blocks are outside
     numbers = tl.where(inside, zero[:, :, None] + step[:, :, None] * codes.to(tl.float32), 0.0)
-    return tl.reshape(codes, (1, P)), step, zero, tl.reshape(numbers.to(x.dtype), (1, P))
+    return tl.reshape(codes, (1, P)), step, zero, tl.reshape(to_numbers(numbers, x.dtype), (1, P))
 
 
 @triton.jit
