@@ -1,6 +1,6 @@
 """Make the bundled text: the opening of a book of the corpus, with numbers hidden at even depths.
 
-python benchmarks/demo_text.py --data TEST.jsonl.zst --tokenizer MODEL --output text.json
+python benchmarks/demo_text.py --data TEST.jsonl.zst --tokenizer MODEL --output text.jsonl
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
         "text": text,
         "keys": [[key.first, key.second, key.number] for key in asked],
     }
-    options.output.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    options.output.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"{count(text)} tokens, {len(keys)} numbers")
 
 

@@ -21,7 +21,7 @@ from condense.evaluate.compare import Prompt
 from condense.tasks.passkeys import Key, question_prompt
 
 _ASSETS = ("assets", "demo")
-_TEXT = "text.json"
+_TEXT = "text.jsonl"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,16 @@ def demo_text() -> DemoText:
 
     Raises ValueError if the installation lacks the file.
     """
-    content = json.loads(_asset(_TEXT).read_text(encoding="utf-8"))
+    content = json.loads(demo_text_file().read_text(encoding="utf-8"))
     return DemoText(content["text"], tuple(Key(*key) for key in content["keys"]))
+
+
+def demo_text_file() -> Path:
+    """The file of `demo_text`, with one document and its numbers, as training data for a try-out.
+
+    Raises ValueError if the installation lacks the file.
+    """
+    return _asset(_TEXT)
 
 
 def demo_prompt() -> Prompt:

@@ -25,8 +25,9 @@ def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
             # creates the name or fails if it exists; a hard link would do both steps, but not every file system has it
             target.open("xb").close()
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        _name(error, target)
         raise
 
 
@@ -41,6 +42,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
     try:
         yield part
         part.rename(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        _name(error, target)
         raise
+
+
+def _name(error: BaseException, target: Path) -> None:
+    """Put the path into an error of the system that has none, such as that of a full disk."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        error.filename = str(target)

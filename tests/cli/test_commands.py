@@ -325,7 +325,7 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("compare", "--method", "nonsense"), "method must be one of"),
         (("compare", "--model", "./missing"), "model: no such folder"),
         (("compare", "--dtype", "int4"), "dtype must be one of"),
-        (("compare", "--device", "abacus"), "device must be"),
+        (("compare", "--device", "abacus"), "device must be one that PyTorch can use here (cpu"),
         (("inspect", "--device", "abacus"), "device must be"),
         (("inspect", "--model", "./missing"), "model: no such folder"),
         (("compare", "--text", "."), "text: no such file"),
@@ -350,6 +350,7 @@ def test_analyze_deviation_tells_all_texts_apart(
         ),
         (("generate", "a", "--layers", "1"), "layers belong to a method"),
         (("compare", "--json", "."), "json"),
+        (("compare", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
         # root may write there by its permissions, and still cannot
         (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
         (("compare", "--plot", "/proc/new/out.png"), "plot: wanted a path that can be written"),
@@ -372,7 +373,10 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("inspect", "--length", "0"), "length must be an integer >= 1"),
         (("train", "nonsense", "--data", "a", "--output", "b"), "recipe must be one of"),
         (("train", "smoke", "--data", "missing.txt", "--output", "b"), "missing.txt"),
-        (("train", "adapt", "--data", "a", "--output", "b"), "--pretrained"),
+        (("train", "adapt", "--data", "a", "--output", "b"), "add --pretrained and --method"),
+        (("train", "adapt", "--data", "a", "--output", "b", "--pretrained", "a"), "a method: add --method"),
+        (("train", "smoke", "--output", "b", "--sequence-length", "64"), "belong to adapt: --sequence-length"),
+        (("train", "demo_model", "--output", "b"), "add --data"),
     ],
     ids=lambda value: "_".join(value).strip("-") if isinstance(value, tuple) else "",
 )
@@ -419,8 +423,22 @@ def test_an_unknown_name_offline_is_refused_in_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as HF_HUB_OFFLINE=1 sets it
     done = run_here("generate", "a", "--model", "nobody/nothing")
     assert done.returncode == 2
-    assert "cannot read nobody/nothing" in done.stderr
+    assert "cannot read nobody/nothing as no folder" in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_without_a_network_a_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    done = run_here("compare", "--model", "nope")
+    assert done.returncode == 2
+    assert "nope as no folder of this name is here, from the hub: Name or service not known" in done.stderr
+    assert len(asked) == 1
 
 
 def test_the_layers_of_a_saved_model_stay_as_they_are(saved: Path, story: Path, tmp_path: Path) -> None:
@@ -509,11 +527,11 @@ def command(*arguments: str) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path: Path, how: int) -> None:
     output, recipe = tmp_path / "adapted", story.parent / "recipe.toml"
-    recipe.write_text('sequence_length = 128\nbatch_size = 2\ndtype = "float32"\ndistill = 0.0\ntrain = "all"\n')
+    recipe.write_text('sequence_length = 4096\nbatch_size = 2\ndtype = "float32"\ndistill = 0.0\ntrain = "all"\n')
     arguments = (
         "train", str(recipe), "--pretrained", str(saved), "--method", "cca:group_size=4,window=16,summary=streaming",
         "--data", str(story), "--output", str(output), "--steps", "100", "--workers", "0",
-        "--train", "qkv",
+        "--train", "qkv", "--sequence-length", "128",
     )  # fmt: skip
     checkpoint = tmp_path / "adapted.work" / "0-adapt" / "checkpoint-25"
     # `complete` is the last file of a checkpoint
@@ -529,6 +547,12 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
     assert report["phases"][0]["resumed_from"].startswith("checkpoint-")
     done = run_here("compare", "--model", str(output), "--text", str(story), "--max-new-tokens", "2")
     assert "CCA(group_size=4, window=16, summary='streaming')" in done.stdout
+
+
+def test_the_try_out_needs_no_data(tmp_path: Path) -> None:
+    done = run_here("train", "smoke", "--output", str(tmp_path / "tiny"), "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tiny" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("text", ["", " \n\t"])

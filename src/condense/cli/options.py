@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -129,14 +129,29 @@ def _read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizer
 
 
 def read_saved(model: str, read: Callable[[str], T]) -> T:
-    """``read`` on a folder or hub name. Raises ValueError for any error while reading the files."""
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+    """``read`` on a folder or hub name. Raises ValueError for any error while finding and reading the files."""
+    is_folder = Path(model).expanduser().is_dir()
+    if model.startswith((".", "/", "~")) and not is_folder:
         raise ValueError(f"model: no such folder: {model}")
     try:
+        if not is_folder:
+            _ask_hub(model)
         return read(str(Path(model).expanduser()) if model.startswith("~") else model)
     except Exception as error:
         reason = textwrap.shorten(str(error), width=240, placeholder=" ...") or type(error).__name__
-        raise ValueError(f"model: cannot read {model}: {reason}") from error
+        missing = "" if is_folder else " as no folder of this name is here, from the hub"
+        raise ValueError(f"model: cannot read {model}{missing}: {reason}") from error
+
+
+def _ask_hub(model: str) -> None:
+    """Ask a hub once for a model that is not in its cache: transformers asks for a minute if there is no network."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
+
+    file = "config.json"  # which an adapter's repository may lack
+    if not isinstance(try_to_load_from_cache(model, file), str):
+        with suppress(EntryNotFoundError):
+            get_hf_file_metadata(hf_hub_url(model, file))
 
 
 def read_skeleton(model: str | None) -> PreTrainedModel:
@@ -148,7 +163,9 @@ def read_skeleton(model: str | None) -> PreTrainedModel:
 
     config: Any = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
     with torch.device("meta"):
-        return read_saved(model or "bundled", lambda _: AutoModelForCausalLM.from_config(config))
+        if model is None:
+            return AutoModelForCausalLM.from_config(config)
+        return read_saved(model, lambda _: AutoModelForCausalLM.from_config(config))
 
 
 def parse_device(name: str | None) -> torch.device:
@@ -161,7 +178,8 @@ def parse_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be one that PyTorch can use here, such as cpu or cuda, got {name!r}") from error
+        usable = ", ".join(["cpu"] + [kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available()])
+        raise ValueError(f"device must be one that PyTorch can use here ({usable}), got {name!r}") from error
     return device
 
 
@@ -191,7 +209,7 @@ def read_text(source: str) -> str:
 
 
 def check_targets(*, overwrite: bool, plot: Path | None = None, **files: Path | None) -> None:
-    """Raise ValueError, before any work, if a result file exists (unless ``overwrite``) or a picture cannot be drawn.
+    """Raise ValueError, before any work, if a result file exists (unless ``overwrite``) or cannot be written or drawn.
 
     files: by the name of their option; None for those that are not asked for.
     """
@@ -200,6 +218,8 @@ def check_targets(*, overwrite: bool, plot: Path | None = None, **files: Path | 
     for name, path in (*files.items(), ("plot", plot)):
         if path is not None:
             refuse_existing(path, name, overwrite=overwrite)
+            if not path.absolute().parent.is_dir():
+                raise ValueError(f"{name}: wanted a path in a folder that exists, got {path}")
     if plot is not None:
         from condense.plots import require_matplotlib
 

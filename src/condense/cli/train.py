@@ -25,7 +25,7 @@ def train_command(
         list[Path] | None,
         typer.Option(
             help="Text: .txt or .jsonl, both also .zst; .parquet; hf:OWNER/NAME/CONFIG:SPLIT, a Hugging Face dataset "
-            "(config and split may be left out). Repeatable."
+            "(config and split may be left out). Repeatable. Default: the recipe's; smoke: the bundled text."
         ),
     ] = None,
     pretrained: Annotated[
@@ -43,6 +43,9 @@ def train_command(
         ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of every phase. Default: the recipe's.")] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="adapt: tokens of a sequence. Default: the recipe's.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Decides first weights and sequences. Default: 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that build sequences. Default: the recipe's.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for tokenizer and encoded text, to share.")] = None,
@@ -50,6 +53,8 @@ def train_command(
 ) -> None:
     """Train a model by a recipe, from scratch or from a saved model; options override a recipe file."""
     from transformers import AutoConfig
+
+    from condense.demo import demo_text_file
 
     try:
         from condense.train import PRESETS, RECIPES, read_recipe, run_training
@@ -63,21 +68,24 @@ def train_command(
         options = read_recipe(PRESETS.get(recipe, Path(recipe)))
     given = {
         "data": data, "pretrained": pretrained, "method": method, "train": train, "seed": seed, "workers": workers,
-        "cache": cache,
+        "cache": cache, "sequence_length": sequence_length,
     }  # fmt: skip
     options |= {name: value for name, value in given.items() if value is not None}
     files = options.pop("data", None)
+    if files is None and recipe == "smoke":
+        files = [demo_text_file()]
     if files is None:
         raise ValueError("train needs text: add --data")
     if recipe == "adapt" or recipe not in RECIPES:
-        if "pretrained" not in options or "method" not in options:
-            raise ValueError("adapt needs a model to start from and a method: add --pretrained and --method")
+        missing = [f"--{name}" for name in ("pretrained", "method") if name not in options]
+        if missing:
+            raise ValueError(f"adapt needs a model to start from and a method: add {' and '.join(missing)}")
         read_saved(options["pretrained"], AutoConfig.from_pretrained)
         config = RECIPES["adapt"]([Path(file) for file in files], output, **options)
     else:
-        for name in ("pretrained", "method", "train"):
+        for name in ("pretrained", "method", "train", "sequence_length"):
             if name in options:
-                raise ValueError(f"these options belong to adapt: --{name}; got them for {recipe}")
+                raise ValueError(f"these options belong to adapt: --{name.replace('_', '-')}; got them for {recipe}")
         config = RECIPES[recipe](files, output, **options)
     if steps is not None:
         config = config.with_steps(steps)

@@ -162,7 +162,7 @@ def _haystack(data: str | None) -> list[str]:
 
 def _bundled_lines() -> list[str]:
     """The bundled novel without the numbers that are hidden in it."""
-    asset = importlib.resources.files("condense") / "assets" / "demo" / "text.json"
+    asset = importlib.resources.files("condense") / "assets" / "demo" / "text.jsonl"
     text = json.loads(asset.read_text(encoding="utf-8"))["text"]
     return [line for line in text.split("\n") if not line.startswith("The number of the")]
 
