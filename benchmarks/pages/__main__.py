@@ -1,0 +1,5 @@
+"""`python benchmarks/pages`: see `write_pages`."""
+
+from write_pages import main
+
+main()
