@@ -27,6 +27,7 @@ import condense
 from condense.cli.main import main
 from condense.demo import demo_text
 from condense.models import condensed_layers
+from condense.named import NAMED_SETTINGS
 
 LINE = "The number of the quiet bridge is 4821."
 
@@ -196,6 +197,29 @@ def test_inspect_answers_at_any_length_and_setting(arguments: tuple[str, ...]) -
     assert "all layers: cache" in done.stdout
 
 
+def test_inspect_says_what_fits_and_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    results = tmp_path / "fits.json"
+    asked = ("--memory", "80GB", "--batch", "9", "--host-memory", "64GiB", "--method", "cca:window=64")
+    done = run_here("inspect", "--shape", "qwen3-8b", "--length", "64K", *asked, "--json", str(results))
+    assert done.returncode == 0, done.stderr
+    content = json.loads(results.read_text())["results"]
+    settings = {row["name"]: row for row in content["settings"]}
+    assert [*settings] == ["dense", "dense, FP8", "dense, 4 bits", *NAMED_SETTINGS, "cca:window=64"]
+    assert (content["length"], content["memory"], content["host_memory"]) == (65536, 80 * 10**9, 64 * 2**30)
+    for name, row in settings.items():
+        (line,) = (line for line in done.stdout.splitlines() if line.strip().startswith(f"{name}  "))
+        assert line.split()[-2:] == [f"{row['requests']:,}", "yes" if row["requests"] >= 9 else "no"]
+    # 36 layers of 256 MiB each
+    assert settings["recall-host"]["requests"] == 64 * 4 // 36 < settings["pooled"]["requests"]
+    yarn = '"factor": 2.0, "original_max_position_embeddings": 32768'
+    assert "The model has 40,960 positions, fewer than 65,536 tokens need. YaRN" in done.stdout
+    assert yarn in done.stdout
+    assert yarn.replace('"', "'") in done.stdout
+    assert "condense serve DIR --method pooled --max-model-len 65536" in done.stdout
+    assert "YaRN" not in run_here("inspect", "--shape", "qwen3-8b", "--length", "32K").stdout
+
+
 @pytest.mark.parametrize(
     ("method", "cause"),
     [("dga:group_size=128", "chunks of up to 128 tokens, got 141"), ("dga:focal=random", "makes its entries itself")],
@@ -256,7 +280,7 @@ def test_analyze_deviation_reads_as_the_model_was_saved(saved: Path, story: Path
     [
         (
             ("analyze", "deviation"),
-            ("One that pools groups, such as lca", "Default: the shortest text"),
+            ("One that pools groups, such as pooled", "Default: the shortest text"),
             ("dga", "streaming_llm", "longest"),
         ),
         (("train",), ("summary=prompt and selection=prompt need allow_future=true",), ()),
@@ -370,7 +394,13 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("generate",), "prompt"),
         (("generate", "a", "--text", "b"), "prompt"),
         (("generate", ""), "prompt must not be empty"),
-        (("inspect", "--length", "0"), "length must be an integer >= 1"),
+        (("inspect", "--length", "0"), "length: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got '0'"),
+        (("inspect", "--memory", "80"), "memory: wanted bytes, such as 80GB or 512GiB, got '80'"),
+        (("inspect", "--memory", "many GB"), "memory: wanted bytes"),
+        (("inspect", "--batch", "0", "--memory", "80GB"), "batch must be an integer >= 1, got 0"),
+        (("inspect", "--batch", "2"), "batch and host_memory need a memory to fit into: add --memory 80GB"),
+        (("inspect", "--shape", "qwen9"), "shape must be one of llama-3.1-8b, "),
+        (("inspect", "--shape", "qwen3-8b", "--model", "DIR"), "shape and model exclude each other"),
         (("train", "nonsense", "--data", "a", "--output", "b"), "recipe must be one of"),
         (("train", "smoke", "--data", "missing.txt", "--output", "b"), "missing.txt"),
         (("train", "adapt", "--data", "a", "--output", "b"), "add --pretrained and --method"),

@@ -4,7 +4,7 @@ from condense.bench.baselines import BASELINES, GPU_BASELINES
 from condense.bench.history import last_result, read_result, result_path, with_changes
 from condense.bench.kernel import KernelPlan, bench_kernel
 from condense.bench.model import ModelPlan, bench_model
-from condense.bench.model_shapes import MODEL_SHAPES, check_shape, random_model, ready
+from condense.bench.model_shapes import random_model, ready
 from condense.bench.problems import HeadShape, Setting
 from condense.bench.report import fill_page, milliseconds
 from condense.bench.rows import OPS, check_names, op_title
@@ -14,7 +14,6 @@ __all__ = [
     "BASELINES",
     "DEFAULT_RUNNERS",
     "GPU_BASELINES",
-    "MODEL_SHAPES",
     "OPS",
     "RUNNERS",
     "HeadShape",
@@ -24,7 +23,6 @@ __all__ = [
     "bench_kernel",
     "bench_model",
     "check_names",
-    "check_shape",
     "fill_page",
     "last_result",
     "milliseconds",

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from importlib import resources
-from typing import Any
-
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from condense.config import check_int
+from condense.models.shapes import shape_config
 
-# The sizes that decide time and memory, from the models' public configurations; but for minicpm3-4b's
-# initializer_range: with its own, 0.1, no comparison of logits is meaningful.
-MODEL_SHAPES: dict[str, dict[str, Any]] = json.loads(
-    resources.files("condense").joinpath("assets/model_shapes.json").read_text(encoding="utf-8")
-)
 # a large number costs nothing, because rotary tables are computed per call
 _MAX_POSITIONS = 2**21
-
-
-def check_shape(name: str) -> str:
-    """The name. Raises ValueError for an unknown one."""
-    if name not in MODEL_SHAPES:
-        raise ValueError(f"shape must be one of {', '.join(MODEL_SHAPES)}, got {name!r}")
-    return name
 
 
 def random_model(
@@ -34,11 +19,11 @@ def random_model(
 
     Raises ValueError for an unknown shape or a number of layers below 1.
     """
-    sizes: dict[str, Any] = dict(MODEL_SHAPES[check_shape(name)])
+    changes = {"max_position_embeddings": _MAX_POSITIONS}
     if num_layers is not None:
         check_int("layers", num_layers, 1)
-        sizes["num_hidden_layers"] = num_layers
-    config = AutoConfig.for_model(sizes.pop("model_type"), max_position_embeddings=_MAX_POSITIONS, **sizes)
+        changes["num_hidden_layers"] = num_layers
+    config = shape_config(name, **changes)
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

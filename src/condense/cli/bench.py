@@ -16,6 +16,7 @@ from condense.cli.options import (
     DtypeOption,
     parse_device,
     parse_dtype,
+    parse_tokens,
     plain_console,
     progress,
     read_saved,
@@ -137,6 +138,7 @@ def model_command(
     from condense import bench
     from condense.config import check_int
     from condense.models import choice_from_text, described
+    from condense.models.shapes import MODEL_SHAPES, check_shape
 
     if shape is not None and model is not None:
         raise ValueError("shape and model exclude each other, got both")
@@ -145,7 +147,7 @@ def model_command(
     for name, value in (("layers", layers), ("steps", steps), ("prefill_chunk", prefill_chunk)):
         if value is not None:
             check_int(name, value, 1)
-    chosen = bench.check_shape(shape or next(iter(bench.MODEL_SHAPES)))
+    chosen = check_shape(shape or next(iter(MODEL_SHAPES)))
     chosen_runners = (
         bench.DEFAULT_RUNNERS if runners is None else bench.check_names("runners", _names(runners), bench.RUNNERS)
     )
@@ -270,14 +272,7 @@ def _names(text: str) -> list[str]:
 def _lengths(text: str | None, device: torch.device, quick: bool) -> tuple[int, ...]:
     if text is None:
         return CPU_LENGTHS if device.type == "cpu" else QUICK_LENGTHS if quick else LENGTHS
-    lengths = []
-    for part in _names(text):
-        digits, unit = (part[:-1], part[-1].upper()) if part[-1:].upper() in ("K", "M") else (part, "")
-        number = int(digits) * {"": 1, "K": 2**10, "M": 2**20}[unit] if digits.isdecimal() else 0
-        if number < 1:
-            raise ValueError(f"lengths must be numbers of tokens >= 1, such as 4096,32K,1M, got {text!r}")
-        lengths.append(number)
-    return tuple(sorted(set(lengths)))
+    return tuple(sorted({parse_tokens("lengths", part) for part in _names(text)}))
 
 
 def _batches(text: str | None, device: torch.device) -> tuple[int, ...]:

@@ -1,19 +1,24 @@
-"""`condense inspect`: what condensing would change, per layer, before anything runs."""
+"""`condense inspect`: what condensing would change, per layer, and how many requests fit, before anything runs."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from condense.cli.options import (
     CHOICE_HELP,
-    JsonOption,
     LayersOption,
     ModelOption,
+    OverwriteOption,
     choose,
+    parse_bytes,
     parse_dtype,
+    parse_tokens,
     plain_console,
     plain_table,
     read_skeleton,
@@ -21,60 +26,150 @@ from condense.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from condense.models.fit import CacheFit
     from condense.models.inspect import LayerReport
+
+DEFAULT = "recall-host"
 
 
 def inspect_command(
     model: ModelOption = None,
+    shape: Annotated[
+        str | None, typer.Option(help="A well-known shape instead, such as qwen3-8b, read from no hub.")
+    ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help=CHOICE_HELP + " Default: what the model was saved with, or cca.")
+        list[str] | None, typer.Option(help=f"{CHOICE_HELP} Default: what the model was saved with, or {DEFAULT}.")
     ] = None,
     layers: LayersOption = None,
-    length: Annotated[int, typer.Option(help="Prompt length in tokens.")] = 131072,
-    dtype: Annotated[str, typer.Option(help="Of the cache: float32, bfloat16, ...")] = "bfloat16",
+    length: Annotated[str, typer.Option(help="Prompt length in tokens, such as 4096 or 128K.")] = "128K",
+    memory: Annotated[str | None, typer.Option(help="Of all devices, such as 80GB: how many requests fit.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Whether so many requests fit.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="For far tokens there, such as 512GB.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: float32, bfloat16, ...")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where it is to run: cpu or cuda.")] = "cpu",
-    json: JsonOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing result file.")] = False,
+    to_json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    overwrite: OverwriteOption = False,
 ) -> None:
-    """Entries, bytes and FLOPs per layer, dense and condensed, and the length from which it pays. Reads no weights."""
+    """Entries, bytes and FLOPs per layer, and the requests that fit under each named setting. Reads no weights."""
     import torch
 
-    from condense.methods import CCA
-    from condense.models import choice_from_text, restore
+    from condense.config import check_int
+    from condense.models import choice_from_text, described, restore
+    from condense.models.fit import cache_fits, weight_bytes
     from condense.models.inspect import inspect
+    from condense.named import NAMED_SETTINGS
     from condense.ops import Problem, resolve_backend
     from condense.results import refuse_existing, write_results
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
-    where = torch.device(device)
+    if shape is not None and model is not None:
+        raise ValueError("shape and model exclude each other, got both")
+    if memory is None and (batch, host_memory) != (None, None):
+        raise ValueError("batch and host_memory need a memory to fit into: add --memory 80GB")
+    check_int("batch", 1 if batch is None else batch, 1)
+    tokens, where = parse_tokens("length", length), torch.device(device)
+    texts = {"memory": memory, "host_memory": host_memory}
+    room = {name: None if text is None else parse_bytes(name, text) for name, text in texts.items()}
     torch_dtype = parse_dtype(dtype, where)
-    if json is not None:
-        refuse_existing(json, "json", overwrite=overwrite)
-    given = None if not method and layers is None else choose(choice_from_text(*(method or ["cca"])), layers)
-    skeleton = read_skeleton(model)
-    chosen = given or saved_choice(skeleton) or CCA()
-    reports = inspect(restore(skeleton), chosen, length, torch_dtype.itemsize)
+    if to_json is not None:
+        refuse_existing(to_json, "json", overwrite=overwrite)
+    given = None if not method and layers is None else choose(choice_from_text(*(method or [DEFAULT])), layers)
+    skeleton = read_skeleton(model, shape)
+    chosen = given or saved_choice(skeleton) or choice_from_text(DEFAULT)
+    reports = inspect(restore(skeleton), chosen, tokens, torch_dtype.itemsize)
+    choices = {name: choice_from_text(name) for name in NAMED_SETTINGS}
+    if chosen not in choices.values():
+        choices |= {" ".join(method or [described(chosen)]): chosen}
+    fits = cache_fits(skeleton, choices, tokens, torch_dtype.itemsize, **room)
     config = skeleton.config.get_text_config()
     heads = config.num_attention_heads
     problem = Problem(
         where,
         torch_dtype,
         (reports[0].width, reports[0].value_width),
-        num_queries=length,
+        num_queries=tokens,
         rows=1,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
     )
     backend = resolve_backend("auto", problem)
+    name, weights = model or shape or "bundled", weight_bytes(skeleton, torch_dtype.itemsize)
     methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))
-    _print(reports, f"{'; '.join(methods)} at {length} tokens, {dtype}, backend {backend}")
-    if json is not None:
-        content = {"model": model or "bundled", "length": length, "dtype": dtype, "backend": backend, "layers": reports}
-        write_results(json, content, overwrite=overwrite)
+    _print_layers(reports, f"{'; '.join(methods)} at {tokens} tokens, {dtype}, backend {backend}")
+    _print_fits(fits, f"{name}: one request of {tokens:,} tokens, {dtype}", batch)
+    if memory is not None:
+        _print_room(fits, memory, weights, host_memory)
+    for line in _lines_to_type(skeleton, model or "DIR", tokens):
+        plain_console().print(line, soft_wrap=True)
+    if to_json is not None:
+        content = {"model": name, "length": tokens, "dtype": dtype, "backend": backend, "layers": reports}
+        content |= {"weight_bytes": weights, **room, "batch": batch, "settings": fits}
+        write_results(to_json, content, overwrite=overwrite)
 
 
-def _print(reports: list[LayerReport], title: str) -> None:
+def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:
+    table = plain_table(title)
+    table.add_column("settings")
+    counted = [] if fits[0].requests is None else ["requests\nthat fit", *([] if batch is None else [f"{batch} fit"])]
+    for heading in ("device\nGiB", "of\ndense", "host\nGiB", *counted):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for fit in fits:
+        host = f"{fit.host_bytes / 2**30:,.2f}" if fit.host_bytes else ""
+        cells = [f"{fit.device_bytes / 2**30:,.2f}", f"{fit.device_bytes / fits[0].device_bytes:.1%}", host]
+        if fit.requests is not None:
+            cells += [f"{fit.requests:,}", *([] if batch is None else ["yes" if fit.requests >= batch else "no"])]
+        table.add_row(fit.name, *cells)
+    plain_console().print(table)
+
+
+def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory: str | None) -> None:
+    """Say what the numbers of requests are made of."""
+    from condense.models.fit import USED
+
+    console = plain_console()
+    console.print(
+        f"Requests that fit: {USED:.0%} of {memory}, less {weights / 2**30:,.1f} GiB of weights, by the cache of one. "
+        "Arithmetic: nothing was run, and the rest of the memory is for activations.",
+        soft_wrap=True,
+    )
+    for fit in fits:
+        if fit.host_bytes and fit.requests and host_memory is None:
+            needed = fit.requests * fit.host_bytes / 2**30
+            console.print(f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory)")
+
+
+def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int) -> list[str]:
+    """What to type for the named settings, and what a model with fewer positions needs."""
+    from condense.models.families import max_learned_positions
+    from condense.serving.vllm.register import ARCHITECTURES
+
+    lines = ['transformers: condense.apply(model, "recall-host"), "recall-device" or, once adapted, "pooled"']
+    served = type(model).__name__ in ARCHITECTURES
+    if served:
+        lines.append(f"vLLM, once adapted: condense serve {folder} --method pooled --max-model-len {tokens}")
+    config: Any = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or tokens <= positions:
+        return lines
+    fewer = f"The model has {positions:,} positions, fewer than {tokens:,} tokens need"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if max_learned_positions(config) is not None or rope.get("rope_type") != "default":
+        return [*lines, f"{fewer}: its card says whether and how it reads more."]
+    # models are trained on powers of two; positions beyond, as Qwen3 has them, are room for answers
+    original = 2 ** (positions.bit_length() - 1)
+    yarn = rope | {"rope_type": "yarn", "factor": float(-(-tokens // original))}
+    yarn |= {"original_max_position_embeddings": original}
+    lines += [
+        f"{fewer}. YaRN gives it more; its card says whether that was tried:",
+        f'  from_pretrained("{folder}", rope_parameters={yarn}, max_position_embeddings={tokens})',
+    ]
+    return [*lines, f"  vLLM: --hf-overrides '{json.dumps({'rope_parameters': yarn})}'"] if served else lines
+
+
+def _print_layers(reports: list[LayerReport], title: str) -> None:
     table = plain_table(title)
     share = "of\ndense"
     for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share, "pays\nfrom"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -154,14 +155,21 @@ def _ask_hub(model: str) -> None:
             get_hf_file_metadata(hf_hub_url(model, file))
 
 
-def read_skeleton(model: str | None) -> PreTrainedModel:
-    """The bundled model, or the one in a folder or on the hub, without weights. Raises ValueError as `read_saved`."""
+def read_skeleton(model: str | None, shape: str | None = None) -> PreTrainedModel:
+    """The bundled model, the one in a folder or on the hub, or one of a known shape, without weights.
+
+    Raises ValueError as `read_saved`, and for an unknown shape.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from condense.demo import demo_config
+    from condense.models.shapes import shape_config
 
-    config: Any = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
+    if shape is not None:
+        config: Any = shape_config(shape)
+    else:
+        config = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
     with torch.device("meta"):
         if model is None:
             return AutoModelForCausalLM.from_config(config)
@@ -191,6 +199,23 @@ def parse_dtype(name: str | None, device: torch.device) -> torch.dtype:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     dtype: torch.dtype = getattr(torch, name or ("float32" if device.type == "cpu" else "bfloat16"))
     return dtype
+
+
+def parse_tokens(name: str, text: str) -> int:
+    """A number of tokens such as 4096, 32K or 1M. Raises ValueError for anything else, and below 1."""
+    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M") else (text, "")
+    number = int(digits) * {"": 1, "K": 2**10, "M": 2**20}[unit] if digits.isdecimal() else 0
+    if number < 1:
+        raise ValueError(f"{name}: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got {text!r}")
+    return number
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Bytes, of text such as 80GB (billions) or 512GiB (of 2**30). Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B", text.strip())
+    if found is None:
+        raise ValueError(f"{name}: wanted bytes, such as 80GB or 512GiB, got {text!r}")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** (2 + "MGT".index(found[2])))
 
 
 def read_text(source: str) -> str:

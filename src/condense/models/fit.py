@@ -1,0 +1,67 @@
+"""How many requests fit into a memory under each choice of methods, beside dense caches: arithmetic, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from condense.models.choice import MethodChoice
+from condense.models.inspect import inspect
+
+# of the device's memory, for weights and caches; the rest is for activations
+USED = 0.9
+# 4 bits, and a step and a zero of 16 bits for 64 numbers, as transformers' quantised caches have them
+_FOUR_BITS = 4 + 2 * 16 / 64
+
+
+@dataclass(frozen=True)
+class CacheFit:
+    """The cache of one request: bytes on the device and in host memory; requests: how many fit, None if not asked."""
+
+    name: str
+    device_bytes: int
+    host_bytes: int
+    requests: int | None
+
+
+def weight_bytes(model: nn.Module, itemsize: int) -> int:
+    """Bytes of the model's weights with ``itemsize`` bytes per number; works on the meta device."""
+    return sum(parameter.numel() for parameter in model.parameters()) * itemsize
+
+
+def cache_fits(
+    model: nn.Module,
+    choices: Mapping[str, MethodChoice],
+    length: int,
+    itemsize: int = 2,
+    *,
+    memory: int | None = None,
+    host_memory: int | None = None,
+) -> list[CacheFit]:
+    """The dense cache, the same in 8 and 4 bits, and that of each choice, for one request of ``length`` tokens.
+
+    model: stock, also on the meta device. memory, host_memory: bytes for all requests together, None if not limited;
+    of the first, `USED` is for weights and caches. A request's host memory is counted as PyTorch pins it, in powers of
+    two per layer. Raises ValueError as `condense.models.inspect.inspect`.
+    """
+    room = None if memory is None else int(USED * memory) - weight_bytes(model, itemsize)
+    reports = {name: inspect(model, choice, length, itemsize) for name, choice in choices.items()}
+    dense = sum(report.dense_bytes for report in next(iter(reports.values())))
+    dense_in = {"dense": 8 * itemsize, "dense, FP8": 8, "dense, 4 bits": _FOUR_BITS}
+    fits = [_fit(name, int(dense * bits / (8 * itemsize)), [], room, None) for name, bits in dense_in.items()]
+    for name, layers in reports.items():
+        hosts = [layer.host_bytes for layer in layers]
+        fits.append(_fit(name, sum(layer.bytes for layer in layers), hosts, room, host_memory))
+    return fits
+
+
+def _fit(name: str, device_bytes: int, hosts: list[int], room: int | None, host_room: int | None) -> CacheFit:
+    pinned = sum(1 << (each - 1).bit_length() for each in hosts if each)
+    counts = [
+        max(0, limit // each)
+        for limit, each in ((room, device_bytes), (host_room, pinned))
+        if limit is not None and each
+    ]
+    return CacheFit(name, device_bytes, sum(hosts), min(counts, default=None))

@@ -1,0 +1,28 @@
+"""Well-known shapes of models, from their public configurations: enough for times and bytes, without a hub."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+# The sizes that decide time and memory, and the positions; but for minicpm3-4b's initializer_range: with its own, 0.1,
+# no comparison of logits is meaningful.
+MODEL_SHAPES: dict[str, dict[str, Any]] = json.loads(
+    resources.files("condense").joinpath("assets/model_shapes.json").read_text(encoding="utf-8")
+)
+
+
+def check_shape(name: str) -> str:
+    """The name. Raises ValueError for an unknown one."""
+    if name not in MODEL_SHAPES:
+        raise ValueError(f"shape must be one of {', '.join(MODEL_SHAPES)}, got {name!r}")
+    return name
+
+
+def shape_config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The configuration of that shape, with some of its values changed. Raises ValueError for an unknown shape."""
+    sizes = MODEL_SHAPES[check_shape(name)] | changes
+    return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
