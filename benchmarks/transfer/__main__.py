@@ -1,0 +1,111 @@
+"""Whether Recall's settings transfer to models that nobody tuned them for; how `docs/transfer.md` is made.
+
+    python benchmarks/transfer pack --data FOLDER --output CORPUS
+    python benchmarks/transfer lease --corpus CORPUS --out OUT --plan 0:llama-77m:300:560 --plan 1:qwen3-83m:300:560
+    python benchmarks/transfer table OUT/*.jsonl
+
+`pack` encodes text with the bundled tokenizer; `lease` trains and measures models, several per GPU one after another
+(GPU, make, seconds of training, and the second after the start by which measuring ends), and writes every result as
+soon as it is there. `run` and `warm` are what it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_WARMING, _WORKERS = 5, 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("pack")
+    command.add_argument("--data", type=Path, required=True, help="folder of the compressed JSON lines")
+    command.add_argument("--output", type=Path, required=True)
+    command.add_argument("--part-tokens", type=int, default=24_000_000)
+    command.add_argument("--parts", type=int, default=4)
+    command = commands.add_parser("lease")
+    command.add_argument("--plan", action="append", required=True, help="GPU:MAKE:TRAIN_SECONDS:END_SECOND")
+    _common(command)
+    for name in ("run", "warm"):
+        command = commands.add_parser(name)
+        command.add_argument("--make", required=True)
+        command.add_argument("--train-seconds", type=float, default=300)
+        command.add_argument("--until", type=float, default=0, help="Unix time at which measuring ends")
+        command.add_argument("--part", default="0/1")
+        _common(command)
+    command = commands.add_parser("table")
+    command.add_argument("results", type=Path, nargs="+")
+    command.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.command == "pack":
+        from pack import pack
+
+        pack(options.data, options.output, options.part_tokens, options.parts)
+    elif options.command == "lease":
+        lease(options)
+    elif options.command == "table":
+        from cells import page
+
+        text = page(options.results)
+        options.output.write_text(text) if options.output else print(text)
+    else:
+        import one_model
+
+        one_model.run(options) if options.command == "run" else one_model.warm(options)
+
+
+def _common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--corpus", type=Path, required=True, help="folder that `pack` has written")
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--workers", type=int, default=_WORKERS)
+    command.add_argument("--tiny", action="store_true", help="two layers and short texts, to try everything out")
+
+
+def lease(options: argparse.Namespace) -> None:
+    """Per GPU one model after another; beside the training, processes that compile the kernels of all arms."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    began, chains = time.time(), dict[str, list[list[str]]]()
+    for entry in options.plan:
+        gpu, make, seconds, end = entry.split(":")
+        chains.setdefault(gpu, []).append([make, seconds, str(began + float(end))])
+    processes = []
+    for gpu, chain in chains.items():
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TOKENIZERS_PARALLELISM": "false"}
+        script = Path(__file__).parent
+        shared = ["--corpus", str(options.corpus), "--out", str(options.out), "--seed", str(options.seed)]
+        shared += ["--workers", str(options.workers)] + ["--tiny"] * options.tiny
+        lines, warming = [], []
+        for make, seconds, until in chain:
+            given = ["--make", make, "--train-seconds", seconds, "--until", until, *shared]
+            log = options.out / f"{make}.log"
+            lines.append(_shell([sys.executable, str(script), "run", *given], log))
+            warming.append(
+                [[sys.executable, str(script), "warm", *given, "--part", f"{i}/{_WARMING}"] for i in range(_WARMING)]
+            )
+        processes.append(subprocess.Popen(["bash", "-c", "; ".join(lines)], env=environment))
+        waits = [
+            " & ".join(_shell(one, options.out / "warm.log") for one in of_make) + " & wait" for of_make in warming
+        ]
+        if not options.tiny:
+            processes.append(
+                subprocess.Popen(["bash", "-c", "; ".join(waits)], env={**environment, "OMP_NUM_THREADS": "1"})
+            )
+    for process in processes:
+        process.wait()
+    (options.out / "done").write_text(json.dumps({"seconds": time.time() - began}))
+
+
+def _shell(command: list[str], log: Path) -> str:
+    return " ".join(command) + f" >> {log} 2>&1"
+
+
+if __name__ == "__main__":
+    main()

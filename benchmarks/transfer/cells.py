@@ -1,0 +1,139 @@
+"""Pages from result files: every cell beside dense attention, and the worst model and the worst task of each arm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# nats on a class of tokens; net share of a task that may be lost, and its paired 95 % bound
+MOST_NATS, MOST_LOST, MOST_BOUND = 0.01, 0.01, 0.02
+LEAST_FOUND = 0.6  # of dense attention, for a cell to count
+TOKENS = ("key", "other", "copy", "identifier")
+TASKS = ("number", "shared", "several", "chain")
+_RESAMPLES = 2000
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of an arm beside dense attention: nats above it, or the share lost of what it finds; low and high:
+    paired 95 % interval over texts. dense: its loss, or the share that it finds. n: tokens or questions.
+    """
+
+    value: float
+    low: float
+    high: float
+    dense: float
+    n: int
+
+    def passes(self, task: bool) -> bool:
+        """Whether the arm meets the bar in this cell."""
+        if task:
+            return self.value <= MOST_LOST and self.high <= MOST_BOUND
+        return self.value <= MOST_NATS
+
+
+def _paired(arm: np.ndarray, dense: np.ndarray, weight: np.ndarray, relative: bool) -> tuple[float, float, float]:
+    """Difference of two means, or the share lost, of sums ``[texts]``, with its interval over resampled texts."""
+    draws = np.random.default_rng(0).integers(len(arm), size=(_RESAMPLES, len(arm)))
+    draws = np.concatenate([np.arange(len(arm))[None], draws])
+    a, d, w = (x[draws].sum(1) for x in (arm, dense, weight))
+    values = 1 - a / np.maximum(d, 1) if relative else (a - d) / np.maximum(w, 1)
+    low, high = np.percentile(values[1:], [2.5, 97.5])
+    return float(values[0]), float(low), float(high)
+
+
+def cells(arm: Record, dense: Record) -> dict[str, Cell]:
+    """By class of tokens and by task; the texts of an arm that had fewer are dense attention's first ones."""
+    result = {}
+    for name in TOKENS:
+        parts = ("code",) if name == "identifier" else ("prose",) if name == "copy" else ("prose", "code")
+        pairs = [
+            (a[name], d[name]) for part in parts for a, d in zip(arm[part], dense[part], strict=False) if name in a
+        ]
+        table = np.array([(a[0], d[0], d[2]) for a, d in pairs if d[2]], float).reshape(-1, 3)
+        if len(table):
+            n = int(table[:, 2].sum())
+            result[name] = Cell(*_paired(*table.T, relative=False), table[:, 1].sum() / n, n)
+    for name in TASKS:
+        pairs = [(a[name], d[name]) for a, d in zip(arm["asked"], dense["asked"], strict=False) if name in d]
+        table = np.array([(a.count("1"), d.count("1"), len(d)) for a, d in pairs], float).reshape(-1, 3)
+        n = int(table[:, 2].sum())
+        if n and (found := table[:, 1].sum() / n) >= LEAST_FOUND:
+            result[name] = Cell(*_paired(*table.T, relative=True), found, n)
+    return result
+
+
+def read(paths: Sequence[Path]) -> dict[tuple[str, int], dict[str, Record]]:
+    """Records by make and length, then by arm."""
+    result: dict[tuple[str, int], dict[str, Record]] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            if "arm" in record and "error" not in record:
+                result.setdefault((record["make"], record["length"]), {})[record["arm"]] = record
+    return result
+
+
+def worst(results: Mapping[tuple[str, int], Mapping[str, Record]], lengths: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Per arm: the cell that is furthest above the bar over models, lengths and tasks, of tokens and of tasks."""
+    found: dict[str, dict[str, Any]] = {}
+    for (make, length), by_arm in results.items():
+        if length not in lengths or "dense" not in by_arm:
+            continue
+        for name, record in by_arm.items():
+            entry = found.setdefault(name, {"models": set(), "tokens": None, "tasks": None, "failed": []})
+            entry["models"].add(make)
+            for what, cell in cells(record, by_arm["dense"]).items():
+                kind = "tasks" if what in TASKS else "tokens"
+                if entry[kind] is None or cell.value > entry[kind][0].value:
+                    entry[kind] = (cell, what, make, length)
+                if not cell.passes(what in TASKS):
+                    entry["failed"].append((what, make, length))
+    return found
+
+
+def page(paths: Sequence[Path]) -> str:
+    """Markdown: the worst cells per arm, then every cell."""
+    results = read(paths)
+    lines = ["| arm | models | worst tokens (nats) | worst task (lost) | cells that fail |", "|---|---|---|---|---|"]
+    for name, entry in worst(results, (16384, 32768, *[n for _, n in results if n < 4096])).items():
+        places = [
+            f"{best[0].value:+.3f} {best[1]} {best[2]} {best[3]}" if (best := entry[kind]) else ""
+            for kind in ("tokens", "tasks")
+        ]
+        lines.append(f"| {name} | {len(entry['models'])} | {' | '.join(places)} | {len(entry['failed'])} |")
+    for (make, length), by_arm in sorted(results.items()):
+        if "dense" not in by_arm:
+            continue
+        base = cells(by_arm["dense"], by_arm["dense"])
+        names = list(base)
+        lines += [
+            "",
+            f"## {make}, {length:,} tokens",
+            "",
+            "| arm | device | host store | read | " + " | ".join(names) + " | KL |",
+        ]
+        lines.append("|---" * (len(names) + 5) + "|")
+        shown = " | ".join(f"{base[name].dense:.3f} ({base[name].n})" for name in names)
+        lines.append(f"| dense | 1 | | 1 | {shown} | |")
+        for name, record in by_arm.items():
+            if name == "dense":
+                continue
+            row = cells(record, by_arm["dense"])
+            shown = " | ".join(
+                f"{row[what].value:+.4f} [{row[what].low:+.3f}, {row[what].high:+.3f}]"
+                + ("" if row[what].passes(what in TASKS) else " ✗")
+                if what in row else "" for what in names
+            )  # fmt: skip
+            sizes = " | ".join(
+                "" if (size := record.get(key)) is None else f"{size:.1%}" for key in ("device", "host_store", "read")
+            )
+            kl = np.mean([text["kl"] for text in record["prose"]])
+            lines.append(f"| {name} | {sizes} | {shown} | {kl:.4f} |")
+    return "\n".join(lines) + "\n"

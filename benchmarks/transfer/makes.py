@@ -1,0 +1,223 @@
+"""Models of several makes, and their training from scratch within a given time.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from texts import Texts, training
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+LONGEST = 32768
+_COMMON: dict[str, Any] = {
+    "vocab_size": 4096, "max_position_embeddings": LONGEST, "tie_word_embeddings": True, "bos_token_id": None,
+    "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+_LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+_SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+# heads of width 128, four query heads per KV head
+_WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
+_LATENTS = {
+    "first_k_dense_replace": 99, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None,
+    "kv_lora_rank": 160, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
+MAKES: Mapping[str, Mapping[str, Any]] = {
+    "llama-77m": {
+        "model_type": "llama", **_LARGE, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 64,
+        **_rope(5e5),
+    },
+    "qwen3-83m": {"model_type": "qwen3", **_LARGE, **_WIDE, **_rope(1e6)},
+    # every second layer has a sliding window
+    "gemma3-44m": {
+        "model_type": "gemma3_text", **_SMALL, "num_hidden_layers": 12, **_WIDE, "query_pre_attn_scalar": 128,
+        "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 6,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
+    "mla-28m": {"model_type": "deepseek_v3", **_SMALL, **_LATENTS, **_rope(5e5)},
+    "llama-27m": {"model_type": "llama", **_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8, **_rope(1e4)},
+    # half of each head without positions
+    "phi3-28m": {
+        "model_type": "phi3", **_SMALL, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
+# tokens of a sequence, share of the time, tokens of a step
+STAGES = ((512, 0.45, 32_768), (4096, 0.22, 65_536), (16384, 0.23, 65_536), (LONGEST, 0.10, 65_536))
+_LEARNED = 0.8  # share of answers' tokens that are right, below which the first stage goes on, for at most a third more
+_EVERY = 25  # steps from one record to the next
+
+# attention in place of the function below, of one module, its q, k and v and the scale; set by `replaced`
+_instead: list[Callable[..., Tensor]] = []
+
+
+@contextlib.contextmanager
+def replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
+    """``attention(module, q, k, v, scale) -> out`` in all layers without a sliding window, within the block."""
+    _instead.append(attention)
+    try:
+        yield
+    finally:
+        _instead.pop()
+
+
+def attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Causal attention of whole sequences without padding; sliding layers read two blocks of a window each."""
+    L = query.shape[2]
+    assert attention_mask is None
+    assert key.shape[2] == L
+    if sliding_window is not None and sliding_window < L:
+        out = _local(query, key, value, scaling, sliding_window)
+    elif _instead:
+        out = _instead[-1](module, query, key, value, scaling)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _local(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) -> Tensor:
+    (B, H, real, _), K = q.shape, k.shape[1]
+    q, k, v = (F.pad(x, (0, 0, 0, -real % window)) for x in (q, k, v))  # whole blocks; nothing sees the end
+    L = q.shape[2]
+    blocks = L // window
+
+    def cut(x: Tensor) -> Tensor:  # [B, heads, L, D] -> [B * blocks, heads, window, D]
+        return x.unflatten(2, (blocks, window)).transpose(1, 2).flatten(0, 1)
+
+    def paired(x: Tensor) -> Tensor:  # each block with the one before it
+        before = F.pad(x, (0, 0, window, 0))[:, :, :L]
+        return torch.cat([cut(before), cut(x)], 2).repeat_interleave(H // K, 1)
+
+    t = torch.arange(window, device=q.device)[:, None]
+    s = torch.arange(2 * window, device=q.device)[None]
+    mask = (s > t) & (s <= t + window)
+    first = mask & (s >= window)
+    masks = torch.where((torch.arange(B * blocks, device=q.device) % blocks == 0)[:, None, None], first, mask)
+    out = F.scaled_dot_product_attention(cut(q), paired(k), paired(v), attn_mask=masks[:, None], scale=scale)
+    return out.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :real]
+
+
+AttentionInterface.register("transfer", attend)
+
+
+def new_model(make: str, seed: int, **changes: Any) -> PreTrainedModel:
+    """A model with random weights in float32; changes: of its configuration."""
+    config = AutoConfig.for_model(**(_COMMON | dict(MAKES[make]) | changes))
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="transfer")
+    return model
+
+
+class _Batches(IterableDataset):  # type: ignore[type-arg]
+    """Batches of one length without end, each worker with numbers of its own."""
+
+    def __init__(self, texts: Texts, length: int, rows: int, seed: int) -> None:
+        self.args = (texts, length, rows, seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        texts, length, rows, seed = self.args
+        info = torch.utils.data.get_worker_info()
+        rng = np.random.default_rng([seed, length, 0 if info is None else info.id])
+        while True:
+            ids, weights = zip(*(training(texts, rng, length) for _ in range(rows)), strict=True)
+            yield torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(weights))
+
+
+def rate_at(share: float, peak: float) -> float:
+    """Learning rate after that share of the time: constant, and over the last 40 % down to a twentieth."""
+    return peak * (1.0 if share < 0.6 else max(0.05, 1 - 0.95 * (share - 0.6) / 0.4))
+
+
+def train(
+    model: PreTrainedModel, texts: Callable[[], Texts], seconds: float, *, seed: int, workers: int,
+    stages: Sequence[tuple[int, float, int]] = STAGES, log: Callable[[dict[str, Any]], None],
+) -> None:  # fmt: skip
+    """Train all weights for so many seconds of wall clock, shared out over the stages; ``log`` gets a record at times.
+
+    texts: called as each stage begins, so that text which arrives later is read too. A stage ends when its time is
+    over, however few steps it had, so that what follows has the time that it needs.
+    """
+    device = model.device
+    large = sum(p.numel() for p in model.parameters()) > 60e6
+    peak = 1e-3 if large else 2e-3
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=peak, betas=(0.9, 0.95), fused=device.type == "cuda",
+    )  # fmt: skip
+    torch.set_float32_matmul_precision("high")
+    model.train()
+    began, steps, tokens = time.monotonic(), 0, 0
+    for index, (length, share, per_step) in enumerate(stages):
+        data = DataLoader(
+            _Batches(texts(), length, max(1, per_step // length), seed), batch_size=None, num_workers=workers,
+            pin_memory=device.type == "cuda", prefetch_factor=4 if workers else None,
+        )  # fmt: skip
+        start, right = (time.monotonic() - began) / seconds, 0.0
+        end = start + (1 - start) * share / sum(share for _, share, _ in stages[index:])
+        with _kernels(device, length >= 16384):
+            for count, (ids, weights) in enumerate(data):
+                passed = (time.monotonic() - began) / seconds
+                goes_on = index == 0 and right < _LEARNED and passed < end * 4 / 3
+                if count and passed >= end and not goes_on:
+                    break
+                for group in optimizer.param_groups:
+                    group["lr"] = rate_at(passed, peak) * min(1.0, (steps + 1) / 150)
+                noted = count % _EVERY == 0
+                record = _step(model, optimizer, ids.to(device), weights.to(device), noted)
+                steps, tokens = steps + 1, tokens + ids.numel()
+                if noted:
+                    right = record["answers"]
+                    at = {"length": length, "step": steps, "tokens": tokens, "seconds": time.monotonic() - began}
+                    log(at | record)
+    model.eval()
+
+
+def _step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, weights: Tensor, noted: bool
+) -> dict[str, float]:
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    targets, weights = ids[:, 1:], weights[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if not noted:
+        return {}
+    asked = weights > 1
+    right = (logits.argmax(-1) == targets)[asked].float().mean()
+    return {"loss": float(losses.detach()[~asked].mean()), "answers": float(right)}
+
+
+def _kernels(device: torch.device, long: bool) -> contextlib.AbstractContextManager[Any]:
+    """cuDNN's attention first for long sequences, where attention is most of the work."""
+    if device.type != "cuda" or not long:
+        return contextlib.nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    return sdpa_kernel(order, set_priority=True)

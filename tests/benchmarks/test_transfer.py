@@ -1,0 +1,188 @@
+"""The study of what transfers: its texts, its attention, and that its evaluation sees what it must."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import condense
+from condense import Recall
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "transfer"))
+
+import cells
+import contenders
+import exact
+import makes
+import one_model
+import reading
+import texts
+
+LENGTH = 256
+TINY = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64, "sliding_window": 32}
+ALL_OPEN = Recall(group_size=8, window=16, num_recall=1000, index_bits=4)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    tokenizer = one_model._tokenizer()
+    text = condense.demo.demo_text().text
+    return texts.Texts(np.array(tokenizer(text)["input_ids"], np.uint16), tokenizer, "held_out")
+
+
+@pytest.fixture(scope="module")
+def held(drawn):
+    return texts.held_out(drawn, drawn, LENGTH, (2, 1, 2))
+
+
+def tiny(make: str, **changes):
+    changes = TINY | changes
+    if make.startswith("gemma3"):
+        changes["layer_types"] = ["sliding_attention", "full_attention"]
+    else:
+        del changes["sliding_window"]
+    return makes.new_model(make, 0, **changes).double().eval()
+
+
+def read(model, arm, held):
+    reference = reading.Reference()
+    dense = reading.forced(model, None, held, reference)
+    return dense, reading.forced(model, arm, held, reference)
+
+
+@pytest.mark.parametrize("make", ["llama-77m", "gemma3-44m", "mla-28m"])
+def test_all_groups_open_is_dense_attention(make, held):
+    dense, opened = read(tiny(make), ALL_OPEN.replace(unchosen="drop"), held)
+    for part in ("prose", "code"):
+        for a, b in zip(opened[part], dense[part], strict=True):
+            # float32 losses of float64 logits, summed over at most 256 tokens
+            assert a["kl"] < 1e-5
+            assert a["agree"] == 1
+            for name in ("other", "copy", "identifier"):
+                assert a.get(name, [0])[0] == pytest.approx(b.get(name, [0])[0], abs=1e-2)
+    assert opened["asked"] == dense["asked"]
+
+
+def test_an_arm_with_a_planted_bug_is_seen(held):
+    def shifted(module, q, k, v, scale):  # every query reads the values one token too late
+        return F.scaled_dot_product_attention(q, k, v.roll(1, 2), is_causal=True, scale=scale, enable_gqa=True)
+
+    _, broken = read(tiny("llama-77m"), shifted, held)
+    assert min(text["kl"] for text in broken["prose"]) > 1e-5
+
+
+def test_the_oracle_opens_what_has_most_mass():
+    q, k, v = (torch.randn(1, heads, 64, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    whole = exact.oracle(6, 8, 16, block=24)(module, q, k, v, None)
+    assert torch.allclose(whole, dense, atol=1e-6)  # scores are float32
+    k[:, :, 8:16] = 30 * q[:, ::2, -1:]  # one group draws all attention of the last query
+    best = exact.oracle(1, 8, 16)(module, q, k, v, None)[:, ::2, -1]
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, ::2, -1]
+    assert torch.allclose(best, dense, atol=1e-5)
+
+
+def test_many_bits_are_dense_attention():
+    q, k, v = (torch.randn(1, heads, 300, 16) for heads in (4, 2, 2))
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    error = [float((exact.fewer_bits(bits)(None, q, k, v, None) - dense).abs().max()) for bits in (14, 4, 2)]
+    assert error[0] < 1e-3 < error[1] < error[2]
+
+
+def test_a_diagnosis_of_exact_entries(drawn):
+    layers, model = [], tiny("llama-77m").float()
+    ids = torch.from_numpy(drawn.plain(np.random.default_rng(0), 512).ids)[None]
+    with makes.replaced(exact.diagnosis(4, layers, window=64)), torch.no_grad():
+        same = model(input_ids=ids, use_cache=False).logits
+    with torch.no_grad():
+        assert torch.allclose(same, model(input_ids=ids, use_cache=False).logits, atol=1e-5)
+    for layer in layers:
+        assert layer["best"] <= layer["closed"] <= layer["far"] <= 1
+        assert layer["error_exact"] <= layer["error_drop"]
+
+
+def test_sliding_layers_see_their_window():
+    q, k, v = (torch.randn(2, heads, 120, 16) for heads in (4, 2, 2))
+    t = torch.arange(120)
+    mask = (t[:, None] >= t) & (t[:, None] - t < 32)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    got, _ = makes.attend(torch.nn.Module(), q, k, v, sliding_window=32)
+    assert torch.allclose(got.transpose(1, 2), wanted, atol=1e-6)
+
+
+def test_answers_are_what_the_text_says(drawn):
+    rng = np.random.default_rng(1)
+    sequence = drawn.asking(rng, 1024, {"number": 3, "shared": 3, "several": 2, "chain": 2})
+    assert len(sequence.ids) == 1024
+    text = drawn._tokenizer.decode(sequence.ids)
+    assert sorted({kind for kind, _, _ in sequence.answers}) == sorted(texts.KINDS)
+    for _, start, stop in sequence.answers:
+        number = drawn._tokenizer.decode(sequence.ids[start:stop]).strip()
+        assert number.isdigit()
+        assert text.count(f" is {number}.") >= 1
+    copied = drawn.copying(rng, 512, 64)
+    text, end = copied.ids[:448].tobytes(), copied.ids[448:].tobytes()
+    assert end in text
+    code = texts.Texts(np.tile(drawn._encode("int some_name = other_name;\n" * 3), 200), drawn._tokenizer, "trained")
+    assert not code.code(rng, 512).far.any()  # names that come again and again are never far
+
+
+def test_packed_tokens_come_back(tmp_path):
+    tokens = np.random.default_rng(0).integers(4096, size=1000).astype(np.uint16)
+    (tmp_path / "train-1.xz").write_bytes(texts.packed(tokens[:600]))
+    (tmp_path / "train-2.xz").write_bytes(texts.packed(tokens[600:]))
+    assert (texts.unpacked(tmp_path, "train-*.xz") == tokens).all()
+    with pytest.raises(ValueError, match="corpus"):
+        texts.unpacked(tmp_path, "test-*.xz")
+
+
+def test_training_ends_in_time_and_learns(drawn):
+    log = []
+    model = makes.new_model("llama-77m", 0, **{k: v for k, v in TINY.items() if k != "sliding_window"})
+    makes.train(model, lambda: drawn, 2.0, seed=0, workers=0, stages=((128, 0.5, 256), (256, 0.5, 256)), log=log.append)
+    assert {entry["length"] for entry in log} == {128, 256}
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert makes.rate_at(0.1, 1.0) == 1.0 > makes.rate_at(0.9, 1.0) > makes.rate_at(1.0, 1.0) > 0
+
+
+def record(right: int, nats: float, of: int = 100):
+    prose = {name: [nats * of, 50, of] for name in ("key", "other", "copy")} | {"kl": 0.0}
+    asked = {"number": "1" * right + "0" * (of - right)}
+    return {"prose": [prose] * 8, "code": [], "asked": [asked] * 8}
+
+
+def test_worst_cells_and_what_fails():
+    dense = record(98, 2.0)
+    good, forgets, blurs = record(98, 2.005), record(94, 2.0), record(98, 2.05)
+    for bad, name in ((forgets, "number"), (blurs, "key")):
+        row = cells.cells(bad, dense)
+        assert not row[name].passes(name in cells.TASKS)
+    assert all(cell.passes(name in cells.TASKS) for name, cell in cells.cells(good, dense).items())
+    results = {("a", 16384): {"dense": dense, "x": good}, ("b", 16384): {"dense": dense, "x": forgets}}
+    worst = cells.worst(results, (16384,))["x"]
+    assert worst["tasks"][1:] == ("number", "b", 16384)
+    assert worst["failed"] == [("number", "b", 16384)]
+    # a task that dense attention does not master does not count
+    assert "number" not in cells.cells(record(10, 2.0), record(50, 2.0))
+
+
+def test_settings_through_caches(held):
+    notes = []
+    settings = {"dense": None, "open": ALL_OPEN.replace(store="host", unchosen="drop")}
+    reading.generated(tiny("llama-77m"), settings, held, notes.append, 1e18, turns=2, texts=1, tokens=4)
+    assert [note.get("error") for note in notes] == [None, None]
+    assert notes[1]["same"] == [4]
+    assert notes[1]["hits"] == notes[0]["hits"]
+
+
+def test_arms_of_each_length_close_something():
+    for length in (4096, 16384, 32768):
+        first, second = contenders.arms("llama-77m", length)
+        assert next(iter(first)) == "dense"
+        assert not set(first) & set(second)
+        for arm in (first | second).values():
+            assert not isinstance(arm, Recall) or arm.num_recall * arm.group_size < length - arm.window
