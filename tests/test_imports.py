@@ -18,6 +18,7 @@ ARROWS["tasks"] = {"files"}
 ARROWS["results"] = {"files", "version"}
 ARROWS["ops"] = {"config"} | ARROWS["config"]
 ARROWS["methods"] = {"ops", "version"} | ARROWS["ops"]
+ARROWS["baselines"] = {"methods"} | ARROWS["methods"]
 ARROWS["state"] = {"methods"} | ARROWS["methods"]
 ARROWS["plan"] = {"state"} | ARROWS["state"]
 ARROWS["functional"] = {"plan"} | ARROWS["plan"]
@@ -28,10 +29,11 @@ ARROWS["models"] = {"caches", "latent", "version", "architectures"} | ARROWS["ca
 USES = ("train", "evaluate", "bench", "analysis", "calibration")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results"} | ARROWS["results"] | ARROWS["models"]
+ARROWS["analysis"] |= {"baselines"}
 ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
 ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside
-ARROWS["condense"] = {"demo", "calibration"} | ARROWS["demo"]
+ARROWS["condense"] = {"demo", "calibration", "baselines"} | ARROWS["demo"]
 ARROWS["__main__"] = set()  # the command's entry, which stands outside of the package
 ARROWS["cli"] = {*USES, "serving", "plots", "condense"} | ARROWS["condense"]
 

@@ -5,27 +5,13 @@ condense.apply(model, condense.CCA(group_size=16, window=1024))
 model.generate(**inputs)
 """
 
+from condense.baselines import AShape, BlockSparse, FlexPrefill, MInference, SnapKV, VerticalSlash
 from condense.caches import cache_nbytes
 from condense.calibration import Calibration, CalibrationConfig, calibrate
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
-from condense.methods import (
-    CCA,
-    DGA,
-    LCA,
-    AShape,
-    BlockSparse,
-    Dense,
-    FlexPrefill,
-    LMInfinite,
-    Method,
-    MInference,
-    Recall,
-    SnapKV,
-    StreamingLLM,
-    VerticalSlash,
-)
+from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
 from condense.models import GraphDecoder, apply, install, register, restore, use
 from condense.version import __version__
 

@@ -10,10 +10,10 @@ from models import tiny
 
 import condense
 from condense.analysis import patterns_by_layer, search_patterns
-from condense.methods import AShape
-from condense.methods.minference import pattern_of
+from condense.baselines import AShape
+from condense.baselines.blocks import BLOCK, seen_pairs
+from condense.baselines.minference import pattern_of
 from condense.models import attention as models_attention
-from condense.ops import BLOCK, seen_pairs
 
 IDS = tiny.tokens(1, 6 * BLOCK)[0]
 BUDGET = AShape(sink=100, window=200)

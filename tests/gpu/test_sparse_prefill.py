@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from condense.methods import FlexPrefill, MInference, VerticalSlash
-from condense.ops import SparseKeys, sparse_attention
+from condense import FlexPrefill, MInference, VerticalSlash
+from condense.baselines.blocks import SparseKeys, sparse_attention
 
 LINES = VerticalSlash(vertical=50, slash=20)
 MIXED = MInference(patterns=("a_shape:sink=1,window=200", "block_sparse:blocks=2", *2 * ("vertical_slash:slash=150",)))

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from condense.baselines import AShape, BlockSparse, MInference, SparsePrefill, VerticalSlash
+from condense.baselines.blocks import BLOCK, seen_pairs, sparse_attention
 from condense.files import whole_file
-from condense.methods import AShape, BlockSparse, Context, Dense, MInference, SparsePrefill, VerticalSlash, settings_of
+from condense.methods import Context, Dense, settings_of
 from condense.models import check_stock, condensed_layers, use
-from condense.ops import BLOCK, seen_pairs, sparse_attention
 from condense.results import plain, provenance
 from condense.version import __version__
 

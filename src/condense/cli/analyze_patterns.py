@@ -42,9 +42,9 @@ def patterns_command(
     None computes more than the A-shape of --sink and --window. Bundled model and text: 128 and 512, 3584 tokens.
     """
     from condense.analysis import save_patterns, search_patterns
+    from condense.baselines import AShape
     from condense.demo import demo_text
     from condense.evaluate.compare import encode
-    from condense.methods import AShape
     from condense.models import restore
     from condense.results import refuse_existing
 
@@ -66,7 +66,7 @@ def patterns_command(
 
 
 def _print(heads: list[HeadPattern], title: str) -> None:
-    from condense.methods.minference import pattern_of
+    from condense.baselines.minference import pattern_of
 
     table = plain_table(title)
     names = {"a_shape": "A-shape", "vertical_slash": "vertical-slash", "block_sparse": "block-sparse"}

@@ -4,15 +4,11 @@ from condense.methods.base import Context, Method, Prompt, check_trainable, entr
 from condense.methods.cca import CCA
 from condense.methods.dense import Dense
 from condense.methods.dga import DGA
-from condense.methods.flex_prefill import FlexPrefill
 from condense.methods.layout import NO_FIRST, ChunkPooling, FirstEntries, Layout, Lookahead, first_tokens
 from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
-from condense.methods.minference import AShape, BlockSparse, MInference, VerticalSlash
 from condense.methods.recall import Recall
 from condense.methods.saved import check_names, methods_in, settings_of
-from condense.methods.snapkv import SnapKV
-from condense.methods.sparse_prefill import SparsePrefill
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
 
@@ -21,25 +17,18 @@ __all__ = [
     "DGA",
     "LCA",
     "NO_FIRST",
-    "AShape",
-    "BlockSparse",
     "ChunkPooling",
     "Chunks",
     "Context",
     "Dense",
     "FirstEntries",
-    "FlexPrefill",
     "LMInfinite",
     "Layout",
     "Lookahead",
-    "MInference",
     "Method",
     "Prompt",
     "Recall",
-    "SnapKV",
-    "SparsePrefill",
     "StreamingLLM",
-    "VerticalSlash",
     "check_names",
     "check_trainable",
     "entry_bias",

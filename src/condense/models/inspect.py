@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from condense.config import check_int
-from condense.methods import DGA, Method, Recall, SnapKV, SparsePrefill, step_settings
+from condense.methods import DGA, Method, Recall, step_settings
 from condense.methods.prompt import FocalPrompt
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
@@ -134,11 +134,8 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
     if chooses_from_prompt(method) and FocalPrompt(method).num_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
-    if isinstance(method, SnapKV | SparsePrefill):
-        left_out = (
-            "what it leaves out depends on the text" if isinstance(method, SparsePrefill) else "it evicts after it"
-        )
-        return f"{method.name}: FLOPs are those of dense attention over the prompt; {left_out}"
+    if method.prompt_reader is not None and not chooses_from_prompt(method):
+        return f"{method.name}: FLOPs are those of dense attention over the prompt; what it leaves out is its own"
     obstacle = settings_obstacle(step_settings(method))
     if obstacle is not None:
         return f"{method.name}: over a static cache its steps run on PyTorch, as the Triton step {obstacle}"

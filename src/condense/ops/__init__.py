@@ -14,7 +14,6 @@ from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.entries import EntryFormat
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
-from condense.ops.torch.blocks import BLOCK, SparseKeys, seen_pairs, sparse_attention
 from condense.ops.types import (
     POOLINGS,
     Chunks,
@@ -29,7 +28,6 @@ from condense.ops.types import (
 )
 
 __all__ = [
-    "BLOCK",
     "NO_EXTRAS",
     "POOLINGS",
     "ArraySpans",
@@ -45,7 +43,6 @@ __all__ = [
     "Source",
     "Span",
     "Spans",
-    "SparseKeys",
     "StepSettings",
     "StepState",
     "SummaryColumns",
@@ -61,8 +58,6 @@ __all__ = [
     "prepare_step",
     "resolve_backend",
     "resolve_pooling",
-    "seen_pairs",
-    "sparse_attention",
     "step_backend",
     "summarize",
 ]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from condense.config import check_int, check_number
-from condense.methods.sparse_prefill import (
+from condense.baselines.blocks import BLOCK, SparseKeys
+from condense.baselines.sparse_prefill import (
     SparsePrefill,
     block_means,
     block_scores,
@@ -21,7 +21,7 @@ from condense.methods.sparse_prefill import (
     last_weights,
     no_columns,
 )
-from condense.ops import BLOCK, SparseKeys
+from condense.config import check_int, check_number
 
 
 @dataclass(frozen=True, kw_only=True)

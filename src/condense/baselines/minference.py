@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from condense.baselines.blocks import BLOCK, SparseKeys
+from condense.baselines.sparse_prefill import SparsePrefill, block_scores, by_distance, last_weights, no_columns
 from condense.config import check_int
 from condense.methods.base import Method
-from condense.methods.sparse_prefill import SparsePrefill, block_scores, by_distance, last_weights, no_columns
-from condense.ops import BLOCK, SparseKeys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from condense.baselines.blocks import BLOCK, SparseKeys, sparse_attention
 from condense.methods.base import Context, Method, Prompt, PromptPlan
 from condense.methods.layout import EACH_TOKEN, Layout, Lookahead
 from condense.methods.prompt import exact_prompt
-from condense.ops import BLOCK, NO_EXTRAS, Extras, RuleSpans, SparseKeys, UniformRule, sparse_attention
+from condense.ops import NO_EXTRAS, Extras, RuleSpans, UniformRule
 from condense.ops.tensors.per_row import PerRow, as_rows
 
 

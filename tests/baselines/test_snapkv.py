@@ -1,0 +1,99 @@
+"""SnapKV against plain loops, and in a model.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D width.
+"""
+
+import pytest
+import torch
+from models import tiny
+from transformers import StaticCache
+
+import condense
+from condense import SnapKV
+from condense.functional import extend
+from condense.models.inspect import inspect
+from condense.plan import ForwardPlan
+
+H, K, D = 4, 2, 8
+SCALE = D**-0.5
+SNAP = SnapKV(budget=12, window=4, kernel_size=3)
+
+
+def qkv(L, seed=0, B=1):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, n, L, D, generator=generator, dtype=torch.float64) for n in (H, K, K))
+    return 3 * q, k, v
+
+
+def test_it_keeps_the_tokens_with_the_most_votes():
+    L, (q, k, v) = 40, qkv(40)
+    context, state = extend(SNAP, None, q, k, v, scale=SCALE)
+    out, _ = SNAP.attend(q, context, scale=SCALE)
+    torch.testing.assert_close(out, condense.attention(q, k, v, method=condense.Dense()))
+    scores = SCALE * q[0] @ k[0].repeat_interleave(H // K, 0).mT
+    weights = scores.masked_fill(torch.ones(L, L).triu(1).bool(), -torch.inf).softmax(-1)
+    weights = weights[:, -SNAP.window :].sum(1).unflatten(0, (K, -1)).sum(1)
+    for head in range(K):
+        votes = [max(weights[head, max(0, i - 1) : min(i + 2, L - SNAP.window)]).item() for i in range(L - SNAP.window)]
+        best = sorted(range(len(votes)), key=lambda i: (-votes[i], i))[: SNAP.budget - SNAP.window]
+        kept = sorted([*best, *range(L - SNAP.window, L)])
+        assert torch.equal(state.entries[0][0, head], k[0, head, kept])
+        assert torch.equal(state.entries[1][0, head], v[0, head, kept])
+
+
+def test_short_prompts_stay_whole_and_later_tokens_all_stay():
+    q, k, v = qkv(60)
+    _, state = extend(SNAP, None, q[:, :, :40], k[:, :, :40], v[:, :, :40], scale=SCALE)
+    entries = state.entries
+    for t in range(40, 60):
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        context, state = extend(SNAP, state, *new, scale=SCALE)
+        out, _ = SNAP.attend(new[0], context, scale=SCALE)
+        keys, values = (
+            torch.cat([kept, x[:, :, 40 : t + 1]], 2).repeat_interleave(H // K, 1)
+            for kept, x in zip(entries, (k, v), strict=True)
+        )
+        torch.testing.assert_close(out, (SCALE * new[0] @ keys.mT).softmax(-1) @ values)
+    _, state = extend(SNAP, None, q[:, :, :12], k[:, :, :12], v[:, :, :12], scale=SCALE)
+    assert torch.equal(state.entries[0], k[:, :, :12])
+
+
+def test_padded_rows_equal_single_rows():
+    L, tokens = 60, (60, 31, 7, 0)
+    q, k, v = qkv(L, seed=2, B=4)
+    out = condense.attention(q, k, v, method=SNAP, padding=torch.tensor([L - n for n in tokens]))
+    _, state = extend(SNAP, None, q, k, v, scale=SCALE, plan=ForwardPlan(L, torch.tensor(tokens)))
+    assert state.first.num.tolist() == [12, 12, 7, 0]
+    assert bool((out[3] == 0).all())
+    for row, n in enumerate(tokens[:3]):
+        alone = [x[row : row + 1, :, L - n :] for x in (q, k, v)]
+        torch.testing.assert_close(out[row, :, L - n :], condense.attention(*alone, method=SNAP)[0])
+        _, own = extend(SNAP, None, *alone, scale=SCALE)
+        assert torch.equal(state.entries[0][row, :, : own.first.num], own.entries[0][0])
+
+
+@torch.no_grad()
+def test_a_model_decodes_over_what_was_kept_in_growing_and_static_caches():
+    model, ids = tiny.model("llama"), tiny.tokens(1, 40)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings["attention_mask"] = torch.ones_like(ids)
+    dense = model.generate(ids, **settings)
+    with condense.use(model, SNAP):
+        growing = model.generate(ids, **settings)
+        static = model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=64), **settings)
+        cache = model(ids, use_cache=True).past_key_values
+    assert torch.equal(growing, static)
+    assert not torch.equal(growing, dense)
+    reports = inspect(model, SNAP, 40, itemsize=8)
+    assert sum(report.bytes for report in reports) == condense.cache_nbytes(cache)
+    assert {report.entries for report in reports} == {SNAP.budget}
+
+
+def test_what_it_refuses():
+    with pytest.raises(ValueError, match=r"inference"):
+        condense.attention(*(x.requires_grad_() for x in qkv(40)), method=SNAP)
+    with pytest.raises(ValueError, match=r"latents"):
+        SNAP.for_latents(16)
+    for settings, message in (({"budget": 32}, "above window"), ({"kernel_size": 4}, "odd")):
+        with pytest.raises(ValueError, match=message):
+            SnapKV(**settings)

@@ -1,0 +1,300 @@
+"""Sparse prefill, in all its patterns, against plain loops, and in models.
+
+Shapes: B rows, H query heads, K KV heads, L tokens in N blocks, D width; d_c, d_r, d_n, d_v widths of latents.
+"""
+
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import tiny
+from torch.nn.attention.flex_attention import create_mask
+from transformers import StaticCache
+
+import condense
+from condense import AShape, BlockSparse, FlexPrefill, MInference, VerticalSlash
+from condense.baselines import blocks
+from condense.baselines.blocks import BLOCK, seen_pairs, sparse_attention
+from condense.functional import extend
+from condense.models.inspect import inspect
+from condense.plan import ForwardPlan
+
+H, K, D = 4, 2, 8
+SCALE = D**-0.5
+PATTERNS = (
+    "a_shape:sink=60,window=150",
+    "block_sparse:blocks=2",
+    "vertical_slash:vertical=40,slash=110",
+    "a_shape:sink=1,window=1",
+)
+LINES = VerticalSlash(vertical=5, slash=3)
+FLEX = {
+    "flex-lines": FlexPrefill(gamma=0.2, tau=0.0, min_budget=1),
+    "flex-by-query": FlexPrefill(gamma=0.5, tau=1.0, min_budget=1),
+}
+FIXED = {
+    "a-shape": AShape(sink=60, window=100),
+    "a-shape-129": AShape(sink=129, window=1),
+    "block-sparse": BlockSparse(blocks=2),
+}
+ALL = {"vertical-slash": LINES, **FLEX, "minference": MInference(patterns=PATTERNS)}
+
+
+def of(methods):
+    return pytest.mark.parametrize("method", methods.values(), ids=methods)
+
+
+def qkv(L, seed=0, B=1):
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(B, n, L, D, generator=generator, dtype=torch.float64) for n in (H, K, K))
+    return 3 * q, k, v
+
+
+def scores_of(q, k):
+    return SCALE * q[0] @ k[0].repeat_interleave(H // K, 0).mT
+
+
+def seen_by_loops(method, q, k):
+    """What a method lets each query see, bool ``[H, L, L]``, written as its paper says it."""
+    L = q.shape[2]
+    block, past = torch.arange(L) // BLOCK, torch.ones(L, L).tril().bool()
+    weights = scores_of(q, k).masked_fill(~past, -math.inf).softmax(-1)
+    seen = [_of_head(method, q[0, h], k[0, h // (H // K)], weights[h], block) for h in range(H)]
+    return torch.stack([x if x.shape[0] == L else x[block][:, block] for x in seen]) & past
+
+
+def _of_head(method, q, k, weights, block):
+    """Bool ``[L, L]`` of tokens, or ``[N, N]`` of blocks."""
+    L, N = len(q), -(-len(q) // BLOCK)
+    if isinstance(method, VerticalSlash):
+        return _lines(method, weights, L, N, block)
+    if isinstance(method, FlexPrefill):
+        return _flex_prefill(method, q, k, weights, block, N)
+    tokens = [range(j * BLOCK, min(L, (j + 1) * BLOCK)) for j in range(N)]
+    chosen = torch.eye(N, dtype=torch.bool)
+    for i in range(N):
+        if isinstance(method, AShape):
+            best = [j for j in range(i) if tokens[i][0] - tokens[j][-1] < method.window or tokens[j][0] < method.sink]
+        else:
+            scores = [float(q[tokens[i]].mean(0) @ k[tokens[j]].mean(0)) for j in range(i + 1)]
+            best = sorted(range(i + 1), key=lambda j: -scores[j])[: method.blocks]
+        chosen[i, best] = True
+    return chosen
+
+
+def _lines(method, weights, L, N, block):
+    seen, last = torch.zeros(L, L, dtype=torch.bool), weights[-64:]
+    columns = last.sum(0)
+    distances = torch.tensor(
+        [sum(last[r, L - 64 + r - o].item() for r in range(64) if L - 64 + r >= o) for o in range(L)]
+    )
+    columns[:30], distances[:100] = math.inf, math.inf
+    seen[:, columns.argsort(descending=True, stable=True)[: method.vertical]] = True
+    for o in [*distances.argsort(descending=True, stable=True)[: method.slash].tolist(), 0]:
+        for t in range(o, L):
+            i, j = t // BLOCK, (t - o) // BLOCK
+            seen[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK] = True
+        if -(-o // BLOCK) < N:
+            seen |= block[:, None] - block == -(-o // BLOCK)
+    return seen
+
+
+def _flex_prefill(method, q, k, weights, block, N):
+    L = len(q)
+    mean = torch.stack([k[block == j].mean(0) for j in range(N)])
+    last = weights[-BLOCK:].mean(0)
+    true = torch.stack([last[block == j].sum() for j in range(N)])
+    chosen = torch.eye(N, dtype=torch.bool)
+    chosen[:, 0] = True
+    if method.tau > 0:
+        queries = torch.stack([q[block == i].mean(0) for i in range(N)])
+        scores = torch.stack(
+            [torch.cat([(SCALE * queries[i] @ mean[: i + 1].T).softmax(-1), torch.zeros(N - i - 1)]) for i in range(N)]
+        )
+        total, picked = 0.0, scores.flatten().argsort(descending=True, stable=True).tolist()
+        for place in picked:
+            if total >= method.gamma:
+                break
+            chosen[place // N, place % N] = True
+            total += scores.flatten()[place].item() / N
+        for i in range(N):
+            chosen[i, scores[i].argmax()] = True
+        return chosen
+    slash = torch.zeros(N)
+    for t in range(L - BLOCK, L):
+        for j in range(block[t] + 1):
+            slash[block[t] - j] += weights[t, block == j].sum() / BLOCK
+    for sums, is_column in ((true, True), (slash, False)):
+        total = 0.0
+        for place in sums.argsort(descending=True, stable=True).tolist():
+            if total >= method.gamma:
+                break
+            total += sums[place].item()
+            for i in range(0 if is_column else place, N):
+                chosen[i, place if is_column else i - place] = True
+    return chosen
+
+
+@of({"vertical-slash": LINES, **FLEX, **FIXED})
+@pytest.mark.parametrize("L", [5 * BLOCK, 3 * BLOCK + 37])
+def test_prompts_see_what_plain_loops_choose(method, L):
+    q, k, v = qkv(L, seed=1)
+    seen = seen_by_loops(method, q, k)
+    assert 0.2 < seen.double().mean() / 0.5 < 0.97, "some pairs are left out, and not nearly all"
+    out, lse = condense.attention(q, k, v, method=method, return_lse=True)
+    scores = scores_of(q, k).masked_fill(~seen, -math.inf)
+    torch.testing.assert_close(out[0], scores.softmax(-1) @ v[0].repeat_interleave(H // K, 0))
+    torch.testing.assert_close(lse[0], scores.logsumexp(-1))
+
+
+def test_each_head_has_its_pattern():
+    q, k, v = qkv(4 * BLOCK + 37)
+    out = condense.attention(q, k, v, method=MInference(patterns=PATTERNS))
+    for head, text in enumerate(PATTERNS):
+        torch.testing.assert_close(out[:, head], condense.attention(q, k, v, method=text)[:, head])
+    one = condense.attention(q, k, v, method=MInference(patterns=PATTERNS[1:2]))
+    torch.testing.assert_close(one, condense.attention(q, k, v, method=BlockSparse(blocks=2)))
+
+
+def test_patterns_are_saved_and_checked():
+    method = MInference(patterns=PATTERNS)
+    again = condense.Method.parse(json.loads(json.dumps(method.to_dict())))
+    assert again == method
+    assert hash(again) == hash(method)
+    assert condense.Method.parse("minference:patterns=a_shape") == MInference(patterns=("a_shape",))
+    for patterns, message in (
+        ((), "condense analyze patterns"),
+        (3, "condense analyze patterns"),
+        (("cca",), "a_shape, vertical_slash or block_sparse"),
+        ((AShape(),), "a_shape, vertical_slash or block_sparse"),
+        (("block_sparse:blocks=0",), "blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MInference(patterns=patterns)
+    with pytest.raises(ValueError, match=r"one for each of 4 query heads, got 3"):
+        condense.attention(*qkv(40), method=MInference(patterns=PATTERNS[:3]))
+    for text, message in (("flex_prefill:gamma=1.5", "gamma"), ("vertical_slash:vertical=-1", "vertical")):
+        with pytest.raises(ValueError, match=message):
+            condense.Method.parse(text)
+
+
+def compiled_flex(q, k, v, block_mask, scale, return_aux):
+    """What FlexAttention's kernel computes: partial blocks under the mask, full ones without, all others left out."""
+    N, M = -(-q.shape[2] // BLOCK), -(-k.shape[2] // BLOCK)
+
+    def listed(counts, order):
+        chosen = torch.zeros(H, N, M, dtype=torch.bool)
+        for h, i in itertools.product(range(H), range(N)) if counts is not None else ():
+            chosen[h, i, order[0, h, i, : counts[0, h, i]].long()] = True
+        return chosen.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, : q.shape[2], : k.shape[2]]
+
+    partial = listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    full = listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    masked = create_mask(block_mask.mask_mod, 1, H, q.shape[2], k.shape[2], device="cpu")[0]
+    scores = (scale * q[0] @ k[0].mT).masked_fill(~(partial & masked | full), -math.inf)
+    assert return_aux.lse
+    return (scores.softmax(-1).nan_to_num() @ v[0])[None], SimpleNamespace(lse=scores.logsumexp(-1)[None])
+
+
+@of({"vertical-slash": LINES, **FLEX, "many-columns": VerticalSlash(vertical=200, slash=3)})
+@pytest.mark.parametrize("L", [3 * BLOCK, 9 * BLOCK + 37])
+def test_the_lists_for_flex_attention_give_the_definition(method, L, monkeypatch):
+    monkeypatch.setattr(blocks, "_flex", lambda: compiled_flex)
+    q, k, v = (x.float() for x in qkv(L, seed=3))
+    keys = method.choose(q, k, scale=SCALE)
+    k, v = (x.repeat_interleave(H // K, 1) for x in (k, v))
+    both = blocks._by_flex(q, k, v, keys, SCALE), sparse_attention(q, k, v, keys, scale=SCALE)
+    for got, want in zip(*both, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@of({"vertical-slash": LINES, **FLEX})
+def test_pairs_are_counted_in_whole_blocks(method):
+    L = 3 * BLOCK + 37
+    q, k, _ = qkv(L, seed=1)
+    keys = method.choose(q, k, scale=SCALE)
+    block = torch.arange(L) // BLOCK
+    computed = keys.blocks[:, block][:, :, block]
+    for h, columns in enumerate(keys.columns):
+        for column in columns:
+            computed[h, block >= block[column], column] = True
+    assert seen_pairs(keys, L).tolist() == (computed & (block[:, None] >= block)).sum((1, 2)).tolist()
+
+
+@of(ALL)
+def test_padded_rows_equal_single_rows(method):
+    L, tokens = 2 * BLOCK + 60, (2 * BLOCK + 60, BLOCK + 31, 0)
+    q, k, v = qkv(L, seed=2, B=3)
+    out = condense.attention(q, k, v, method=method, padding=torch.tensor([L - n for n in tokens]))
+    _, state = extend(method, None, q, k, v, scale=SCALE, plan=ForwardPlan(L, torch.tensor(tokens)))
+    assert bool((out[2] == 0).all())
+    for row, n in enumerate(tokens[:2]):
+        alone = [x[row : row + 1, :, L - n :] for x in (q, k, v)]
+        torch.testing.assert_close(out[row, :, L - n :], condense.attention(*alone, method=method)[0])
+        assert torch.equal(state.entries[0][row, :, :n], alone[1][0])
+
+
+@torch.no_grad()
+def test_a_model_decodes_over_all_tokens_in_growing_and_static_caches():
+    model, ids = tiny.model("llama"), tiny.tokens(1, 40)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings["attention_mask"] = torch.ones_like(ids)
+    dense = model.generate(ids, **settings)
+    for method in ALL.values():
+        with condense.use(model, method):
+            growing = model.generate(ids, **settings)
+            static = model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=64), **settings)
+        assert torch.equal(growing, static)
+        assert torch.equal(growing, dense), "a prompt of one block is read densely"
+    with condense.use(model, LINES):
+        cache = model(ids, use_cache=True).past_key_values
+    assert sum(report.bytes for report in inspect(model, LINES, 40, itemsize=8)) == condense.cache_nbytes(cache)
+
+
+@of(ALL)
+def test_training_and_backends_without_kernels_are_refused(method):
+    q, k, v = qkv(40)
+    context, _ = extend(method, None, q, k, v, scale=SCALE)
+    with pytest.raises(ValueError, match=r"backend 'triton' has no kernels for prompts of .*; use backend='auto'"):
+        method.attend(q, context, scale=SCALE, backend="triton")
+    with pytest.raises(ValueError, match=r"inference"):
+        condense.attention(*(x.requires_grad_() for x in (q, k, v)), method=method)
+
+
+@of(ALL)
+def test_latents_are_read_by_the_keys_that_they_expand_to(method):
+    L, d_c, d_r, d_n, d_v = 4 * BLOCK + 37, 12, 4, 6, 5
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q_nope, q_rope, c, k_rope = 3 * random(1, H, L, d_n), 3 * random(1, H, L, d_r), random(1, L, d_c), random(1, L, d_r)
+    w_uk, w_uv = random(H, d_c, d_n) / 3, random(H, d_c, d_v)
+    out = condense.latent_attention(q_nope, q_rope, c, k_rope, w_uk, w_uv, method=method)
+    q = torch.cat([q_nope, q_rope], -1)
+    k = torch.cat([c[:, None] @ w_uk, k_rope[:, None].expand(-1, H, -1, -1)], -1)
+    want = condense.attention(q, k, c[:, None] @ w_uv, method=method)
+    assert (want - condense.attention(q, k, c[:, None] @ w_uv, method=condense.Dense())).abs().max() > 0.1
+    torch.testing.assert_close(out, want)
+
+
+@torch.no_grad()
+def test_an_mla_model_reads_its_prompt_sparsely_and_decodes_densely():
+    model, ids = tiny.model("deepseek_v3"), tiny.tokens(2, 5 * BLOCK + 30)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    mask[1, :140] = 0
+    stock = model.generate(ids, attention_mask=mask, **settings)
+    with condense.use(model, FlexPrefill(gamma=1.0)):
+        assert torch.equal(model.generate(ids, attention_mask=mask, **settings), stock), "it sees everything"
+    dense = model(ids).logits
+    with condense.use(model, FlexPrefill(gamma=0.1, tau=0.0, min_budget=1)):
+        output = model(ids, use_cache=True)
+    assert (output.logits[:, -1] - dense[:, -1]).abs().max() > 1e-3
+    with condense.use(model, "dense"):
+        kept = model(ids, use_cache=True).past_key_values
+    assert condense.cache_nbytes(output.past_key_values) == condense.cache_nbytes(kept)
