@@ -113,9 +113,9 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
     for L in (20, 1, 300):
         with torch.no_grad():
             model(tiny.tokens(1, L), past_key_values=cache)
-        # two layers of two heads of width 8 in float32, and counters: two counters and three of a prompt in int64; in
-        # int32 how many parts of a step are done, by head and in all
-        counters = 5 * 8 + (2 + 1) * 4
+        # two layers of two heads of width 8 in float32, and counters: two counters and two of first entries in int64;
+        # in int32 how many parts of a step are done, by head and in all
+        counters = 4 * 8 + (2 + 1) * 4
         of_heads = 2 * (2 * entries * _row_bytes(method, torch.float32) + numbers * 8 * 4)
         assert condense.cache_nbytes(cache) == 2 * (of_heads + counters)
 
