@@ -1,4 +1,4 @@
-"""The tables of `docs/serving.md` and its picture: what `benchmarks/serving` and `paged_step.py` measured.
+"""The tables of `docs/serving.md` and its picture: what `benchmarks/serving` measured.
 
 The page names its results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
 ``decode LENGTH``, ``first and traffic`` and ``paged``. Every process of `speed.py` is a round; a cell is the median of

@@ -13,12 +13,18 @@ What is measured, in this order; a name that comes again is measured again:
 - short, long: prompts of 4,096 or 130,560 tokens, 512 tokens of answer, nothing shared, all at once.
 
 Prompts that count as cached were never read: their pages are handed out and hold random numbers.
+
+Before anything is timed, a small random model must give `generate`'s tokens in float32 in the same mode of vLLM, read
+and from the prefix cache (`correct.py`, in processes of its own); otherwise nothing is.
 """
 
 import argparse
 import itertools
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,6 +45,19 @@ ROWS = {
 DECODES = {f"decode-{length}": length for length in ROWS}
 # few enough that the first requests still have tokens to answer with when up to ten numbers of rows were timed
 STEPS, SKIPPED = 40, 5
+
+
+def checked(mode):
+    """Rounds of answers that a small model gave in vLLM, all of them `generate`'s; ends the program if one is not."""
+    program = [sys.executable, str(Path(__file__).with_name("correct.py"))]
+    with tempfile.TemporaryDirectory() as folder:
+        reference, out = f"{folder}/reference.pt", f"{folder}/out.json"
+        subprocess.run([*program, "reference", reference, "--model", "wide"], check=True)
+        subprocess.run([*program, "engine", reference, out, "--model", "wide", "--mode", mode], check=True)
+        rounds = json.loads(Path(out).read_text(encoding="utf-8"))["results"]["rounds"]
+    if any(answers["same_tokens"] < answers["of"] for answers in rounds):
+        sys.exit(f"speed: vLLM's answers are not those of generate, so nothing is timed: {rounds}")
+    return rounds
 
 
 def spread(values):
@@ -128,11 +147,13 @@ def main():
     parser.add_argument("--short", type=int, default=48, help="requests of short")
     parser.add_argument("--long", type=int, default=2, help="requests of long")
     args = parser.parse_args()
+    rounds = checked(args.mode) if args.attention == "condensed" else None
     engine = llama_engine(args.attention, args.mode)
     engine.condensed = args.attention == "condensed"
     content = {
         "vllm": VLLM, "attention": args.attention, "mode": args.mode, "shape": "llama-3.1-8b",
         "method": str(METHOD) if engine.condensed else None, "batched_tokens": BATCHED_TOKENS[args.attention],
+        "checked": rounds,
     }  # fmt: skip
     print(content, flush=True)
     engine.fill_pages()
