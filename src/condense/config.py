@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self, TypeGuard
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self, TypeGuard
 
 from condense.named import NAMED_SETTINGS, full_settings
+
+
+class Removed(NamedTuple):
+    """A setting that a method had once: the value that saved models may still name, and what holds in its place."""
+
+    value: object
+    instead: str
+
 
 _REGISTRY: dict[str, type[MethodConfig]] = {}
 
@@ -18,6 +26,7 @@ class MethodConfig:
     """Settings of one attention method. Defining a subclass with a ``name`` registers it under that name."""
 
     name: ClassVar[str] = ""
+    removed: ClassVar[Mapping[str, Removed]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Register the subclass under its ``name`` (abstract bases leave it empty)."""
@@ -45,12 +54,17 @@ class MethodConfig:
 def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
     """The inverse of `MethodConfig.to_dict`; also of the name of settings and what is changed of them.
 
-    Raises ValueError for anything but a dict, an unknown method name or an unknown field.
+    Raises ValueError for anything but a dict, an unknown method name or field, and a removed field with a value other
+    than the one that holds now.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"method settings must be a dict, got {settings!r}")
     fields = dict(full_settings(settings))
     cls = method_class(fields.pop("method", None))
+    for name in fields.keys() & cls.removed.keys():
+        kept, instead = cls.removed[name]
+        if (value := fields.pop(name)) != kept:
+            raise ValueError(f"{cls.name}: there is no setting {name} any more: {instead}, got {name}={value!r}")
     unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
     if unknown:
         raise ValueError(f"{cls.name}: unknown settings {sorted(unknown)}; known are {field_names(cls)}")

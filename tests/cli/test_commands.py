@@ -149,7 +149,7 @@ INSPECTED = {
     "dga:gamma=0.2,summary=streaming,rep_bias=log_size": condense.DGA(
         gamma=0.2, summary="streaming", rep_bias="log_size"
     ),
-    "dga:gamma=0.3,selection=prompt,weight_scale=1": condense.DGA(gamma=0.3, selection="prompt", weight_scale=1),
+    "dga:gamma=0.3,selection=prompt": condense.DGA(gamma=0.3, selection="prompt"),
 }
 
 

@@ -51,15 +51,14 @@ def test_each_past_token_counts_once(backend, length, pads, **fields):
     torch.testing.assert_close(lse, torch.arange(1, length + 1).double().log(), **EXACT)
 
 
-@pytest.mark.parametrize("weight_scale", [None, 1.0])
-def test_a_chunk_is_ranked_by_the_scale_that_weighs_its_group(backend, weight_scale):
-    """Ranks turn with the sign of the attention's scale only where no other scale is given."""
-    method = DGA(group_size=2, gamma=0.5, weight_scale=weight_scale)
+def test_a_chunk_is_ranked_by_the_scale_that_weighs_its_group(backend):
+    """Ranks turn with the sign of the attention's scale."""
+    method = DGA(group_size=2, gamma=0.5)
     q, k, v = oracle.random_qkv(1, 1, 1, 4, 4, 3)
     q, k = torch.ones_like(q), torch.tensor([1.0, 3.0, 2.0, 0.0], dtype=q.dtype)[:, None].expand_as(k)
     out = condense.attention(q, k, v, method=method, scale=-0.5, backend=backend)
-    focal, members = (1, [0, 2]) if weight_scale else (0, [1, 2])
-    logits = (-0.5 if weight_scale is None else 1.0) * 4 * k[0, 0, members, 0]
+    focal, members = 0, [1, 2]
+    logits = -0.5 * 4 * k[0, 0, members, 0]
     entry = logits.softmax(0) @ torch.stack([k[0, 0, members, 0], *v[0, 0, members].unbind(1)], dim=1)
     keys = torch.stack([k[0, 0, focal, 0], entry[0], k[0, 0, 3, 0]])
     values = torch.stack([v[0, 0, focal], entry[1:], v[0, 0, 3]])
@@ -79,7 +78,7 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
         focal[b, h, order[: int(num_focal[b])]] = True
     q, k, _ = oracle.random_qkv(2, 4, K, L, 3, 1)
     v = torch.eye(L, dtype=torch.float64).expand(2, K, L, L)
-    grouping = Grouping(size=g, weight_scale=0.3, complementary=True, bias=math.log(g))
+    grouping = Grouping(size=g, scale=0.3, complementary=True, bias=math.log(g))
     prompt = focal_prompt(q * 0, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend="torch")
     for x in (y for span in prompt.context.spans.spans for y in span):
         assert bool((x.diff(dim=-1) >= 0).all())
@@ -193,9 +192,9 @@ def test_gamma_means_what_is_written():
     assert DGA(gamma=0).layout.rule.entries == 1
     assert DGA(gamma=1).layout.rule.chunk == 32
     lengths = torch.tensor([0, 1, 7, 100, 101, 1000])
-    reader = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt").prompt_reader
-    assert reader.num_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
-    assert reader.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
+    method = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt")
+    assert method.prompt_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
+    assert method.prompt_reader.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
 
 
 @pytest.mark.parametrize("selection", ["streaming", "prompt"])
@@ -284,16 +283,6 @@ def test_at_its_groups_end_a_query_sees_itself_through_the_group_only():
     members = torch.softmax(q[0, 0, 3] @ k[0, 0, :4].T * 3**-0.5, 0)
     torch.testing.assert_close(out[0, 0, 3, :4], members, **EXACT)
     torch.testing.assert_close(lse[0, 0, 3], q[0, 0, 3] @ (members @ k[0, 0, :4]) * 3**-0.5, **EXACT)
-
-
-def test_weight_scale_weighs_and_does_not_score():
-    q, k, v = oracle.random_qkv(1, 2, 1, 30, 4, 4)
-    plain, paper = (DGA(group_size=4, weight_scale=s) for s in (None, 1.0))
-    got = condense.attention(q, k, v, method=paper)
-    assert not torch.allclose(got, condense.attention(q, k, v, method=plain))
-    torch.testing.assert_close(got, oracle.attention(q, k, v, method=paper)[0], **EXACT)
-    same = condense.attention(q, k, v, method=plain.replace(weight_scale=0.5))
-    torch.testing.assert_close(same, condense.attention(q, k, v, method=plain), **EXACT)
 
 
 def test_gradients_through_a_prompts_selection_need_consent():

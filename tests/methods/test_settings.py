@@ -22,7 +22,7 @@ METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID
         (LCA(), {"value_pooling": "weighted", "num_summary_queries": None, "allow_future": False}),
         (DGA(), {"group_size": 16, "window": 1, "gamma": 0.1, "min_focal": 1024, "selection": "streaming"}),
         (DGA(), {"summary": "last", "focal": "top", "complementary": True, "num_recent": 64, "num_random": 64}),
-        (DGA(), {"weight_scale": None, "seed": 0, "rep_bias": "none", "allow_future": False}),
+        (DGA(), {"seed": 0, "rep_bias": "none", "allow_future": False}),
         (StreamingLLM(), {"sink": 4, "window": 2000}),
         (LMInfinite(), {"n_global": 10, "window": 4096}),
         (Dense(), {}),
@@ -63,7 +63,6 @@ BAD = [
     (DGA, "summary", ("prompt", None)),
     (DGA, "focal", ("best", None, False)),
     (DGA, "complementary", (None, 1, "no")),
-    (DGA, "weight_scale", (0, -1.0, math.inf, math.nan, "1", True)),
     (DGA, "num_recent", (0, 1.5)),
     (DGA, "num_random", (-1, None)),
     (DGA, "seed", (-1, 0.5, None)),
@@ -113,6 +112,12 @@ def test_unknown_settings_are_refused():
         method_from_dict({})
     with pytest.raises(ValueError, match="must be a dict, got 'cca'"):
         method_from_dict("cca")
+
+
+def test_a_removed_setting_is_read_where_it_says_what_holds_now():
+    assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
+    with pytest.raises(ValueError, match=r"dga: .* attention's scale, got weight_scale=1\.0"):
+        method_from_dict({"method": "dga", "weight_scale": 1.0})
 
 
 @pytest.mark.parametrize("thing", [None, ["cca"], CCA, 3, object()], ids=lambda x: type(x).__name__)

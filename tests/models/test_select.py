@@ -101,8 +101,7 @@ def test_crop_is_exact_after_the_prompt_and_refused_inside(llama):
 
 def _first(*tokens):
     """Entries of prompts of so many tokens, and how many of these are focal tokens."""
-    reader = tiny.SELECT.prompt_reader
-    return [[count(n) for n in tokens] for count in (reader.num_entries, reader.num_focal)]
+    return [[count(n) for n in tokens] for count in (tiny.SELECT.prompt_reader.num_entries, tiny.SELECT.prompt_focal)]
 
 
 def test_rows_follow_with_prompts_of_different_lengths(llama):

@@ -203,7 +203,7 @@ POOLINGS = {
 
 @pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
 def test_pooling_says_what_represent_does(method, pooling):
-    assert method.layout.pooling == (*pooling, 0, None)
+    assert method.layout.pooling == (*pooling, 0)
     c = method.layout.rule.chunk
     k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
     one = Chunks(k.flatten(2, 3), v.flatten(2, 3), 0, 3, c, 0)
@@ -222,10 +222,10 @@ def test_plan():
 
 
 def test_plan_of_focal_chunks():
-    plan = step_settings(condense.DGA(group_size=4, gamma=0.5, weight_scale=1.0, rep_bias="log_size"))
+    plan = step_settings(condense.DGA(group_size=4, gamma=0.5, rep_bias="log_size"))
     assert plan.bias == pytest.approx(torch.tensor(4.0).double().log().item(), abs=1e-15)
     assert (plan.key_pooling, plan.value_pooling, plan.num_focal) == ("weighted", "weighted", 2)
-    assert (plan.weight_scale, plan.has_first, plan.bias_differs) == (1.0, False, True)
+    assert (plan.has_first, plan.bias_differs) == (False, True)
     prompt = step_settings(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))
     assert (prompt.num_focal, prompt.has_first, prompt.bias_differs) == (0, True, True)
     assert step_settings(condense.DGA(focal="random")).key_pooling is None

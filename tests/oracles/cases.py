@@ -38,7 +38,7 @@ PLANS: dict[str, Method] = {
     "dga": DGA(group_size=4, gamma=0.3),
     "dga-window0": DGA(group_size=4, window=0, gamma=0.1),
     "dga-no-focal-log_size": DGA(group_size=5, window=5, gamma=0, rep_bias="log_size"),
-    "dga-all-focal": DGA(group_size=3, gamma=1, weight_scale=1.0),
+    "dga-all-focal": DGA(group_size=3, gamma=1),
     "dga-streaming-log_size": DGA(group_size=4, window=5, gamma=0.3, summary="streaming", rep_bias="log_size"),
     "dga-streaming-window0": DGA(group_size=3, window=0, gamma=0.5, summary="streaming"),
     "dga-random": DGA(group_size=4, gamma=0.5, focal="random", seed=3),
@@ -67,7 +67,7 @@ SELECTIONS: dict[str, Method] = {
         seed=5,
         rep_bias="log_size",
     ),
-    "select-no-focal": DGA(group_size=2, gamma=0, min_focal=0, selection="prompt", num_random=0, weight_scale=1.0),
+    "select-no-focal": DGA(group_size=2, gamma=0, min_focal=0, selection="prompt", num_random=0),
     "select-random": DGA(group_size=4, window=5, gamma=0.5, min_focal=1, selection="prompt", focal="random", seed=2),
     "select-not-complementary": DGA(
         group_size=5, gamma=0.1, min_focal=4, selection="prompt", complementary=False, rep_bias="log_size"

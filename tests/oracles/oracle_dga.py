@@ -30,7 +30,6 @@ class Row:
     def __init__(self, method: Any, q: Tensor, k: Tensor, scale: float, prompt: int) -> None:
         self.method, self.q, self.k, self.scale = method, q, k, scale
         self.qbar = q.sum(0) / len(q)
-        self.weight_scale = scale if method.weight_scale is None else method.weight_scale
         self.origin = prompt if method.selection == "prompt" else 0
         self.focal, self.groups = self._split_prompt()
         self.chunk_size = method.group_size + share(method.gamma, method.group_size)
@@ -66,7 +65,7 @@ class Row:
             tokens = list(range(start, start + c))
             last = [tokens[-1]] if self.method.summary == "last" else range(start + w, start + c + w)
             summary = torch.stack([self.qbar[i] for i in last]).sum(0) / len(last)
-            scores: dict[int, Any] = {i: self.weight_scale * float((summary @ self.k[i]).detach()) for i in tokens}
+            scores: dict[int, Any] = {i: self.scale * float((summary @ self.k[i]).detach()) for i in tokens}
             if self.method.focal == "random":
                 scores = lots(range(number * c, number * c + c), self.method.seed, tokens)
             best = sorted(tokens, key=lambda i: (-scores[i], i))[: c - g]
@@ -74,7 +73,7 @@ class Row:
         return self.chunks[number]
 
     def _group(self, members: list[int], summary: Tensor) -> Group:
-        return Group(members, group_weights(summary, self.k[members], self.weight_scale))
+        return Group(members, group_weights(summary, self.k[members], self.scale))
 
     def _split_prompt(self) -> tuple[list[int], list[Group]]:
         L, method = self.origin, self.method

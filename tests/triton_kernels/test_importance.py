@@ -70,5 +70,5 @@ def test_a_prompts_choice_is_the_definitions():
     q, k, v = oracle.random_qkv(1, 2, 2, 61, WIDTH, WIDTH, dtype=DTYPES[0])
     want = extend(method, None, q.double(), k.double(), v.double(), scale=0.2, backend="reference")[1]
     got = extend(method, None, *(x.to(DEVICE) for x in (q, k, v)), scale=0.2, backend="triton")[1]
-    num_focal = method.prompt_reader.num_focal(61)
+    num_focal = method.prompt_focal(61)
     assert torch.equal(got.entries[0][:, :, :num_focal].cpu(), want.entries[0][:, :, :num_focal].to(DTYPES[0]))

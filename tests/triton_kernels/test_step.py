@@ -34,7 +34,6 @@ def plan_of(method):
         *poolings,
         bias,
         num_focal=method.layout.rule.entries - 1,
-        weight_scale=getattr(method, "weight_scale", None),
         has_first=method.prompt_reader is not None,
         matched=method.layout.matched,
         entry_bits=method.layout.entry_bits,
@@ -110,7 +109,7 @@ CASES = {
     "dga-defaults": condense.DGA(),  # 18 tokens: a tile of 16 and 2 more
     "dga-window0-log_size": condense.DGA(group_size=3, window=0, gamma=1, rep_bias="log_size"),
     "dga-no-focal": condense.DGA(group_size=4, gamma=0, rep_bias="log_size"),
-    "dga-streaming": condense.DGA(group_size=5, window=7, gamma=0.3, summary="streaming", weight_scale=1.0),
+    "dga-streaming": condense.DGA(group_size=5, window=7, gamma=0.3, summary="streaming"),
     "dga-18-focal": condense.DGA(group_size=18, window=0, gamma=1, rep_bias="log_size"),  # tiles that are all focal
     "dga-g1": condense.DGA(group_size=1, gamma=1),
 }
@@ -218,7 +217,7 @@ SELECTIONS = {
     "select": SELECT,
     "select-no-bias": SELECT.replace(rep_bias="none"),
     "select-no-focal": SELECT.replace(gamma=0),  # but a prompt keeps five even so
-    "select-window0": SELECT.replace(window=0, gamma=0.8, summary="streaming", weight_scale=1.0),
+    "select-window0": SELECT.replace(window=0, gamma=0.8, summary="streaming"),
     "select-all": SELECT.replace(min_focal=99),
 }
 
@@ -234,9 +233,7 @@ def after_prompts(method, q, k, v, lengths, tokens):
     made = [method.prompt_reader.num_entries(n) for n in lengths]
     for b, n in enumerate(made):
         state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries[0][b, :, :n], past.entries[1][b, :, :n]
-    state.first.copy_(
-        torch.tensor([[m, method.prompt_reader.num_focal(n)] for n, m in zip(lengths, made, strict=True)])
-    )
+    state.first.copy_(torch.tensor([[m, method.prompt_focal(n)] for n, m in zip(lengths, made, strict=True)]))
     return past, state
 
 

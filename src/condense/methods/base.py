@@ -269,11 +269,11 @@ def step_settings(method: Method) -> StepSettings:
     fixed = (layout.rule, layout.summary_delay, layout.num_summary)
     has_first = method.prompt_reader is not None
     if layout.pooling is None:
-        key, value, bias, num_focal, weight_scale = None, None, 0.0, 0, None
+        key, value, bias, num_focal = None, None, 0.0, 0
     else:
-        key, value, num_focal, weight_scale = layout.pooling
+        key, value, num_focal = layout.pooling
         bias = layout.bias[-1] if layout.bias else 0.0
     return StepSettings(
-        *fixed, key, value, bias, num_focal, weight_scale, has_first=has_first, matched=layout.matched,
+        *fixed, key, value, bias, num_focal, has_first=has_first, matched=layout.matched,
         entry_bits=layout.entry_bits,
     )  # fmt: skip

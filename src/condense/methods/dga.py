@@ -9,18 +9,19 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.config import check_bool, check_choice, check_int, check_number, check_positive
-from condense.methods.base import Method, matched_bias
+from condense.config import Removed, check_bool, check_choice, check_int, check_number
+from condense.methods.base import Method, Prompt, PromptPlan, matched_bias
 from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
-from condense.methods.prompt import FocalPrompt, take
-from condense.ops import Chunks, UniformRule, group_scores, pool
+from condense.methods.prompt import FocalTokens, Grouping, exact_prompt, focal_prompt, highest, take
+from condense.ops import Chunks, UniformRule, group_scores, importance, pool
+from condense.ops.tensors.per_row import PerRow, map_rows
 from condense.ops.tensors.sampling import scramble
 
 
@@ -45,19 +46,20 @@ class DGA(Method):
     how many queries of a prompt are sampled to rank its tokens: the newest, and others drawn with ``seed``.
 
     complementary: True: a prompt's query sees the tokens so far of a group that is not complete yet; False: of that
-    group it sees its own token only.
+    group it sees its own token only. (This and ``focal`` are the paper's ablations, Tables 5 and 7.)
 
-    weight_scale: scale of the scores that rank the tokens of a chunk and weigh a group, > 0; None stands for
-    attention's scale (if that is negative, the ranking is reversed); the paper prints 1.
+    The scores that rank the tokens of a chunk and weigh a group have attention's scale; where that is negative, the
+    ranking is reversed.
 
     rep_bias: what is added to a group's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
     "matched": a number for each group, by which it weighs for its summary query what its tokens weigh together; only
-    with ``selection="streaming"`` and ``weight_scale=None``.
+    with ``selection="streaming"``.
 
     Raises ValueError for a field out of range.
     """
 
     name: ClassVar[str] = "dga"
+    removed: ClassVar = {"weight_scale": Removed(None, "groups are weighed by attention's scale")}
     group_size: int = 16
     window: int = 1
     gamma: float = 0.1
@@ -66,7 +68,6 @@ class DGA(Method):
     summary: Literal["last", "streaming"] = "last"
     focal: Literal["top", "random"] = "top"
     complementary: bool = True
-    weight_scale: float | None = None
     num_recent: int = 64
     num_random: int = 64
     seed: int = 0
@@ -82,17 +83,12 @@ class DGA(Method):
         check_choice("summary", self.summary, ("last", "streaming"))
         check_choice("focal", self.focal, ("top", "random"))
         check_bool("complementary", self.complementary)
-        if self.weight_scale is not None:
-            check_positive("weight_scale", self.weight_scale)
         check_int("num_recent", self.num_recent, 1)
         check_int("num_random", self.num_random, 0)
         check_int("seed", self.seed, 0)
         check_choice("rep_bias", self.rep_bias, REP_BIASES)
-        if self.rep_bias == "matched" and (self.selection == "prompt" or self.weight_scale is not None):
-            raise ValueError(
-                "rep_bias='matched' needs selection='streaming' and weight_scale=None (use rep_bias='log_size'), got "
-                f"selection={self.selection!r} and weight_scale={self.weight_scale!r}"
-            )
+        if self.rep_bias == "matched" and self.selection == "prompt":
+            raise ValueError("rep_bias='matched' needs selection='streaming', got 'prompt': use rep_bias='log_size'")
         check_bool("allow_future", self.allow_future)
         _ = self._gamma  # cached now, because torch.compile cannot trace how it is computed
 
@@ -112,7 +108,7 @@ class DGA(Method):
             rule=UniformRule(chunk=chunk, window=self.window, entries=num_focal + 1),
             summary_delay=0 if self.summary == "last" else self.window,
             num_summary=1 if self.summary == "last" else chunk,
-            pooling=None if needs_represent else ChunkPooling("weighted", "weighted", num_focal, self.weight_scale),
+            pooling=None if needs_represent else ChunkPooling("weighted", "weighted", num_focal),
             bias=(*[0.0] * num_focal, math.log(self.group_size)) if biased else (),
             matched=self.rep_bias == "matched",
             lookahead=Lookahead(self.allow_future, "selection='streaming'") if self.selection == "prompt" else None,
@@ -128,7 +124,6 @@ class DGA(Method):
         assert summary is not None
         k, v = chunks.tokens()
         num_focal = k.shape[3] - self.group_size
-        scale = scale if self.weight_scale is None else self.weight_scale
         scores = group_scores(summary, k, scale=scale, backend=backend)
         ranking = scores.detach()
         if self.focal == "random":
@@ -156,9 +151,44 @@ class DGA(Method):
         """Numerator and denominator of ``gamma`` as it is written in decimal: 0.1 is 1 / 10 exactly."""
         return Fraction(str(self.gamma)).as_integer_ratio()
 
+    def prompt_focal(self, tokens: PerRow) -> PerRow:
+        """Number of focal tokens in prompts of ``tokens`` tokens, enlarged until the others fill whole groups."""
+        focal = map_rows(lambda n: min(n, max(self.share(n), self.min_focal)), tokens)
+        return focal + (tokens - focal) % self.group_size
+
     def _random_scores(self, chunks: Chunks, device: torch.device) -> Tensor:
         """A random number per token, int64 ``[B|1, 1, G, c]``, computed from its position and the seed alone."""
         numbers, c = chunks.numbers, chunks.size
         if not isinstance(numbers, Tensor):
             numbers = numbers + torch.arange(chunks.num, device=device)[None]
         return scramble(numbers[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]
+
+
+class FocalPrompt(NamedTuple):
+    """How `DGA` with ``selection="prompt"`` reads a prompt: a `condense.methods.base.PromptReader`."""
+
+    method: DGA
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
+        """The paper's prefill (Algorithm 1): rank all tokens, keep the highest, group the others."""
+        method, (B, K, L, _) = self.method, k.shape
+        tokens = plan.tokens(B)
+        num_focal = method.prompt_focal(tokens)
+        assert isinstance(num_focal, Tensor)
+        if torch.equal(num_focal, tokens):
+            return exact_prompt(k, v, tokens)
+        if method.focal == "random":  # by position and seed alone
+            starts = (tokens - L).to(k.device, non_blocking=True)
+            scores = scramble(torch.arange(L, device=k.device) + starts[:, None], method.seed)[:, None]
+        else:
+            sample = plan.sample(B, method.num_recent, method.num_random, method.seed, q.device)
+            scores = importance(q, k, sample, scale=scale, backend=backend)
+        focal = highest(scores, num_focal, tokens).expand(-1, K, -1)
+        bias = math.log(method.group_size) if method.rep_bias == "log_size" else 0.0
+        grouping = Grouping(method.group_size, scale, method.complementary, bias)
+        return focal_prompt(q, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend=backend)
+
+    def num_entries(self, tokens: PerRow) -> PerRow:
+        """Number of focal tokens and groups in prompts of ``tokens`` tokens."""
+        focal = self.method.prompt_focal(tokens)
+        return focal + (tokens - focal) // self.method.group_size

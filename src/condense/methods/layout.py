@@ -21,13 +21,12 @@ class ChunkPooling(NamedTuple):
 
     key, value: how a chunk's tokens are pooled into its last entry. num_focal: how many tokens are not pooled but
     become entries of their own: those with the highest scores, ties to the earlier; they come first, in order of
-    position. weight_scale: scale of the scores, None: attention's.
+    position.
     """
 
     key: Pooling
     value: Pooling
     num_focal: int = 0
-    weight_scale: float | None = None
 
 
 class Lookahead(NamedTuple):

@@ -1,6 +1,4 @@
-"""DGA on a whole prompt (Algorithms 1 and 2): choose focal tokens, group the others, and say what each query sees.
-
-`exact_prompt`, `highest` and `kept_tokens` serve SnapKV and sparse prefill too.
+"""What methods make of a prompt that they read at once: all tokens kept, chosen ones, or DGA's focal tokens and groups.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, E entries, N tokens in groups, G groups of g tokens, D and Dv
 widths. Rows are right-aligned: row b's tokens are its last ``tokens[b]`` columns. focal: bool ``[B, K, L]``.
@@ -8,77 +6,15 @@ widths. Rows are right-aligned: row b's tokens are its last ``tokens[b]`` column
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from condense.methods.base import Context, Prompt, PromptPlan
+from condense.methods.base import Context, Prompt
 from condense.methods.layout import FirstEntries
-from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, group_scores, importance, pool
-from condense.ops.tensors.per_row import PerRow, broadcast_rows, int_if_equal, map_rows
-from condense.ops.tensors.sampling import Sample, scramble
-
-if TYPE_CHECKING:
-    from condense.methods.dga import DGA
-
-
-class FocalPrompt(NamedTuple):
-    """How `condense.DGA` with ``selection="prompt"`` reads a prompt: a `condense.methods.base.PromptReader`."""
-
-    method: DGA
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """The paper's prefill (Algorithm 1): rank all tokens, keep the highest, group the others."""
-        method, B = self.method, k.shape[0]
-        tokens = plan.tokens(B)
-        num_focal = self.num_focal(tokens)
-        assert isinstance(num_focal, Tensor)
-        if torch.equal(num_focal, tokens):
-            return exact_prompt(k, v, tokens)
-        if method.focal == "random":
-            scores = self.random_scores(tokens, k)
-        else:
-            sample = plan.sample(B, method.num_recent, method.num_random, method.seed, q.device)
-            scores = self.ranking(q, k, sample, scale=scale, backend=backend)
-        focal = highest(scores, num_focal, tokens).expand(-1, k.shape[1], -1)
-        return self.grouped_around(focal, q, k, v, tokens, scale=scale, backend=backend)
-
-    def ranking(self, q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: str) -> Tensor:
-        """Attention that each token gets from the sampled queries (Eq. 16 and 17), ``[B, K, L]``; see `importance`."""
-        return importance(q, k, sample, scale=scale, backend=backend)
-
-    def random_scores(self, tokens: Tensor, k: Tensor) -> Tensor:
-        """A random number per token in place of a score, int64 ``[B, 1, L]``, from its position and the seed alone."""
-        L = k.shape[2]
-        starts = (tokens - L).to(k.device, non_blocking=True)
-        return scramble(torch.arange(L, device=k.device) + starts[:, None], self.method.seed)[:, None]
-
-    def grouped_around(
-        self, focal: Tensor, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, backend: str
-    ) -> Prompt:
-        """The prompt with given focal tokens, bool ``[B, K, L]``, and the others in groups."""
-        method, num_focal = self.method, self.num_focal(tokens)
-        assert isinstance(num_focal, Tensor)
-        grouping = Grouping(
-            size=method.group_size,
-            weight_scale=scale if method.weight_scale is None else method.weight_scale,
-            complementary=method.complementary,
-            bias=math.log(method.group_size) if method.rep_bias == "log_size" else 0.0,
-        )
-        return focal_prompt(q, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend=backend)
-
-    def num_focal(self, tokens: PerRow) -> PerRow:
-        """Number of focal tokens in prompts of ``tokens`` tokens, enlarged until the others fill whole groups."""
-        method = self.method
-        focal = map_rows(lambda n: min(n, max(method.share(n), method.min_focal)), tokens)
-        return focal + (tokens - focal) % method.group_size
-
-    def num_entries(self, tokens: PerRow) -> PerRow:
-        """Number of focal tokens and groups in prompts of ``tokens`` tokens."""
-        focal = self.num_focal(tokens)
-        return focal + (tokens - focal) // self.method.group_size
+from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, group_scores, pool
+from condense.ops.tensors.per_row import broadcast_rows, int_if_equal
 
 
 class FocalTokens(NamedTuple):
@@ -90,13 +26,13 @@ class FocalTokens(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """How the tokens that are not focal are grouped: ``size`` each, weighed by scores scaled by ``weight_scale``.
+    """How the tokens that are not focal are grouped: ``size`` each, weighed by scores times ``scale``.
 
     complementary: as in `condense.DGA`. bias: added to the scaled score of a group.
     """
 
     size: int
-    weight_scale: float
+    scale: float
     complementary: bool
     bias: float
 
@@ -134,7 +70,9 @@ def kept_tokens(k: Tensor, v: Tensor, kept: Tensor, most: int) -> tuple[Tensor, 
 
 
 def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping: Grouping, *, backend: str) -> Prompt:
-    """A prompt of focal tokens and groups. Entries: both, in order of their last token. Window: the grouped tokens.
+    """DGA's prompt of focal tokens and groups (Algorithms 1 and 2).
+
+    Entries: both, in order of their last token. Window: the grouped tokens.
 
     Query t sees the entries whose last token is at or before t, and those tokens of the window that are at or before t
     and in a group that is not complete at t. So it sees each token up to t once. If not ``grouping.complementary``, it
@@ -155,7 +93,7 @@ def focal_prompt(q: Tensor, k: Tensor, v: Tensor, chosen: FocalTokens, grouping:
     num_groups = (tokens - num_focal) // g
     summary = _mean_queries(q, members[:, :, g - 1 :: g], num_groups)
     members_k, members_v = (x.unflatten(2, (-1, g)) for x in (window_k, window_v))
-    scores = group_scores(summary, members_k, scale=grouping.weight_scale, backend=backend)
+    scores = group_scores(summary, members_k, scale=grouping.scale, backend=backend)
     groups_k = pool(members_k, scores, how="weighted", backend=backend)
     groups_v = pool(members_v, scores, how="weighted", backend=backend)
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from condense.config import check_int
 from condense.methods import DGA, Method, Recall, step_settings
-from condense.methods.prompt import FocalPrompt
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
@@ -131,7 +130,7 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
             return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
         larger = ", so the cache is larger than a dense one" if method.store_bits == 16 else ""
         return f"recall: all {length} tokens stay on the device{larger}; {read} of it"
-    if chooses_from_prompt(method) and FocalPrompt(method).num_focal(length) == length:
+    if chooses_from_prompt(method) and method.prompt_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
     if method.prompt_reader is not None and not chooses_from_prompt(method):
@@ -251,7 +250,7 @@ class _Heads:
 
     def _selected(self, method: DGA, tokens: PerRow) -> PerRow:
         """FLOPs for prompts of ``tokens`` tokens, if focal tokens are spread evenly over them."""
-        focal, g = FocalPrompt(method).num_focal(tokens), method.group_size
+        focal, g = method.prompt_focal(tokens), method.group_size
         groups = (tokens - focal) // g
         # half of the entries on average, and of the members of the group in progress
         visible = ((tokens + 1) * (focal + groups) + tokens * (g - 1) * (groups > 0)) // 2
