@@ -22,7 +22,7 @@ class Words:
 
 
 def load_words() -> Words:
-    """The bundled 3,000 words (``common_words`` of public-domain books), a fixed fifth of them held out."""
+    """The bundled 3,000 words, a fixed fifth of them held out; where they are from: `assets/demo/README.md`."""
     text = (importlib.resources.files("condense") / "assets" / "words.txt").read_text(encoding="utf-8")
     words = text.split()
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(words))
