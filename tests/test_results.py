@@ -50,8 +50,15 @@ def test_an_existing_file_is_kept_unless_told(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["results"] == {"a": 2}
 
 
-def test_a_file_that_appears_in_between_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_links(*args: object) -> None:
+    raise OSError(1, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard-links", "none"])
+def test_a_file_that_appears_in_between_is_kept(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, dump = tmp_path / "r.json", json.dump
+    if not links:
+        monkeypatch.setattr(os, "link", _no_links)
 
     def slow(*args: Any, **kwargs: Any) -> None:
         dump(*args, **kwargs)
@@ -90,6 +97,23 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(KeyboardInterrupt):
         write_results(tmp_path / "r.json", {"a": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_a_file_gets_its_name_leaves_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its hidden name; an empty file of the wanted name would be taken for a result."""
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("link", "replace"):
+        monkeypatch.setattr(os, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_results(tmp_path / "r.json", {"a": 1})
+    (left,) = tmp_path.iterdir()
+    assert left.suffix == ".part"
+    assert json.loads(left.read_text())["results"] == {"a": 1}
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

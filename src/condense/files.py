@@ -1,5 +1,6 @@
 """Writing a file or a folder so that it appears complete or not at all."""
 
+import errno
 import os
 import secrets
 import shutil
@@ -13,22 +14,38 @@ from typing import BinaryIO
 def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """A file to write that appears as ``target`` when the block ends, and not at all if it fails.
 
-    Missing folders are made. Permissions follow the umask, as for any new file.
-    Raises FileExistsError at the end of the block if there is a ``target`` by then and ``overwrite`` is False.
+    Missing folders are made. Permissions follow the umask, as for any new file. An interrupt after the block leaves the
+    whole file, as ``target`` or as a hidden ``.part`` beside it.
+    Raises FileExistsError at the end of the block if there is a ``target`` by then and ``overwrite`` is False. Without
+    hard links on the file system, one that appears in that very moment is replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with temporary.open("xb") as file:
             yield file
-        if not overwrite:
-            # creates the name or fails if it exists; a hard link would do both steps, but not every file system has it
-            target.open("xb").close()
-        os.replace(temporary, target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         _name(error, target)
         raise
+    try:
+        if overwrite or not _linked(temporary, target):
+            os.replace(temporary, target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _linked(file: Path, target: Path) -> bool:
+    """Rename a file unless there is a ``target`` (FileExistsError); False, nothing done, without hard links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        return False
+    file.unlink()
+    return True
 
 
 @contextmanager
