@@ -231,6 +231,28 @@ def test_settings_of_another_form_are_refused(folder, tmp_path, settings):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
 
 
+LAYERS = ["12", [0.9], [True], {"5": 0}, [-1], [float("inf")], None, [0, None]]
+
+
+@pytest.mark.parametrize("layers", LAYERS, ids=repr)
+def test_layers_must_be_a_list_of_integers(folder, tmp_path, layers):
+    """Of an allocation's file too; some had been read as other layers, some as none."""
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    settings = {"methods": [{"method": {"method": "cca"}, "layers": layers}]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"condense": settings}))
+    with pytest.raises(ValueError, match=r"config.condense.* layers must be a list of integers >= 0, got"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("settings", [{}, {"methods": []}, {"methods": [{"method": {"method": "cca"}, "layers": []}]}])
+def test_settings_that_name_no_layer_are_refused(folder, tmp_path, settings):
+    """The model would be dense without a word."""
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"condense": settings}))
+    with pytest.raises(ValueError, match=r"config.condense.* (name a layer, got none|as condense.apply writes it)"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
 def test_settings_that_are_unknown_are_refused_by_name(folder, tmp_path):
     (tmp_path / "config.json").write_text(
         (folder / "qwen3" / "config.json").read_text().replace('"method": "cca"', '"method": "mystery"')

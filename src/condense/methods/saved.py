@@ -39,17 +39,22 @@ def check_names(methods: Iterable[Method]) -> None:
 def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Method]:
     """The method of each layer, from ``config.condense`` or the content of a file; ``where`` names it in errors.
 
-    Raises ValueError for settings of another form than `settings_of` makes and for a layer that is named twice. If
-    another version of the library wrote the settings, the message names that version.
+    Raises ValueError for settings of another form than `settings_of` makes, for layers that are not a list of integers
+    >= 0, for a layer that is named twice, and if none is named. If another version of the library wrote the settings,
+    the message names that version.
     """
     methods: dict[int, Method] = {}
     try:
         for part in settings["methods"]:
-            method = Method.parse(part["method"])
-            for i in part["layers"]:
-                if int(i) in methods:
-                    raise ValueError(f"layer {i} is named twice, for {methods[int(i)]} and {method}")
-                methods[int(i)] = method
+            method, layers = Method.parse(part["method"]), part["layers"]
+            if not isinstance(layers, list) or not all(type(i) is int and i >= 0 for i in layers):
+                raise ValueError(f"layers must be a list of integers >= 0, got {layers!r}")
+            for i in layers:
+                if i in methods:
+                    raise ValueError(f"layer {i} is named twice, for {methods[i]} and {method}")
+                methods[i] = method
+        if not methods:
+            raise ValueError("methods must name a layer, got none: leave the settings out for dense attention")
         return methods
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
@@ -59,5 +64,5 @@ def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Metho
     except ValueError as error:
         version = settings.get("version", __version__)
         if version == __version__:
-            raise
+            raise ValueError(f"{where}: {error}") from error
         raise ValueError(f"{where} was written by condense {version}, this is {__version__}: {error}") from error
