@@ -256,9 +256,15 @@ def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path, mo
     other = tiny.model("llama", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match="holds measurements of another model, text, length, seed or other candidates"):
         condense.calibrate(other, tokenizer, [text], CONFIG, measured=path)
+    kept = json.loads(path.read_text())
+    for reading in (None, 0.1, [None, 0.1, []], ["0.1", 0.1, []], [float("nan"), 0.1, []], [0.1, 0.1, ["yes"]]):
+        path.write_text(json.dumps(kept | {"readings": {"0 0:0": reading}}))
+        with pytest.raises(ValueError, match="wanted a file of earlier measurements"):
+            Meter(model, CANDIDATES, draw_samples(tokenizer, [text], CONFIG), path)
     path.write_text("{")
-    with pytest.raises(ValueError, match="wanted a file of earlier measurements"):
-        condense.calibrate(model, tokenizer, [text], CONFIG, measured=path)
+    for wrong in (path, tmp_path):
+        with pytest.raises(ValueError, match="wanted a file of earlier measurements"):
+            condense.calibrate(model, tokenizer, [text], CONFIG, measured=wrong)
 
 
 def test_the_file_is_what_apply_reads(result, model, tmp_path):
@@ -439,6 +445,25 @@ def test_latents_by_default(tokenizer, text):
     assert default_candidates(4096, latents=True)[1].num_recall == 64  # half of the groups of 32
     assert result.chosen.cache <= 0.9
     assert result.chosen.host == 0
+
+
+@pytest.mark.parametrize(("number", "said"), [(2, r"StreamingLLM\(window=16\)"), (None, "dense attention")])
+def test_predictions_that_are_not_finite_are_refused_by_name(model, tokenizer, text, monkeypatch, number, said):
+    """Asked for a size, every layer would get them, as nothing is less than NaN."""
+    logits, config = Meter._logits, dataclasses.replace(CONFIG, budget_nats=None, cache=0.9)
+
+    def broken(meter, sample, allocation):
+        is_broken = number is None or number in allocation.values()
+        return logits(meter, sample, allocation) * (torch.nan if is_broken else 1)
+
+    monkeypatch.setattr(Meter, "_logits", broken)
+    with pytest.raises(ValueError, match=f"must be finite to be compared, got a divergence of nan nats with {said}"):
+        condense.calibrate(model, tokenizer, [text], config)
+
+
+def test_a_text_alone_is_not_a_list_of_documents(model, tokenizer, text):
+    with pytest.raises(ValueError, match="texts must be a list of texts, got one alone"):
+        condense.calibrate(model, tokenizer, text, CONFIG)
 
 
 def test_models_that_are_not_ready(tokenizer, text):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from condense.calibration.samples import Sample, Samples
 from condense.files import whole_file
 from condense.methods import Method
 from condense.models import use
+from condense.models.choice import described
 from condense.results import fingerprint, plain
 from condense.version import __version__
 
@@ -44,15 +46,15 @@ class Store:
     """Readings by text and allocation, kept in a file that is whole at any time, or in memory only."""
 
     def __init__(self, path: Path | None, fingerprint: str) -> None:
-        """path: a file of the same fingerprint is gone on with. Raises ValueError for a file of another one."""
+        """path: a file of the same fingerprint is gone on with. Raises ValueError for any other, and for a folder."""
         self._path, self._fingerprint = path, fingerprint
         self._readings: dict[str, Reading] = {}
         if path is None or not path.exists():
             return
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            held = {key: Reading(kl, nats, tuple(right)) for key, (kl, nats, right) in content["readings"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            held = {key: _checked(*reading) for key, reading in content["readings"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"measured: wanted a file of earlier measurements, got {path}: {error}") from error
         if content.get("fingerprint") != fingerprint:
             raise ValueError(
@@ -72,6 +74,13 @@ class Store:
             content = {"fingerprint": self._fingerprint, "readings": self._readings}
             with whole_file(self._path, overwrite=True) as file:
                 file.write(json.dumps(content).encode())
+
+
+def _checked(kl: Any, nats: Any, right: Any) -> Reading:
+    """A reading of numbers from a file. Raises ValueError for others, TypeError for what are none."""
+    if not (math.isfinite(kl) and math.isfinite(nats) and all(type(x) is bool for x in right)):
+        raise ValueError(f"wanted finite numbers, got {kl} and {nats}")
+    return Reading(kl, nats, tuple(right))
 
 
 def _key(sample: int, allocation: Allocation) -> str:
@@ -118,7 +127,10 @@ class Meter:
 
     @torch.no_grad()
     def read(self, sample: int, allocations: Sequence[Allocation]) -> list[Reading]:
-        """One reading of a text per allocation, from the store where it has them."""
+        """One reading of a text per allocation, from the store where it has them.
+
+        Raises ValueError for predictions that are not finite: what a layer loses by them cannot be compared.
+        """
         dense: Tensor | None = None
         readings = []
         for allocation in allocations:
@@ -129,6 +141,13 @@ class Meter:
                     self._on_forward()
                 logits = self._logits(sample, allocation) if allocation else dense
                 reading = _compared(dense, logits, self._samples[sample])
+                if not (math.isfinite(reading.kl) and math.isfinite(reading.nats)):
+                    methods = {layer: self._candidates[number] for layer, number in allocation.items()}
+                    raise ValueError(
+                        f"the model's predictions must be finite to be compared, got a divergence of {reading.kl} nats "
+                        f"with {described(methods) if methods else 'dense attention'}: use another dtype, or leave "
+                        "the candidate out"
+                    )
                 self._store.put(sample, allocation, reading)
                 self._on_forward()
             readings.append(reading)
