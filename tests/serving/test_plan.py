@@ -88,7 +88,13 @@ def changed(**settings):
 
 @pytest.mark.parametrize(
     "engine",
-    [FITS, changed(tensor_parallel=8), changed(cache_dtype="bfloat16"), changed(version="0.29.1+cpu")],
+    [
+        FITS,
+        changed(tensor_parallel=8),
+        changed(cache_dtype="bfloat16"),
+        changed(version="0.29.1+cpu"),
+        changed(version="0.32rc1"),
+    ],
     ids=str,
 )
 def test_engines_that_fit(engine):
@@ -102,6 +108,8 @@ def test_engines_that_fit(engine):
         (changed(version="0.33.0"), "vllm>=0.29,<0.33"),
         (changed(cache_dtype="fp8_e4m3"), "--kv-cache-dtype must be auto or the model's bfloat16"),
         (changed(cache_dtype="float16"), "--kv-cache-dtype"),
+        (changed(version="dev"), "vllm>=0.29,<0.33"),
+        (changed(tensor_parallel=0), "at least 1, got 0"),
         (changed(tensor_parallel=16), "8 KV heads, got 16"),
         (changed(tensor_parallel=3), "8 KV heads, got 3"),
         (changed(kv_transfer=True), "--kv-transfer-config"),

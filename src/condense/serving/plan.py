@@ -16,6 +16,7 @@ Shapes: g tokens per group, w tokens of window, N slots of a page.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -143,6 +144,8 @@ TESTED = ("0.29", "0.33")
 
 def check_engine(engine: EngineSettings) -> None:
     """Raise ValueError, in vLLM's own terms, if an engine cannot serve condensed models as it is set up."""
+    if engine.tensor_parallel < 1:
+        raise ValueError(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")
     first, end = (_release(version) for version in TESTED)
     if not first <= _release(engine.version) < end:
         raise ValueError(
@@ -176,5 +179,6 @@ def check_engine(engine: EngineSettings) -> None:
 
 
 def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+    """The first two numbers of a version, of "0.32rc1" too; (0, 0) without them, as in builds from source."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
