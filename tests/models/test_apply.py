@@ -2,6 +2,7 @@
 
 import copy
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,6 +99,48 @@ def test_use_nests_and_survives_exceptions(model):
         assert torch.equal(tiny.logits(model, IDS), middle)
     assert torch.equal(tiny.logits(model, IDS), outer)
     assert model.config.to_dict() == config
+
+
+def _in_another_thread(call, *args):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call, *args).result()
+
+
+def test_a_use_block_is_for_the_thread_that_enters_it(model):
+    """Also after a block inside it; another thread's model would change in the middle of a text."""
+    stock, refused = tiny.logits(model, IDS), pytest.raises(ValueError, match="use block of another thread")
+    calls = (tiny.logits, tiny.generate), (condense.apply, lambda model, _: condense.restore(model), _entered)
+    with condense.use(model, tiny.CCA):
+        mine = tiny.logits(model, IDS)
+        for call in calls[0]:
+            with refused:
+                _in_another_thread(call, model, IDS)
+        with condense.use(model, tiny.STREAMING):
+            pass
+        for call in calls[1]:
+            with refused:
+                _in_another_thread(call, model, tiny.STREAMING)
+        with refused:
+            _in_another_thread(tiny.logits, model, IDS)
+        assert torch.equal(tiny.logits(model, IDS), mine)
+    assert torch.equal(_in_another_thread(tiny.logits, model, IDS), stock)
+
+
+def _entered(model, method):
+    with condense.use(model, method):
+        pass
+
+
+def test_a_backward_pass_in_another_thread_runs_layers_again(model):
+    """As PyTorch does on GPUs, where checkpointing computes the forward pass again in threads of autograd."""
+    gradients = []
+    tiny.enable_checkpointing(model.train(), reentrant=False)
+    with condense.use(model, tiny.CCA):
+        for run in (lambda backward: backward(), _in_another_thread):
+            model.zero_grad()
+            run(model(IDS, use_cache=False).logits.square().sum().backward)
+            gradients.append([x.grad.clone() for x in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_use_may_hold_restore_and_apply(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from condense.models.saving import KEY
 from condense.models.stock import local_method
 
 logger = logging.getLogger(__name__)
+_ENTERING = threading.Lock()
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -40,12 +42,12 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
     another condensed model, for a layer that is named twice or cannot be condensed by its method, for a method of one's
-    own without a ``name``, and for a ``method`` of another form.
+    own without a ``name``, for a ``method`` of another form, and for a model that another thread has in a `use` block.
     """
     base, attentions = _attentions(model)
     chosen = _chosen(base, attentions, method, layers)
     check_names(chosen.values())
-    _assign(attentions, _methods(attentions) | chosen)
+    _assign(attentions, _methods(attentions) | chosen, _owner(attentions))
     if layers is None:
         others = sorted(set(attentions) - set(chosen))
         sliding = [i for i in others if sliding_window(attentions[i]) is not None]
@@ -88,7 +90,8 @@ def restore(model: ModelT) -> ModelT:
 
     Raises ValueError as `apply` for the model, and for attention modules that ``fully_shard`` wrapped after `apply`.
     """
-    _assign(_attentions(model)[1], {})
+    attentions = _attentions(model)[1]
+    _assign(attentions, {}, _owner(attentions))
     return model
 
 
@@ -98,14 +101,19 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
 
     In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and after the
     block they have the earlier attention again (with ``use_reentrant=True`` without an error).
+    The block changes the model itself and is for the thread that enters it. In every other thread the model's forward,
+    `apply`, `restore` and `use` raise ValueError meanwhile; graphs that were compiled do not check. To stream tokens,
+    enter the block in the thread that generates.
     """
     base, attentions = _attentions(model)
-    before, implementation = _methods(attentions), _config(attentions)._attn_implementation
-    _assign(attentions, before | _chosen(base, attentions, method, layers))
+    with _ENTERING:
+        owner, before = _owner(attentions), _methods(attentions)
+        implementation = _config(attentions)._attn_implementation
+        _assign(attentions, before | _chosen(base, attentions, method, layers), threading.get_ident())
     try:
         yield model
     finally:
-        _assign(attentions, before)
+        _assign(attentions, before, owner)
         _config(attentions)._attn_implementation_internal = implementation
 
 
@@ -140,7 +148,7 @@ def condense_from_config(model: PreTrainedModel) -> None:
     """Condense a model under construction if its configuration says so (``config.condense``)."""
     config = model.config.get_text_config(decoder=True)
     settings = getattr(config, KEY, None)
-    if not settings:
+    if settings is None:
         return
     attentions = _by_layer(m for m in model.modules() if is_supported(m))
     stock = config._attn_implementation
@@ -158,8 +166,17 @@ def condense_from_config(model: PreTrainedModel) -> None:
     _set_methods(attentions, assignment, stock)
 
 
-def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> None:
+def _owner(attentions: dict[int, nn.Module]) -> int | None:
+    """The thread whose `use` block the model is in, None outside of one. Raises ValueError in another thread."""
+    board = next((m.condense_board for m in attentions.values() if isinstance(m, CondensedAttention)), ForwardBoard())
+    board.check_thread()
+    return board.owner
+
+
+def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method], owner: int | None) -> None:
     """Condense the layers in ``assignment`` (empty: none, all stock) and write it to the model's configuration.
+
+    owner: as in `ForwardBoard`.
 
     Writes the configuration's private field for the attention implementation, because the public setter would set it
     in all parts of a model, vision towers too.
@@ -184,7 +201,7 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method]) -> 
         if config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation_internal = previous
         return
-    _set_methods(attentions, assignment, config._attn_implementation)
+    _set_methods(attentions, assignment, config._attn_implementation, owner)
     config.condense = settings_of(assignment)
     config._attn_implementation_internal = IMPLEMENTATION
 
@@ -194,9 +211,11 @@ def _config(attentions: dict[int, nn.Module]) -> Any:
     return next(iter(attentions.values())).config
 
 
-def _set_methods(attentions: dict[int, nn.Module], assignment: dict[int, Method], implementation: str) -> None:
+def _set_methods(
+    attentions: dict[int, nn.Module], assignment: dict[int, Method], implementation: str, owner: int | None = None
+) -> None:
     """Condense the modules; each keeps the name of the attention implementation that `restore` returns to."""
-    board = ForwardBoard()
+    board = ForwardBoard(owner)
     for index, module in attentions.items():
         if implementation != IMPLEMENTATION:
             module.condense_previous = implementation  # type: ignore[assignment]

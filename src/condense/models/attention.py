@@ -267,6 +267,8 @@ class CondensedAttention(nn.Module):
         if config._attn_implementation_internal != IMPLEMENTATION:
             # another implementation was set after condense.apply: use that one
             return super().forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.condense_board.check_thread()
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
         cache: Cache | None = kwargs.pop(name, None)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]

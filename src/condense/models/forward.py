@@ -13,6 +13,7 @@ Shapes: B rows, L new slots.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -151,10 +152,23 @@ class Forward:
 
 
 class ForwardBoard:
-    """The newest forwards of a model, in which its layers find their own. Copies and pickles of a board are empty."""
+    """The newest forwards of a model, in which its layers find their own. Copies and pickles of a board are empty.
 
-    def __init__(self) -> None:
+    owner: the thread in whose `condense.use` block the model is, None outside of one.
+    """
+
+    def __init__(self, owner: int | None = None) -> None:
+        self.owner = owner
         self._forwards: list[Forward] = []
+
+    def check_thread(self) -> None:
+        """Raise ValueError in another thread than the owner's, but for those of a backward pass."""
+        if self.owner in (None, threading.get_ident()) or torch._C._current_graph_task_id() != -1:
+            return
+        raise ValueError(
+            "the model is in a condense.use block of another thread, which changes the model itself: enter a block in "
+            "the thread that runs the model, once no other is in one, or use condense.apply"
+        )
 
     def forward_of(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> Forward:
         """The forward that a layer's call belongs to; a new one for the first layer of a forward."""
