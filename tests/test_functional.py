@@ -288,3 +288,16 @@ def test_a_past_is_its_own(name, length):
         for x in (q, k, v):
             x.fill_(torch.nan)
     assert all(torch.equal(x, y) for x, y in zip(past.tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("R", [1, 2, 3, 7])
+def test_entries_are_the_same_to_the_bit_chunked_or_not(R):
+    """In float32, the means over the R query heads of a KV head too."""
+    method = condense.CCA(group_size=4, window=6, summary="streaming", num_summary_queries=6)
+    for seed in range(10):
+        q, k, v = oracle.random_qkv(1, 2 * R, 2, 60, 6, 6, dtype=torch.float32, seed=seed)
+        _, whole = extend(method, None, q, k, v, scale=0.7)
+        past = None
+        for part in range(0, 60, 7):
+            _, past = extend(method, past, *(x[:, :, part : part + 7] for x in (q, k, v)), scale=0.7)
+        assert all(torch.equal(x, y) for x, y in zip(past.entries, whole.entries, strict=True))

@@ -21,6 +21,7 @@ METHODS = tiny.METHODS | {
 }
 B, H, K, D = 2, 4, 2, 6
 SCALE = 0.7
+PROMPT = tiny.CCA.replace(summary="prompt")
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
@@ -145,6 +146,37 @@ def test_crop_stops_at_padding(counts, trailing, allowed):
     assert layer.state is past
     layer.crop(-allowed)
     assert layer.get_seq_length() == 15 - allowed
+
+
+def test_padding_of_a_row_that_is_gone_still_ends_what_crop_takes_back():
+    """Rows share one count of the slots that are real in all of them."""
+    layer, qkv, other = CondensedLayer(tiny.CCA), _qkv(9), _qkv(30, seed=1, B=1)
+    _read(layer, qkv, counts=torch.tensor([9, 2]), trailing=2)
+    layer.batch_select_indices(torch.tensor([0]))
+    with pytest.raises(ValueError, match="crop: the last 3 tokens include padding"):
+        layer.crop(-3)
+    layer.crop(-2)
+    assert layer.get_seq_length() == 7
+    joined = [torch.cat([a[:1, :, :7], b], dim=2) for a, b in zip(qkv, other, strict=True)]
+    want = condense.attention(*joined, method=tiny.CCA, scale=SCALE)[:, :, 7:]
+    assert_close(_read(layer, other), want, rtol=0, atol=1e-12)
+
+
+def test_a_prompt_whose_end_made_its_entries_is_not_cropped():
+    """With ``summary="prompt"`` the prompt's last queries are in every representative."""
+    layer = CondensedLayer(PROMPT)
+    _read(layer, _qkv(30))
+    with pytest.raises(ValueError, match="crop: "):
+        layer.crop(-1)
+    assert layer.get_seq_length() == 30
+    more, other = _qkv(5, seed=1), _qkv(6, seed=2)
+    _read(layer, more)
+    with pytest.raises(ValueError, match="crop: "):
+        layer.crop(-6)
+    layer.crop(-5)
+    again = CondensedLayer(PROMPT)
+    _read(again, _qkv(30))
+    assert_close(_read(layer, other), _read(again, other), rtol=0, atol=1e-12)
 
 
 def _ragged(method):

@@ -295,6 +295,16 @@ def test_gradients_reach_new_tokens_and_no_graph_is_kept():
     assert not any(x.requires_grad for x in layer.buffers)
 
 
+def test_a_first_call_that_is_refused_leaves_rows_and_dtype_open():
+    """A static layer takes its memory for the first call that it accepts."""
+    layer = StaticCondensedLayer(METHODS["prompt"], 64)
+    q, k, v = (x.float() for x in _qkv(20))
+    with pytest.raises(ValueError, match="allow_future"):
+        _read(layer, (q.requires_grad_(), k, v))
+    out = _read(layer, _qkv(20, rows=2))
+    assert_close(out, _read(CondensedLayer(METHODS["prompt"]), _qkv(20, rows=2)), **EXACT)
+
+
 REFUSED = {
     "crop": (lambda layer: layer.crop(-1), "cannot take tokens back"),
     "repeat": (lambda layer: layer.batch_repeat_interleave(2), "keeps its number of rows"),

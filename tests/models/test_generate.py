@@ -161,6 +161,12 @@ def test_a_prefix_cache_is_reused_by_deep_copy(few):
     assert prefix.get_seq_length() == 30
 
 
+def test_a_filled_cache_is_initialized_as_a_stock_model_s_is():
+    model, ids = tiny.model("llama"), ROWS[0][None]
+    assert tiny.filled(model, ids).is_initialized
+    assert tiny.filled(condense.apply(model, tiny.CCA), ids).is_initialized
+
+
 def test_a_reset_cache_starts_anew(few):
     expected = tiny.generate(few, ROWS[1][None])
     cache = tiny.filled(few, torch.stack([row[:26] for row in ROWS]))

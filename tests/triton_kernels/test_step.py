@@ -595,3 +595,25 @@ def test_refuses_what_it_has_no_kernel_for():
     with pytest.raises(ValueError, match="real must be"):
         triton_step.step(NewToken(q, k, v, torch.ones(1, dtype=torch.bool)), state, plan, scale=0.25)
     assert same(before, state)
+
+
+@pytest.mark.parametrize("layout", ["column", "expanded"])
+def test_real_rows_have_any_stride(layout):
+    """Rows are read one after the other, whatever the stride of ``real``."""
+    method, (B, H, K, L, D) = condense.CCA(group_size=2, window=3, summary="streaming"), (3, 1, 1, 8, 16)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, n, L, D, generator=generator).to(DEVICE) for n in (H, K, K))
+    mask = torch.rand(B, L, generator=generator).to(DEVICE) < 0.6
+    if layout == "expanded":
+        mask = mask[:1].expand(B, L)
+    strided, copied = (empty_state(method, B, K, D, D, L, dtype=torch.float32) for _ in range(2))
+    for i in range(L):
+        now = [x[:, :, i : i + 1] for x in (q, k, v)]
+        outs = [
+            triton_step.step(NewToken(*now, real), state, plan_of(method), scale=0.25)
+            for state, real in ((strided, mask[:, i]), (copied, mask[:, i].clone().contiguous()))
+        ]
+        assert mask[:, i].stride() != (1,)
+        assert torch.equal(*outs)
+    for a, b in zip(strided, copied, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
