@@ -1,5 +1,6 @@
 """`compare` beyond the bundled model: choices by layer, tokenizers and configurations that lack things."""
 
+import re
 from typing import Any
 
 import pytest
@@ -53,19 +54,32 @@ def test_a_layer_with_a_sliding_window_counts_with_its_window(tokenizer: PreTrai
     assert 0 <= dense.cache_bytes - of_a_token * (dense.text_tokens + 1) <= of_a_token * 9 + 8
 
 
-def test_what_lies_in_host_memory_does_not_count_as_the_devices(
+def test_what_is_for_host_memory_does_not_count_as_the_devices(
     model: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {None: 5 * 2**20, "cpu": 2**20}  # on a CPU all is the device's; elsewhere Recall's store is not
-    monkeypatch.setattr("condense.evaluate.compare.cache_nbytes", lambda cache, device=None: sizes[device])
     monkeypatch.setenv("COLUMNS", "120")
-    (outcome,) = compare(model, tokenizer, [condense.Recall(store="host")], PROMPT, max_new_tokens=2)
-    assert (outcome.device_bytes, outcome.host_bytes) == (2**20, 4 * 2**20)
-    _print(plain_console(), PROMPT, [outcome])
+    prompt = Prompt("The harbour lay quiet under the moon.\n" * 40)
+    here = condense.Recall(group_size=4, window=8, unchosen="drop")
+    there = here.replace(store="host", slots=0)
+    recalled, dense, host = outcomes = compare(model, tokenizer, [here, condense.Dense(), there], prompt)
+    groups = (dense.text_tokens + 1 - 8) // 4
+    room = 1 << (groups - 1).bit_length()
+    assert (recalled.host_bytes, dense.host_bytes) == (0, 0)
+    assert host.host_bytes == room * 4 * 2 * 2 * 16 * 4  # tokens of two layers, keys and values in float32
+    assert recalled.device_bytes > dense.device_bytes > 4 * host.device_bytes / 3
+    _print(plain_console(), prompt, outcomes, "float32", on_cpu=True)
     shown = capsys.readouterr().out
-    assert "in host memory" in shown
-    assert "1.00 MiB" in shown
-    assert "4.00 MiB" in shown
+    lines = shown.splitlines()
+    assert any(re.search(r"the device +Dense +memory", line) for line in lines)  # which percentages are of
+    (line,) = (line for line in lines if line.startswith(" Recall 2 "))
+    *_, device, share, held = re.split(r" {2,}", line.strip())
+    assert device == f"{host.device_bytes / 2**20:.2f} MiB"
+    assert share == f"{host.device_bytes / dense.device_bytes:.1%}"
+    assert held == f"{host.host_bytes / 2**20:.2f} MiB"
+    assert shown.count("Recall is slow on a CPU") == 1
+    _print(plain_console(), prompt, [dense], "float32", on_cpu=True)
+    _print(plain_console(), prompt, outcomes, "float32", on_cpu=False)
+    assert "slow" not in capsys.readouterr().out
 
 
 def test_a_condensed_model_is_refused(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -120,6 +120,14 @@ class RecallLayer(CondensedLayer):
         check_store(self.recall, key_states, value_states, latent=latent_width or 0)
         super().lazy_initialization(key_states, value_states, latent_width)
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the store if it is for host memory, which on a CPU is the same memory; else 0."""
+        if self._ring is None or self.recall.store == "device":
+            return 0
+        assert isinstance(self._ring, RecallRing)
+        return self._ring.buffers.store.nbytes
+
     def fetch(self) -> Tensor | None:
         """Begin to copy the stored tokens to the device, for the next `read`; None if there is nothing to copy."""
         if self._ring is None:

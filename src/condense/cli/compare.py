@@ -11,7 +11,6 @@ from condense.cli.options import (
     CHAT_HELP,
     CHOICES_HELP,
     DEMO_METHOD,
-    DEMO_RECALL,
     DeviceMapOption,
     DeviceOption,
     DtypeOption,
@@ -25,6 +24,7 @@ from condense.cli.options import (
     choose,
     load_model,
     plain_console,
+    plain_table,
     progress,
     read_text,
     saved_choice,
@@ -38,8 +38,12 @@ if TYPE_CHECKING:
     from condense.evaluate.compare import Outcome, Prompt
     from condense.models import MethodChoice
 
-DEMO_METHODS = ("dense", DEMO_RECALL, DEMO_METHOD, "streaming_llm:sink=4,window=492")
-METHODS = ("dense", "recall", "cca", "streaming_llm")
+DEMO_METHODS = ("dense", "recall-device", DEMO_METHOD, "streaming_llm:sink=4,window=492")
+METHODS = ("dense", "recall-device", "pooled", "streaming_llm")
+SLOW_ON_CPU = (
+    "Recall is slow on a CPU: without a GPU's kernels a prompt reads all tokens under a mask, after its groups are "
+    "chosen, and a step copies the tokens that it opens."
+)
 
 
 def compare_command(
@@ -91,10 +95,11 @@ def compare_command(
         )
     warn_of_defaults(methods, saved, bundled=model is None)
     warn_of_length(loaded, outcomes[0].text_tokens)
-    _print(plain_console(), prompt, outcomes)
+    dtype_name = str(loaded.dtype).removeprefix("torch.")
+    _print(plain_console(), prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
     content = {
         "model": model or "bundled",
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": dtype_name,
         "text": text or "bundled",
         "questions": prompt.questions,
         "expected": prompt.expected,
@@ -107,10 +112,11 @@ def compare_command(
         plot_comparison(outcomes, plot)
 
 
-def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> None:
+def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: bool) -> None:
     from rich.table import Table
 
-    from condense.models import described
+    from condense.methods import Dense, Recall
+    from condense.models import described, methods_of
     from condense.plots import method_labels
 
     labels = method_labels([outcome.method for outcome in outcomes])
@@ -124,12 +130,12 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> Non
         expected = [prompt.expected[i]] if prompt.expected else []
         answers.add_row(" ".join(question.split()), *expected, *(_first_line(o.answers[i]) for o in outcomes))
     console.print(answers)
-    dense = outcomes[0]
-    table = Table(title=f"{dense.text_tokens} tokens of text, {len(prompt.questions)} questions, greedy")
-    on_host = any(outcome.host_bytes for outcome in outcomes)
-    headings = ["method", "right", "first token", "per token", "KV cache", f"of {labels[0]}"]
-    for heading in [*headings, "in host memory"] if on_host else headings:
-        table.add_column(heading, justify="left" if heading == "method" else "right")
+    base = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome.method, Dense)), 0)
+    table = plain_table(f"{outcomes[0].text_tokens} tokens of text, {len(prompt.questions)} questions, greedy, {dtype}")
+    headings = ("right", "first token", "per token", "cache on\nthe device", f"of\n{labels[base]}", "in host\nmemory")
+    table.add_column("method", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right")
     for label, outcome in zip(labels, outcomes, strict=True):
         table.add_row(
             label,
@@ -137,12 +143,14 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome]) -> Non
             f"{outcome.first_token_s:.2f} s",
             "-" if outcome.token_s is None else f"{outcome.token_s * 1e3:.1f} ms",
             f"{outcome.device_bytes / 2**20:.2f} MiB",
-            f"{outcome.device_bytes / max(1, dense.device_bytes):.1%}",
-            *([f"{outcome.host_bytes / 2**20:.2f} MiB"] if on_host else []),
+            f"{outcome.device_bytes / max(1, outcomes[base].device_bytes):.1%}",
+            f"{outcome.host_bytes / 2**20:.2f} MiB" if outcome.host_bytes else "-",
         )
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):
         console.print(f"{label}: {described(outcome.method)}")
+    if on_cpu and any(isinstance(method, Recall) for outcome in outcomes for method in methods_of(outcome.method)):
+        console.print(SLOW_ON_CPU)
 
 
 def _first_line(answer: str) -> str:

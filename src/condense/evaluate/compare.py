@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from condense.caches import cache_nbytes
+from condense.caches import RecallLayer, cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense
 from condense.models import MethodChoice, attention_layers, check_stock, chosen_methods, use
@@ -44,8 +44,8 @@ class Outcome:
     """One method, or one choice of methods by layer, on one prompt, greedy, batch 1.
 
     first_token_s: reading the text and the first question up to its first new token. token_s: median over the
-    further tokens. cache_bytes: allocated after the text and one token more. host_bytes: those of them that lie
-    elsewhere than on the model's device. correct: answers that begin with the expected one, None if none is expected.
+    further tokens. cache_bytes: allocated after the text and one token more. host_bytes: those of them that
+    ``Recall(store="host")`` keeps in host memory; on a CPU, what it would keep there beside a GPU. correct: answers that begin with the expected one, None if none is expected.
     """
 
     method: MethodChoice
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the cache on the model's device."""
+        """Bytes of the cache on the device."""
         return self.cache_bytes - self.host_bytes
 
 
@@ -159,14 +159,13 @@ def _warm_up(model: PreTrainedModel, method: MethodChoice, text: Tensor) -> None
 
 
 def _bytes_after_a_token(model: PreTrainedModel, cache: DynamicCache, token: Tensor) -> tuple[int, int]:
-    """Bytes of a copy of the cache that has read one token more: all, and those elsewhere than on the device.
+    """Bytes of a copy of the cache that has read one token more: all, and those of Recall's stores in host memory.
 
     Until then stock layers with a sliding window keep the keys and values of a whole prompt, of which they use the end.
     """
     cache = copy.deepcopy(cache)
     model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    everything = cache_nbytes(cache)
-    return everything, everything - cache_nbytes(cache, model.device.type)
+    return cache_nbytes(cache), sum(layer.host_bytes for layer in cache.layers if isinstance(layer, RecallLayer))
 
 
 @torch.no_grad()
