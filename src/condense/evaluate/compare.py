@@ -45,7 +45,8 @@ class Outcome:
 
     first_token_s: reading the text and the first question up to its first new token. token_s: median over the
     further tokens. cache_bytes: allocated after the text and one token more. host_bytes: those of them that
-    ``Recall(store="host")`` keeps in host memory; on a CPU, what it would keep there beside a GPU. correct: answers that begin with the expected one, None if none is expected.
+    ``Recall(store="host")`` keeps in host memory; on a CPU, what it would keep there beside a GPU. correct: answers
+    that begin with the expected one, None if none is expected.
     """
 
     method: MethodChoice
