@@ -1,4 +1,4 @@
-"""Whether Recall's settings transfer to models that nobody tuned them for; how `docs/transfer.md` is made.
+"""Whether Recall's settings transfer to models that nobody tuned them for.
 
     python benchmarks/transfer pack --data FOLDER --output CORPUS
     python benchmarks/transfer lease --corpus CORPUS --out OUT --plan 0:llama-77m:300:560 --plan 1:qwen3-83m:300:560

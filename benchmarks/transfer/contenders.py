@@ -20,6 +20,7 @@ CLAIMED = Recall(
 )  # fmt: skip
 DROP, NONE = CLAIMED.replace(unchosen="drop"), CLAIMED.replace(rep_bias="none")
 COARSE = {"group_size": 2 * GROUP, "index_size": GROUP}
+CHECKED = 4096  # where the kernels are compared with dense attention
 Arm = Method | exact.Attention | None
 
 
@@ -81,6 +82,9 @@ def arms(make: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
         return {n: a for n, a in chosen.items() if not isinstance(a, Recall) or a.num_recall * a.group_size < most}
 
     first, second = apart(first), apart(second)
+    if length == CHECKED:
+        # all groups open: dense attention but for rounding
+        first["all open"] = DROP.replace(num_recall=groups + 1)
     return first, {name: arm for name, arm in second.items() if name not in first and _fits(arm, latents)}
 
 
@@ -95,10 +99,10 @@ def claims(length: int, latents: bool) -> dict[str, Recall | None]:
     hosted = {"store": "host", "slots": num, "num_recall": num}
     return {
         "dense": None,
-        "drop, host": DROP.replace(**hosted),
         "drop, host, store 4": DROP.replace(**hosted, store_bits=4),
         "none, host, store 4": NONE.replace(**hosted, store_bits=4),
         "drop, device, store 4": DROP.replace(num_recall=num, store_bits=4),
+        "drop, host": DROP.replace(**hosted),
         "log, host, store 4": CLAIMED.replace(**hosted, store_bits=4),
     }
 

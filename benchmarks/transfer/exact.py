@@ -75,8 +75,8 @@ def oracle(num: int, group: int = 16, window: int = 256, *, shared: bool = False
         for start in range(0, L, block):
             stop = min(L, start + block)
             t = torch.arange(start, stop, device=q.device)
-            heads = q[0, :, start:stop].unflatten(0, (K, -1))
-            scores = (heads @ k[0, :, None, :stop].mT).float() * scale
+            heads = q[0, :, start:stop].unflatten(0, (K, -1)).float()
+            scores = heads @ k[0, :, None, :stop].mT.float() * scale
             scores.masked_fill_(torch.arange(stop, device=q.device) > t[:, None], -math.inf)
             G = max(0, stop - window) // group
             if num < G:

@@ -15,7 +15,6 @@ import torch
 from texts import Texts, training
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -161,7 +160,7 @@ def train(
     """
     device = model.device
     large = sum(p.numel() for p in model.parameters()) > 60e6
-    peak = 1e-3 if large else 2e-3
+    peak = 1e-3 if large else 1.5e-3
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -178,21 +177,20 @@ def train(
         )  # fmt: skip
         start, right = (time.monotonic() - began) / seconds, 0.0
         end = start + (1 - start) * share / sum(share for _, share, _ in stages[index:])
-        with _kernels(device, length >= 16384):
-            for count, (ids, weights) in enumerate(data):
-                passed = (time.monotonic() - began) / seconds
-                goes_on = index == 0 and right < _LEARNED and passed < end * 4 / 3
-                if count and passed >= end and not goes_on:
-                    break
-                for group in optimizer.param_groups:
-                    group["lr"] = rate_at(passed, peak) * min(1.0, (steps + 1) / 150)
-                noted = count % _EVERY == 0
-                record = _step(model, optimizer, ids.to(device), weights.to(device), noted)
-                steps, tokens = steps + 1, tokens + ids.numel()
-                if noted:
-                    right = record["answers"]
-                    at = {"length": length, "step": steps, "tokens": tokens, "seconds": time.monotonic() - began}
-                    log(at | record)
+        for count, (ids, weights) in enumerate(data):
+            passed = (time.monotonic() - began) / seconds
+            goes_on = index == 0 and right < _LEARNED and passed < end * 4 / 3
+            if count and passed >= end and not goes_on:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(passed, peak) * min(1.0, (steps + 1) / 150)
+            noted = count % _EVERY == 0
+            record = _step(model, optimizer, ids.to(device), weights.to(device), noted)
+            steps, tokens = steps + 1, tokens + ids.numel()
+            if noted:
+                right = record["answers"]
+                at = {"length": length, "step": steps, "tokens": tokens, "seconds": time.monotonic() - began}
+                log(at | record)
     model.eval()
 
 
@@ -205,19 +203,12 @@ def _step(
     losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view_as(targets)
     loss = (losses * weights).sum() / weights.sum()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    # asking for the norm also waits for the device, so that stages end when they should
+    if torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if not noted:
         return {}
     asked = weights > 1
     right = (logits.argmax(-1) == targets)[asked].float().mean()
     return {"loss": float(losses.detach()[~asked].mean()), "answers": float(right)}
-
-
-def _kernels(device: torch.device, long: bool) -> contextlib.AbstractContextManager[Any]:
-    """cuDNN's attention first for long sequences, where attention is most of the work."""
-    if device.type != "cuda" or not long:
-        return contextlib.nullcontext()
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    return sdpa_kernel(order, set_priority=True)

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import condense
 from condense import Method
 
-LENGTHS = (16384, 32768, 8192, 4096)
+LENGTHS = (16384, 32768, 4096, 8192)
 # texts of prose, of code and with questions, by length
 COUNTS = {4096: (16, 8, 24), 8192: (16, 8, 20), 16384: (12, 6, 20), 32768: (8, 4, 12)}
 _TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 128}
@@ -48,18 +48,19 @@ def run(options: argparse.Namespace) -> None:
     note({"trained_seconds": time.time() - began})
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    model = model.to(torch.bfloat16).eval()
+    model = _in_bfloat16(model)
     prose = Texts(unpacked(options.corpus, "test-prose.xz"), tokenizer, "held_out")
     code = Texts(unpacked(options.corpus, "test-code.xz"), tokenizer, "held_out")
     place = _Place(model, options.make, options.until, note)
     held = {length: held_out(prose, code, length, counts[length]) for length in lengths}
     references = {length: Reference() for length in lengths}
     sizes = {length: arms(options.make, length) for length in lengths}
-    for length in lengths:
+    for number, length in enumerate(lengths):
         place.measure(length, sizes[length][0], held[length], references[length])
-        if length == lengths[0]:
+        if number == 0:
             place.diagnose(held[length])
-    place.generate(held[lengths[0]], lengths[0], share=0.5)
+        if number == 1:
+            place.generate(held[lengths[0]], lengths[0], share=0.35)
     for length in lengths:
         place.measure(length, sizes[length][1], held[length], references[length])
     note({"measured_seconds": time.time() - began})
@@ -78,10 +79,13 @@ class _Place:
                 return
             began, record = time.time(), {"length": length, "arm": name}
             try:
-                record |= costs(self.model, name, arm, length)
                 record |= forced(self.model, arm, held, reference, fewer=name.startswith("oracle"))
             except Exception:
                 record["error"] = traceback.format_exc()[-3000:]
+            try:
+                record |= costs(self.model, name, arm, length)
+            except Exception:
+                record["costs_error"] = traceback.format_exc()[-1000:]
             self.note(record | {"settings": str(arm), "seconds": round(time.time() - began, 2)})
 
     def diagnose(self, held: HeldOut) -> None:
@@ -105,7 +109,7 @@ class _Place:
 def warm(options: argparse.Namespace) -> None:
     """Run a part of the arms once with random weights, so that their kernels are compiled when they are needed."""
     index, of = map(int, options.part.split("/"))
-    model = _model(options, num_hidden_layers=2).to(torch.bfloat16).eval()
+    model = _in_bfloat16(_model(options, num_hidden_layers=2))
     lengths = (512,) if options.tiny else LENGTHS
     tasks = [
         (length, name, arm) for length in lengths for group in arms(options.make, length) for name, arm in group.items()
@@ -130,6 +134,13 @@ def _model(options: argparse.Namespace, **changes: Any) -> PreTrainedModel:
     if "num_hidden_layers" in changes and options.make.startswith("gemma3"):
         changes["layer_types"] = ["sliding_attention", "full_attention"]
     return new_model(options.make, options.seed, **changes).to(device)
+
+
+def _in_bfloat16(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its weights, not the frequencies of its positions, in bfloat16, in evaluation mode."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model.eval()
 
 
 def _tokenizer() -> PreTrainedTokenizerBase:

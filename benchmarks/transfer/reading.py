@@ -154,7 +154,7 @@ def _stock(model: PreTrainedModel) -> Iterator[None]:
 @torch.no_grad()
 def generated(
     model: PreTrainedModel, settings: Mapping[str, Recall | None], held: HeldOut,
-    note: Callable[[dict[str, Any]], None], until: float, *, turns: int = 12, texts: int = 4, tokens: int = 128,
+    note: Callable[[dict[str, Any]], None], until: float, *, turns: int = 16, texts: int = 4, tokens: int = 64,
 ) -> None:  # fmt: skip
     """Several turns over one cache, each a question; and a text that goes on. Greedy, through ``model.generate``.
 
