@@ -19,7 +19,7 @@ quick: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTEST) --cells 6 tests/analysis tests/bench/test_rows.py tests/bench/test_report.py tests/methods tests/ops \
+	$(PYTEST) --cells 6 tests/analysis tests/bench/test_rows.py tests/methods tests/ops \
 	  tests/tasks tests/test_functional.py tests/test_imports.py tests/test_latent.py tests/test_readme.py
 
 # before a merge: everything but slow sweeps; with the oldest transformers one cell of every grid and each model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from condense.bench.report import milliseconds
+from condense.bench import milliseconds
 
 if TYPE_CHECKING:
     from papers_page import Figures

@@ -12,7 +12,7 @@ import kda_figures
 from small_models import figures_of, of_seeds, spread
 from stored import Documents, described
 
-from condense.bench.report import milliseconds
+from condense.bench import milliseconds
 
 PREFILL = {
     "bundled": "Bundled model, its 8 layers' attention on a book",

@@ -2,8 +2,7 @@
 
     python benchmarks/pages [--check]
 
-`docs/performance.md` is filled likewise, by `condense bench report`. The programs that measured the finished studies
-stood at the commit that `docs/studies/result-files.md` names.
+The programs that measured the finished studies stood at the commit that `docs/studies/result-files.md` names.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import adaptation_page
 import experiments_page
 import files_page
 import papers_page
+import performance_page
 import recall_page
 import serving_page
 import zero_shot_page
@@ -28,7 +28,7 @@ _KERNEL = "bench-kernel-h32-kv8-d128-v128-b1-bfloat16-nvidia-h200"
 _COSTS = ("bench-model-deepseek-v2-lite-bfloat16-nvidia-h200-20261121T120455Z",)
 _LAYERS = (f"{_KERNEL}-20261121T151300Z", f"{_KERNEL}-20261121T163413Z")
 # filled where they stand; the others are written from templates
-FILLED = ("docs/recall.md", "docs/serving.md")
+FILLED = ("docs/performance.md", "docs/recall.md", "docs/serving.md")
 _STUDIES = ("adaptation", "experiments", "result-files", "results", "zero-shot")
 PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
 
@@ -36,6 +36,7 @@ PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
 def write(docs: Path) -> None:
     """Write all pages and their pictures into a folder like `docs`, which has those that are filled."""
     everything, studies = stored(), docs / "studies"
+    performance_page.fill(docs / "performance.md", everything)
     recall_page.fill(docs / "recall.md", everything["zero-shot-h200-20261122T020720Z"])
     serving_page.fill(docs / "serving.md", everything, docs / "images" / "serving.png")
     costs, layers = ({name: everything[name] for name in names} for names in (_COSTS, _LAYERS))

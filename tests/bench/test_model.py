@@ -1,6 +1,5 @@
 """Whole models: figures, the gate, and what happens to what is wrong or cannot run."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
-from condense.bench import ModelPlan, bench_model, feed_forward, model_gate, random_model, ready, runners
+from condense.bench import ModelPlan, bench_model, model_gate, random_model, ready, runners
 from condense.bench.model_gate import ModelGate
 
 METHODS = {
@@ -17,10 +16,9 @@ METHODS = {
 }
 
 
-@pytest.fixture
-def one_reading(monkeypatch):
-    """Each prompt is read once and timed, after a first time, not three times."""
-    monkeypatch.setattr("condense.bench.model._LONG_S", 0.0)
+def run(model, lengths, methods, runners, steps=2, **options):
+    """Each prompt is read once and timed, after a first time."""
+    return bench_model(model, ModelPlan(lengths, methods, runners, steps, repeats=1, **options))
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +44,20 @@ def test_every_row_has_its_figures(model, chunk):
     assert len(content["rows"]) == len(seen) == 2 * len(plan.cases()) == 6
     for row in content["rows"]:
         assert row["first"]["median_ms"] > 0
-        assert row["first"]["runs"] == 3
+        assert row["first"]["runs"] == 5
         assert row["step"]["runs"] == 3 * row["first"]["runs"]
         if row["condensed"]:
             assert row["gate"]["passed"] is True
             assert row["speedup"]["first"].keys() == row["speedup"]["step"].keys() == {"dense"}
-    assert content["crossover"].keys() == {"first", "step"}
     assert content["parameters"] == sum(p.numel() for p in model.parameters())
     assert not condense.models.condensed_layers(model)
 
 
-@pytest.mark.usefixtures("one_reading")
 def test_feed_forward_can_be_compiled_for_all_runners(model, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append((module, options)))
-    plan = ModelPlan((40,), METHODS, ("dense",), steps=1, compile_feed_forward=True)
-    assert bench_model(model, plan)["compile_feed_forward"] is True
+    content = run(model, (40,), METHODS, ("dense",), compile_feed_forward=True)
+    assert content["compile_feed_forward"] is True
     assert compiled == [(layer.mlp, {"dynamic": True}) for layer in model.model.layers]
 
 
@@ -78,10 +74,9 @@ ALL = {
 }
 
 
-@pytest.mark.usefixtures("one_reading")
 def test_every_method_runs_in_every_runner(model):
     runners = ("dense", "dense_graph", "condensed", "condensed_graph", "condensed_growing")
-    rows = bench_model(model, ModelPlan((40,), ALL, runners, steps=3))["rows"]
+    rows = run(model, (40,), ALL, runners, steps=3)["rows"]
     assert len(rows) == 2 + 3 * len(ALL)
     for row in rows:
         # what cannot run says why
@@ -91,40 +86,9 @@ def test_every_method_runs_in_every_runner(model):
             assert "selection='prompt'" in row["error"]
 
 
-@pytest.mark.usefixtures("one_reading")
 def test_pieces_are_nothing_for_a_method_that_looks_ahead(model):
-    plan = ModelPlan((40,), {"prompt": ALL["dga_prompt"]}, ("condensed",), steps=2, prefill_chunk=20)
-    content = bench_model(model, plan)
+    content = run(model, (40,), {"prompt": ALL["dga_prompt"]}, ("condensed",), prefill_chunk=20)
     assert "needs the whole prompt in one forward" in content["rows"][0]["error"]
-
-
-@pytest.mark.usefixtures("one_reading")
-def test_feed_forward_is_measured_apart(model, monkeypatch):
-    tokens = []
-    for mlp in feed_forward.feed_forward_modules(model):
-        forward = mlp.forward
-        monkeypatch.setattr(mlp, "forward", lambda x, forward=forward: tokens.append(x.shape[1]) or forward(x))
-    # nothing but the modules runs: 1 second between two looks at the clock
-    clock = itertools.count()
-    monkeypatch.setattr(feed_forward, "now", lambda device: next(clock))
-    assert feed_forward.first_ms(model, 60, 25) == 1000
-    assert tokens == [25, 25, 10] * 2 * 2
-    monkeypatch.undo()
-    content = bench_model(model, ModelPlan((40, 60), METHODS, ("dense",), steps=2, prefill_chunk=25))
-    assert [figures["length"] for figures in content["feed_forward"]] == [40, 60]
-    assert all(figures["first_ms"] > 0 and figures["step_ms"] > 0 for figures in content["feed_forward"])
-    assert content["experts"] is None
-
-
-@pytest.mark.usefixtures("one_reading")
-def test_feed_forward_that_fails_says_why(model, monkeypatch):
-    def broken(*arguments):
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr("condense.bench.model.first_ms", broken)
-    content = bench_model(model, ModelPlan((40,), METHODS, ("dense",), steps=2))
-    assert content["feed_forward"][0]["error"] == "RuntimeError: out of luck"
-    assert "first" in content["rows"][0]
 
 
 def test_experts_are_named():
@@ -150,17 +114,13 @@ def test_experts_are_named():
     )
     torch.manual_seed(0)
     model = ready(DeepseekV2ForCausalLM(config))
-    content = bench_model(model, ModelPlan((40,), {"lca": METHODS["lca"]}, ("dense", "condensed"), steps=2))
+    content = run(model, (40,), {"lca": METHODS["lca"]}, ("dense", "condensed"), steps=2)
     assert [row.get("error") for row in content["rows"]] == [None, None]
     assert content["experts"] == config._experts_implementation
-    (figures,) = content["feed_forward"]
-    assert figures["first_ms"] > 0
-    assert figures["step_ms"] > 0
 
 
-@pytest.mark.usefixtures("one_reading")
 def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
-    content = bench_model(model, ModelPlan((60,), METHODS, ("dense", "condensed"), steps=3))
+    content = run(model, (60,), METHODS, ("dense", "condensed"), steps=3)
     # the last of the new tokens is not read
     dense = 2 * 2 * 2 * 8 * 4 * (60 + 3)
     assert content["rows"][0]["cache_bytes"] == dense
@@ -172,7 +132,6 @@ def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
         assert row["cache_bytes"] < dense
 
 
-@pytest.mark.usefixtures("one_reading")
 def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypatch):
     stock = condense.caches.CondensedLayer.read
 
@@ -183,7 +142,7 @@ def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypa
         return stock(self, k, v, request)
 
     monkeypatch.setattr(condense.caches.CondensedLayer, "read", forgetful)
-    content = bench_model(model, ModelPlan((40,), METHODS, ("dense", "condensed"), steps=2))
+    content = run(model, (40,), METHODS, ("dense", "condensed"), steps=2)
     dense, *condensed = content["rows"]
     assert "error" not in dense
     assert all(row["error"].startswith("wrong: logits") and "first" not in row for row in condensed)
@@ -211,14 +170,12 @@ class EagerDecoder:
         return self.model(tokens[:, None], past_key_values=self.cache, use_cache=True).logits[:, -1]
 
 
-@pytest.mark.usefixtures("one_reading")
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_graph_decoder_is_held_to_the_eager_loop(model, monkeypatch, skip):
     monkeypatch.setattr(EagerDecoder, "skip", skip)
     for module in (runners, model_gate):
         monkeypatch.setattr(module, "GraphDecoder", EagerDecoder)
-    plan = ModelPlan((40,), METHODS, ("dense_graph", "condensed_graph"), steps=2, prefill_chunk=9)
-    for row in bench_model(model, plan)["rows"]:
+    for row in run(model, (40,), METHODS, ("dense_graph", "condensed_graph"), prefill_chunk=9)["rows"]:
         assert row.get("error", "").startswith("wrong: logits" if skip else "")
         assert ("first" in row) is not skip
 
@@ -228,16 +185,13 @@ def test_a_method_that_looks_ahead_has_no_gate(model):
     assert ModelGate(model, ahead, 0).check(None) is None
 
 
-@pytest.mark.usefixtures("one_reading")
 def test_an_error_stands_in_its_row(model, monkeypatch):
     def broken(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
     stock = SimpleNamespace(description="stock", compile=None, read=broken)
     monkeypatch.setitem(runners.RUNNERS, "dense", stock)
-    dense, condensed = bench_model(model, ModelPlan((40,), {"cca": METHODS["cca"]}, ("dense", "condensed"), steps=2))[
-        "rows"
-    ]
+    dense, condensed = run(model, (40,), {"cca": METHODS["cca"]}, ("dense", "condensed"), steps=2)["rows"]
     assert dense["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
     assert condensed["speedup"] == {"first": {}, "step": {}}
 

@@ -9,9 +9,8 @@ from condense.bench.problems import (
     HeadShape,
     Setting,
     attention_flops,
-    index_bytes,
+    beside_keys,
     pooled,
-    pooling_bytes,
     step_bytes,
     visible_pairs,
 )
@@ -53,17 +52,6 @@ def test_flops_of_one_pair():
     assert attention_flops(shape, 3, 1, backward=True) == 3 * 4 * 2 * ((8 + 6) + 8 + 6 + 6 + 8 + 8)
 
 
-def test_pooling_reads_groups_and_their_queries_once():
-    inputs = SETTING.inputs(37)
-    tokens, entries = 9 * 4 * 2 * (8 + 6), 9 * 2 * (8 + 6)
-    last = condense.CCA(group_size=4, window=8)
-    assert pooling_bytes(last, SETTING, inputs) == 4 * (tokens + entries + 9 * 4 * 8)
-    mean = last.replace(key_pooling="mean", value_pooling="max")
-    assert pooling_bytes(mean, SETTING, inputs) == 4 * (tokens + entries)
-    streaming = condense.CCA(group_size=4, window=9, summary="streaming")
-    assert pooling_bytes(streaming, SETTING, inputs) == 4 * (7 * 5 * 2 * (8 + 6) + 28 * 4 * 8)
-
-
 RECALL = {
     "bounds-8": condense.Recall(group_size=4, window=5, num_recall=2),
     "means-16": condense.Recall(group_size=4, window=5, num_recall=3, index="sub_means", index_bits=16),
@@ -79,9 +67,17 @@ def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
     seen = [len(oracle_recall.seen(method, q, k, v, t, 1.0, lambda j: (k[j], v[j], 0.0))) for t in range(37)]
     assert visible_pairs(method, sources, 37) == sum(seen)
     kept = sum(x[0, 0].nbytes for x in sources.extra[:2])
-    assert kept == index_bytes(method, SETTING) * sources.entries.k.shape[2] > 0
-    entries = 8 * 2 * (8 + 6)
-    assert pooling_bytes(method, SETTING, inputs) == 4 * (32 * 2 * (8 + 6) + entries) + 2 * kept
+    assert kept == beside_keys(method, SETTING, sources.entries.k.shape[2]) > 0
+
+
+def test_entries_in_fewer_bits_are_read_as_such():
+    cca, recall = condense.CCA(group_size=4, window=8, entry_bits=8), RECALL["bounds-8"]
+    form = cca.layout.entry_format
+    saved = 4 * (8 + 6) - sum(form.pack(torch.randn(1, 1, 1, width)).nbytes for width in (8, 6))
+    assert beside_keys(cca, SETTING, 5) == -5 * saved
+    # all but the open groups
+    index = beside_keys(recall, SETTING, 5)
+    assert beside_keys(recall.replace(entry_bits=8), SETTING, 5) == index - (5 - 2) * saved
 
 
 @pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)

@@ -1,24 +1,14 @@
-"""Ratios, crossovers, changes: arithmetic on rows as result files hold them."""
-
-import math
+"""Ratios and crossovers of rows as result files hold them, and the names of these files."""
 
 import pytest
+import torch
 
-from condense.bench.history import with_changes
-from condense.bench.rows import crossover, medians, with_ratios
+from condense.bench.rows import crossover, result_path, speedups
 
 
 def row(runner, length, ms, *, op="forward", condensed=False, mask=None):
     times = None if ms is None else {"median_ms": ms}
-    return {
-        "op": op,
-        "runner": runner,
-        "condensed": condensed,
-        "mask": mask,
-        "method": {"method": "lca"} if condensed else None,
-        "length": length,
-        "times": times,
-    }
+    return {"op": op, "runner": runner, "condensed": condensed, "mask": mask, "length": length, "times": times}
 
 
 def test_ratios_are_to_baselines_of_the_same_length_and_mask():
@@ -31,29 +21,28 @@ def test_ratios_are_to_baselines_of_the_same_length_and_mask():
         row("cudnn", 8, 77.0, op="decode"),
         row("ours", 8, 2.0, condensed=True, mask="a"),
         row("ours", 8, 4.0, op="layer", condensed=True, mask="a"),
-        row("ours", 8, 1.0, op="pooling", condensed=True, mask="a"),
         row("ours", 16, None, condensed=True, mask="a"),
     ]
-    ratios = [r["speedup"] for r in with_ratios(rows) if r["condensed"]]
-    # the layer makes its representatives, FlexAttention got them
-    assert ratios == [{"cudnn": 5.0, "flex_mask": 1.5}, {"cudnn": 2.5}, {}, {}]
+    ratios = [speedups(r, rows, "times") for r in rows if r["condensed"]]
+    # the layer makes its entries, FlexAttention got them
+    assert ratios == [{"cudnn": 5.0, "flex_mask": 1.5}, {"cudnn": 2.5}, {}]
 
 
-def test_crossover_lies_between_measured_points():
-    theirs = {10: 1.0, 100: 10.0, 1000: 100.0}
-    assert crossover({10: 2.0, 100: 5.0, 1000: 8.0}, theirs) == pytest.approx(math.sqrt(10 * 100))
-    assert crossover({10: 0.5, 100: 5.0}, theirs) == 10
-    assert crossover({10: 0.5, 100: 11.0}, theirs) is None
-    assert crossover({10: 0.5, 100: 11.0, 1000: 90.0}, theirs) > 100
-    assert crossover({7: 1.0}, theirs) is None
+@pytest.mark.parametrize(
+    ("ratios", "length"),
+    [
+        ({10: 0.5, 100: 2.0, 1000: 12.5}, 100),
+        ({10: 2.0, 100: 2.0}, 10),
+        ({10: 2.0, 100: 0.9}, None),
+        ({10: 2.0, 100: 0.9, 1000: 1.0}, 1000),
+        ({}, None),
+    ],
+)
+def test_crossover_is_where_it_stays_faster(ratios, length):
+    assert crossover(ratios) == length
 
 
-def test_medians_take_the_fastest():
-    rows = [row("a", 8, 3.0), row("b", 8, 2.0), row("b", 16, 9.0), row("a", 16, None), row("c", 8, 1.0)]
-    assert medians(rows, ["a", "b"], op="forward") == {8: 2.0, 16: 9.0}
-
-
-def test_changes_are_of_the_same_row():
-    now = [row("a", 8, 3.0), row("a", 16, 3.0), row("b", 8, None)]
-    before = [row("a", 8, 2.0), row("a", 16, 1.0, op="decode"), row("b", 8, 2.0)]
-    assert [r["change"] for r in with_changes(now, before, ("times",))] == [{"times": 1.5}, {}, {}]
+def test_a_result_file_says_what_was_measured_where(tmp_path):
+    path = result_path(tmp_path / "new", "kernel", "h4-kv2", torch.device("cpu"))
+    assert path.parent.is_dir()
+    assert path.match("bench-kernel-h4-kv2-cpu-*-20*Z.json")

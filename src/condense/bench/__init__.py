@@ -1,13 +1,11 @@
 """Benchmarks of speed and memory beside named baselines; results are checked before they are timed."""
 
 from condense.bench.baselines import BASELINES, GPU_BASELINES
-from condense.bench.history import last_result, read_result, result_path, with_changes
 from condense.bench.kernel import KernelPlan, bench_kernel
 from condense.bench.model import ModelPlan, bench_model
 from condense.bench.model_shapes import random_model, ready
 from condense.bench.problems import HeadShape, Setting
-from condense.bench.report import fill_page, milliseconds
-from condense.bench.rows import OPS, check_names, op_title
+from condense.bench.rows import OPS, check_names, crossover, milliseconds, op_title, result_path
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
 
 __all__ = [
@@ -23,13 +21,10 @@ __all__ = [
     "bench_kernel",
     "bench_model",
     "check_names",
-    "fill_page",
-    "last_result",
+    "crossover",
     "milliseconds",
     "op_title",
     "random_model",
-    "read_result",
     "ready",
     "result_path",
-    "with_changes",
 ]

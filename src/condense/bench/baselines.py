@@ -1,6 +1,10 @@
 """Named baselines: dense attention of other libraries, and FlexAttention with the mask of a method.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, D and Dv widths.
+FlexAttention reads two sources as keys side by side. The condensed source is padded to whole blocks, so that no block
+holds keys of both.
+
+Shapes: B rows, H query heads, K KV heads, L queries, M entries (P once padded), N tokens of the window,
+D and Dv widths.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from condense.bench.flex import flex_attention
 from condense.bench.problems import Inputs, pooled
-from condense.methods import Dense
+from condense.methods import Context, Dense
+from condense.ops.tensors.bias import per_entry
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+FLEX_BLOCK = 128
 
 
 class Baseline(NamedTuple):
@@ -30,31 +35,21 @@ class Baseline(NamedTuple):
     backend: SDPBackend | None = None
 
 
-_WHOLE = ("forward", "backward")
+_WHOLE, _ALL = ("forward", "backward"), ("forward", "backward", "decode")
+_SDPA = "scaled_dot_product_attention"
 BASELINES = {
-    "cudnn": Baseline(
-        "cuDNN through scaled_dot_product_attention", (*_WHOLE, "decode"), backend=SDPBackend.CUDNN_ATTENTION
-    ),
+    "cudnn": Baseline(f"cuDNN through {_SDPA}", _ALL, backend=SDPBackend.CUDNN_ATTENTION),
     "cudnn_rows": Baseline(
         "the same with heads that share a KV head as rows of one", ("decode",), backend=SDPBackend.CUDNN_ATTENTION
     ),
-    "flash": Baseline(
-        "PyTorch's flash attention through scaled_dot_product_attention",
-        (*_WHOLE, "decode"),
-        backend=SDPBackend.FLASH_ATTENTION,
-    ),
+    "flash": Baseline(f"PyTorch's flash attention through {_SDPA}", _ALL, backend=SDPBackend.FLASH_ATTENTION),
     "flex": Baseline("FlexAttention, compiled, causal", _WHOLE),
     "flex_mask": Baseline("FlexAttention, compiled, our mask over entries and tokens", _WHOLE),
-    "sdpa": Baseline("scaled_dot_product_attention, PyTorch's own choice", (*_WHOLE, "decode"), needs_cuda=False),
+    "sdpa": Baseline(f"{_SDPA}, PyTorch's own choice", _ALL, needs_cuda=False),
 }
 GPU_BASELINES = ("cudnn", "cudnn_rows", "flash", "flex", "flex_mask")
 # baselines that compute attention over all keys: a condensed method's speedup is measured against these
 DENSE_BASELINES = tuple(name for name in BASELINES if name != "flex_mask")
-
-
-def obstacle(name: str, device: torch.device) -> str | None:
-    """Why a baseline cannot run there, None if it can be tried."""
-    return "skipped: needs a CUDA device" if BASELINES[name].needs_cuda and device.type != "cuda" else None
 
 
 def dense_attention(name: str, inputs: Inputs) -> Attend:
@@ -80,5 +75,59 @@ def _sdpa(name: str, **options: Any) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return attend
+
+
+def joined_keys(context: Context) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, P + N, D]`` and values ``[B, K, P + N, Dv]``: entries, zeros, window."""
+    entries, window = context.sources
+    pad = (0, 0, 0, -entries.k.shape[2] % FLEX_BLOCK)
+    return torch.cat([F.pad(entries.k, pad), window.k], dim=2), torch.cat([F.pad(entries.v, pad), window.v], dim=2)
+
+
+def block_mask(context: Context, length: int) -> Any:
+    """The visible keys of each of ``length`` queries, for spans that are the same in all heads and rows.
+
+    Compiled, so that no mask of all queries and keys stands in memory.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    M, N = (source.k.shape[2] for source in context.sources)
+    P, device = M + -M % FLEX_BLOCK, context.window.k.device
+    spans = [[x[0, 0].to(torch.int32) for x in span] for span in context.spans.at(0, length, device)]
+    (_, entries_hi), (window_lo, window_hi) = spans
+
+    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        in_window = (key - P >= window_lo[query]) & (key - P < window_hi[query])
+        return torch.where(key < P, key < entries_hi[query], in_window)
+
+    create = torch.compile(create_block_mask)
+    return create(mask_mod, None, None, length, P + N, device=str(device), BLOCK_SIZE=FLEX_BLOCK)
+
+
+def flex_attention(context: Context, length: int, *, scale: float) -> Attend:
+    """Compiled FlexAttention of q ``[B, H, L, D]`` over `joined_keys`: a function of q, keys and values.
+
+    Raises ValueError for a bias that differs between rows or heads.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    # compiled for fixed shapes; the reset keeps guards of earlier lengths from being checked in every call
+    torch.compiler.reset()
+    mask, entries, score_mod = block_mask(context, length), context.entries, None
+    bias = per_entry(entries.bias, entries.k.shape[2], entries.k.device)
+    if bias is not None:
+        if bias.shape[:2] != (1, 1):
+            raise ValueError("FlexAttention with our mask is for a bias that all heads and rows share")
+        padded = F.pad(bias[0, 0].float(), (0, mask.seq_lengths[1] - bias.shape[2]))
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + padded[key]
+
+    compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled(q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
     return attend

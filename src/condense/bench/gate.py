@@ -96,12 +96,12 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     pairs = zip(entries[:2], window[:2], strict=True)
     tensors = [x if x.shape[3] else y.new_zeros(*x.shape[:3], y.shape[3]) for x, y in pairs]
     clear = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
-    if isinstance(method, Recall) and method.prompt == "exact" and L > 1:  # dense attention over the window
-        masks = [masks[0] & False, (columns[1] <= at[:, None]).expand_as(masks[1])]
-    elif isinstance(method, Recall) and context.extra:
+    if isinstance(method, Recall) and context.extra:
         codes, grid, store = context.extra
         closed = spans[0][1][..., 0]
         opened, is_clear = _opened(method, q[:, :, at], GroupIndex(codes, grid), closed, scale)
+        if method.prompt == "exact" and L > 1:
+            opened, is_clear = masks[0].expand_as(opened), torch.ones_like(is_clear)
         clear = is_clear.repeat_interleave(q.shape[1] // codes.shape[1], 1)[..., None]
         masks[0] = masks[0] & ~opened & (method.unchosen == "pool")
         masks.insert(1, opened.repeat_interleave(method.group_size, -1))

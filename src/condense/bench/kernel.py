@@ -1,4 +1,4 @@
-"""`condense bench kernel`: attention, pooling, the layer and decode against named baselines on the same shapes."""
+"""`condense bench kernel`: attention, the layer and decode against named baselines on the same shapes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from condense import ops
-from condense.bench.baselines import BASELINES, DENSE_BASELINES, obstacle
+from condense.bench import gate
+from condense.bench.baselines import BASELINES, DENSE_BASELINES
 from condense.bench.budget import Verdict
-from condense.bench.gate import WHOLE
 from condense.bench.problems import Setting, sees_by_position
-from condense.bench.rows import OPS, Row, crossovers, decode_op, first_line, op_kind, with_ratios
-from condense.bench.tasks import Problem, Task, Work, has_op
+from condense.bench.rows import OPS, Row, first_line, op_kind, speedups
+from condense.bench.tasks import Task, Work, has_op
 from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method, Recall
 from condense.results import plain
@@ -26,7 +26,7 @@ class KernelPlan:
     """Settings of a kernel benchmark. ``methods``: label to method; ``budget_s``: seconds of timing per row.
 
     backends: of condensed attention; with several, every method has rows of each, named after it. batches: further
-    batch sizes of the decode step, each an operation of its own.
+    batch sizes of the decode step, each an operation of its own, such as ``decode_b8``.
     Raises ValueError if there would be no row, and for a method whose attention no gate knows.
     """
 
@@ -34,7 +34,7 @@ class KernelPlan:
     lengths: Sequence[int]
     methods: Mapping[str, Method]
     baselines: Sequence[str] = ()
-    ops: Sequence[str] = OPS
+    ops: Sequence[str] = tuple(OPS)
     backends: Sequence[str] = ("auto",)
     batches: Sequence[int] = ()
     budget_s: float = 0.4
@@ -46,47 +46,32 @@ class KernelPlan:
                     f"method: {label} attends in a way of its own, which this benchmark cannot check: "
                     "use `condense bench model`"
                 )
-        if self.num_rows() == 0:
+        if not any(self.tasks()):
             raise ValueError(f"ops: none of {', '.join(self.ops)} is there to time of {', '.join(self.methods)}")
-
-    def num_rows(self) -> int:
-        """How many rows there will be."""
-        return sum(1 for _ in self.tasks())
 
     def tasks(self) -> Iterator[Task]:
         """All rows, length by length."""
+        batches = dict.fromkeys(self.ops, self.setting.batch)
+        if "decode" in self.ops:
+            batches |= {f"decode_b{batch}": batch for batch in self.batches if batch != self.setting.batch}
         for length in self.lengths:
-            problem = Problem(self.setting, length)
-            for op in self.ops:
-                if op != "decode":
-                    yield from self._baselines(op, problem)
-                    yield from self.condensed(op, problem)
-            if "decode" in self.ops:
-                others = [batch for batch in self.batches if batch != self.setting.batch]
-                for op, batch in {"decode": self.setting.batch, **{decode_op(n): n for n in others}}.items():
-                    own = Problem(replace(self.setting, batch=batch), length)
-                    yield from self._baselines(op, own)
-                    yield from self.condensed(op, own)
+            for op, batch in batches.items():
+                setting = replace(self.setting, batch=batch)
+                for runner, method in self._baselines(op):
+                    yield Task(op, runner, setting, length, method)
+                # a decode step chooses its backend itself
+                backends = (None,) if op_kind(op) == "decode" else self.backends
+                for label, method in self.methods.items():
+                    for backend in backends if has_op(op, method) else ():
+                        name = label if len(backends) == 1 else f"{label} ({backend})"
+                        yield Task(op, name, setting, length, method, condensed=True, backend=backend)
 
-    def condensed(self, op: str, problem: Problem) -> Iterator[Task]:
-        """The condensed rows of an operation; a decode step chooses its backend itself."""
-        is_step = op_kind(op) == "decode"
-        for label, method in self.methods.items():
-            for backend in (None,) if is_step else self.backends:
-                name = label if is_step or len(self.backends) == 1 else f"{label} ({backend})"
-                if has_op(op, method, problem.length):
-                    yield Task(op, name, problem, method, condensed=True, backend=backend)
-
-    def _baselines(self, op: str, problem: Problem) -> Iterator[Task]:
+    def _baselines(self, op: str) -> Iterator[tuple[str, Method | None]]:
         """The dense ones, then FlexAttention with our mask, once per mask."""
-        for name in self.baselines:
-            if name in DENSE_BASELINES and op_kind(op) in BASELINES[name].ops:
-                yield Task(op, name, problem)
-        if "flex_mask" in self.baselines and op_kind(op) in BASELINES["flex_mask"].ops:
-            methods = [method for method in self.methods.values() if sees_by_position(method)]
-            masks = {method.layout.rule: method for method in reversed(methods)}
-            for method in masks.values():
-                yield Task(op, "flex_mask", problem, method)
+        known = [name for name in self.baselines if op_kind(op) in BASELINES[name].ops]
+        yield from ((name, None) for name in known if name in DENSE_BASELINES)
+        masks = {_mask(method): method for method in self.methods.values() if sees_by_position(method)}
+        yield from (("flex_mask", method) for method in masks.values() if "flex_mask" in known)
 
 
 @torch.no_grad()
@@ -96,17 +81,16 @@ def bench_kernel(plan: KernelPlan, *, on_row: Callable[[Row], None] = lambda row
     A condensed row that is wrong by the budget of `condense.bench.gate`, or cannot run, is not timed and says why;
     so does a baseline that cannot run.
     """
-    setting = plan.setting
-    clock = Clock(setting.device, plan.budget_s)
+    setting, heads, clock = plan.setting, plan.setting.shape, Clock(plan.setting.device, plan.budget_s)
     ceilings = clock.ceilings(setting.dtype)
-    short = _short_verdicts(plan)
-    rows = []
+    short: dict[tuple[str, str], Verdict] = {}
+    rows: list[dict[str, Any]] = []
     for task in plan.tasks():
-        row = _row(task, clock, ceilings, short)
-        on_row(row)
-        rows.append(row)
-    rows = with_ratios(rows)
-    heads = setting.shape
+        rows.append(_row(task, clock, ceilings, short))
+        on_row(rows[-1])
+    for row in rows:
+        if row["condensed"]:
+            row["speedup"] = speedups(row, rows, "times")
     call = ops.Problem(
         setting.device, setting.dtype, (heads.width, heads.value_width), num_queries=max(plan.lengths),
         rows=setting.batch, heads=heads.num_q, kv_heads=heads.num_kv,
@@ -122,33 +106,11 @@ def bench_kernel(plan: KernelPlan, *, on_row: Callable[[Row], None] = lambda row
         "baselines": {name: BASELINES[name].about for name in plan.baselines},
         "methods": plain(plan.methods),
         "rows": rows,
-        "crossover": {
-            op: found
-            for op in dict.fromkeys(row["op"] for row in rows)
-            if (found := crossovers(rows, DENSE_BASELINES, op=op))
-        },
     }
 
 
-def _short_verdicts(plan: KernelPlan) -> dict[tuple[str, str], Verdict | str]:
-    """Every query of a short problem, for each condensed operation: a verdict, or the error in one line."""
-    problem = Problem(plan.setting, min(WHOLE, *plan.lengths))
-    verdicts: dict[tuple[str, str], Verdict | str] = {}
-    for op in plan.ops:
-        for task in plan.condensed(op, problem) if op != "decode" else ():
-            try:
-                check = task.prepare().check
-                assert check is not None
-                verdicts[op, task.runner] = check()
-            except Exception as error:
-                verdicts[op, task.runner] = first_line(error)
-    return verdicts
-
-
-def _row(
-    task: Task, clock: Clock, ceilings: Ceilings, short: Mapping[tuple[str, str], Verdict | str]
-) -> dict[str, Any]:
-    """One row in JSON's types. An exception becomes the row's ``error``."""
+def _row(task: Task, clock: Clock, ceilings: Ceilings, short: dict[tuple[str, str], Verdict]) -> dict[str, Any]:
+    """One row in JSON's types. An exception becomes the row's ``error``. short: verdicts of `_verdict`, to reuse."""
     row: dict[str, Any] = {
         "op": task.op,
         "runner": task.runner,
@@ -156,17 +118,16 @@ def _row(
         "method": task.method,
         "mask": None if task.method is None else _mask(task.method),
         "backend": task.backend,
-        "length": task.problem.length,
+        "length": task.length,
     }
-    reason = None if task.condensed else obstacle(task.runner, clock.device)
-    if reason is not None:
-        return plain(row | {"error": reason})
+    if not task.condensed and BASELINES[task.runner].needs_cuda and not clock.is_cuda:
+        return plain(row | {"error": "skipped: needs a CUDA device"})
     try:
         with warnings.catch_warnings():
             if not task.condensed:  # PyTorch's, on why a baseline has no kernel: the row has the error
                 warnings.simplefilter("ignore")
             work = task.prepare()
-            verdict = _verdict(work, short.get((task.op, task.runner)) if task.condensed else None)
+            verdict = _verdict(task, work, short)
             if verdict is not None:
                 row["gate"] = verdict
             if verdict is not None and not verdict.passed:
@@ -185,21 +146,23 @@ def _mask(method: Method) -> str:
     return str(method.layout.rule if sees_by_position(method) else method)
 
 
-def _verdict(work: Work, short: Verdict | str | None) -> Verdict | None:
-    """The worse of the short problem's verdict and this one's."""
-    if isinstance(short, str):
-        raise RuntimeError(f"on a short problem: {short}")
-    if work.check is None or (short is not None and not short.passed):
-        return short
-    verdict = work.check()
-    return verdict if short is None or not verdict.passed else verdict.and_also(short)
+def _verdict(task: Task, work: Work, short: dict[tuple[str, str], Verdict]) -> Verdict | None:
+    """The gate's verdict; of a problem that is too long to check every query, also that of the longest one that is not,
+    which comes first and is kept in ``short``.
+    """
+    if work.check is None or task.length <= gate.WHOLE:
+        return work.check and work.check()
+    if (task.op, task.runner) not in short:
+        check = replace(task, length=gate.WHOLE).prepare().check
+        assert check is not None
+        short[task.op, task.runner] = check()
+    verdict = short[task.op, task.runner]
+    return verdict.and_also(work.check()) if verdict.passed else verdict
 
 
 def _measured(work: Work, clock: Clock, ceilings: Ceilings) -> dict[str, Any]:
     times = clock.time(work.calls[0]) if len(work.calls) == 1 else clock.time_rotating(work.calls)
-    row: dict[str, Any] = {"times": times, "peak_bytes": clock.peak_bytes(work.calls[0])}
-    if work.pairs is not None:
-        row["pairs"] = work.pairs
+    row: dict[str, Any] = {"times": times, "pairs": work.pairs}
     if work.flops is not None:
         row["tflops"] = work.flops / times.median_ms / 1e9
         row["share_of_matmul"] = row["tflops"] / ceilings.matmul_tflops

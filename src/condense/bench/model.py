@@ -9,21 +9,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from condense.bench.budget import Verdict
-from condense.bench.feed_forward import experts_implementation, feed_forward_modules, first_ms, step_ms
 from condense.bench.model_gate import ModelGate, random_tokens
-from condense.bench.rows import Row, crossovers, first_line, speedups
-from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS, Reading
+from condense.bench.rows import Row, first_line, speedups
+from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
 from condense.bench.timing import Times
 from condense.models import MethodChoice, use
 from condense.results import plain
 
-# prompts that take longer than the first number of seconds are read twice, longer than the second once
-_LONG_S, _VERY_LONG_S = 3.0, 20.0
-# what is timed of a row
+# the figures that are timed
 FIGURES = ("first", "step")
 
 
@@ -44,6 +41,7 @@ class ModelPlan:
     """Settings of a model benchmark. ``methods``: label to method, or to a choice of methods by layer; ``steps``:
     tokens after the first, timed one by one.
 
+    repeats: how often each prompt is read and timed, after a first time (compiling, allocating) that does not count.
     compile_feed_forward: `torch.compile` these modules first, for all runners.
     """
 
@@ -51,12 +49,13 @@ class ModelPlan:
     methods: Mapping[str, MethodChoice]
     runners: Sequence[str] = DEFAULT_RUNNERS
     steps: int = 32
+    repeats: int = 5
     prefill_chunk: int | None = None
     compile_feed_forward: bool = False
     seed: int = 0
 
     def cases(self) -> list[Case]:
-        """What runs at every length."""
+        """The cases that run at every length."""
         cases = []
         for runner in self.runners:
             if runner.startswith("dense"):
@@ -76,28 +75,28 @@ def bench_model(
     row has the error; so has that of a dense runner that cannot run.
     """
     if plan.compile_feed_forward:
-        for module in feed_forward_modules(model):
-            module.compile(dynamic=True)
+        for module in (getattr(layer, "mlp", None) for layer in model.modules()):
+            if isinstance(module, nn.Module):
+                module.compile(dynamic=True)
     verdicts = {case.name: _verdict(model, case, plan) for case in plan.cases()}
-    rows, feed_forward = [], []
+    rows: list[dict[str, Any]] = []
     for length in plan.lengths:
         ids = random_tokens(model, length, plan.seed)
         for case in plan.cases():
-            row = _row(model, ids, case, verdicts[case.name], plan)
-            on_row(row)
-            rows.append(row)
-        if feed_forward_modules(model):
-            feed_forward.append(_feed_forward(model, length, plan.prefill_chunk))
-    rows = _with_ratios(rows)
-    dense = [row["runner"] for row in rows if not row["condensed"]]
+            rows.append(_row(model, ids, case, verdicts[case.name], plan))
+            on_row(rows[-1])
+    for row in rows:
+        if row["condensed"]:
+            row["speedup"] = {figure: speedups(row, rows, figure) for figure in FIGURES}
     config = model.config.get_text_config(decoder=True)
+    has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     return {
         "kind": "model",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weight_bytes": sum(parameter.nbytes for parameter in model.parameters()),
         "layers": config.num_hidden_layers,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "experts": experts_implementation(model),
+        "experts": getattr(config, "_experts_implementation", None) if has_experts else None,
         "claims": model.device.type == "cuda",
         "steps": plan.steps,
         "prefill_chunk": plan.prefill_chunk,
@@ -105,8 +104,6 @@ def bench_model(
         "runners": {name: RUNNERS[name].description for name in plan.runners},
         "methods": plain(plan.methods),
         "rows": rows,
-        "feed_forward": feed_forward,
-        "crossover": {time: crossovers(rows, dense, time=time) for time in FIGURES},
     }
 
 
@@ -142,7 +139,8 @@ def _row(
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(ids.device)
         with case.on(model):
-            readings = _readings(model, ids, case.runner, plan)
+            read = RUNNERS[case.runner].read
+            _, *readings = (read(model, ids, plan.steps, plan.prefill_chunk) for _ in range(1 + plan.repeats))
         last = readings[-1]
         row |= {
             "first": Times.of([reading.first_s for reading in readings]),
@@ -157,37 +155,6 @@ def _row(
         row["peak_bytes"] = torch.cuda.max_memory_allocated(ids.device)
     _release(ids.device)
     return plain(row)
-
-
-def _feed_forward(model: PreTrainedModel, length: int, chunk: int | None) -> dict[str, Any]:
-    """Milliseconds of the feed-forward modules alone, of a prompt and of a step."""
-    figures: dict[str, Any] = {"length": length}
-    try:
-        figures |= {"first_ms": first_ms(model, length, chunk), "step_ms": step_ms(model)}
-    except Exception as error:
-        figures["error"] = first_line(error)
-    _release(model.device)
-    return figures
-
-
-def _readings(model: PreTrainedModel, ids: Tensor, runner: str, plan: ModelPlan) -> list[Reading]:
-    """The timed readings of a prompt. The first one (compiling, allocating) counts only if it took very long."""
-    read = RUNNERS[runner].read
-    first = read(model, ids, plan.steps, plan.prefill_chunk)
-    if first.first_s > _VERY_LONG_S:
-        return [first]
-    runs = 1 if first.first_s > _LONG_S else 3
-    return [read(model, ids, plan.steps, plan.prefill_chunk) for _ in range(runs)]
-
-
-def _with_ratios(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows, each condensed one with ``speedup`` per figure and dense runner."""
-    result = []
-    for row in rows:
-        dense = [other for other in rows if not other["condensed"] and other["length"] == row["length"]]
-        ratios = {"speedup": {time: speedups(row, dense, time) for time in FIGURES}} if row["condensed"] else {}
-        result.append({**row, **ratios})
-    return result
 
 
 def _release(device: torch.device) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from condense.functional import read_whole
 from condense.methods import Context, Method, Recall
-from condense.state import num_entries
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class HeadShape:
 
     @property
     def label(self) -> str:
-        """For file names."""
+        """The shape in file names."""
         return f"h{self.num_q}-kv{self.num_kv}-d{self.width}-v{self.value_width}"
 
 
@@ -58,7 +57,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of all problems of a run."""
+    """The settings that the inputs of a run's rows share."""
 
     shape: HeadShape
     batch: int
@@ -82,8 +81,7 @@ class Setting:
 
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
     """The sources that queries of whole sequences attend to: `condense.functional.read_whole`."""
-    q, k, v = inputs
-    return read_whole(method, q, k, v, scale=inputs.scale, backend=backend)
+    return read_whole(method, *inputs, scale=inputs.scale, backend=backend)
 
 
 def sees_by_position(method: Method) -> bool:
@@ -91,20 +89,16 @@ def sees_by_position(method: Method) -> bool:
     return method.prompt_reader is None and not isinstance(method, Recall)
 
 
-def visible_pairs(method: Method, sources: Context, length: int) -> int:
+def visible_pairs(method: Method, context: Context, length: int) -> int:
     """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads).
 
-    Of Recall, an open group counts as its tokens.
+    An open group of Recall counts as its tokens.
     """
-    total, device = 0.0, sources.window.k.device
-    for start in range(0, length, 1 << 20):
-        spans = sources.spans.at(start, min(start + (1 << 20), length), device)
-        entries, window = (span.hi - span.lo for span in spans)
-        if isinstance(method, Recall):
-            opened = method.quota.at(entries)
-            entries = opened * method.group_size + (entries - opened) * (method.unchosen == "pool")
-        total += sum(float(seen.sum(-1).double().mean()) for seen in (entries, window))
-    return round(total)
+    entries, window = (span.hi - span.lo for span in context.spans.at(0, length, context.window.k.device))
+    if isinstance(method, Recall):
+        opened = method.quota.at(entries)
+        entries = opened * method.group_size + (entries - opened) * (method.unchosen == "pool")
+    return round(sum(float(seen.sum(-1).double().mean()) for seen in (entries, window)))
 
 
 def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool) -> int:
@@ -115,40 +109,25 @@ def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool)
     return 2 * batch * shape.num_q * pairs * per_key
 
 
-def pooling_bytes(method: Method, setting: Setting, inputs: Inputs) -> int:
-    """Bytes that pooling must move: keys, values and summary queries read once, entries (and an index) written once."""
-    B, H, L, D = inputs.q.shape
-    written = int(num_entries(method, torch.tensor([L])))
-    groups = written // method.layout.rule.entries
-    index, read = groups * index_bytes(method, setting), groups * method.layout.rule.chunk
-    # with summary="prompt" all groups share one summary query; otherwise each group has its own
-    queries = method.layout.num_summary * (1 if method.layout.lookahead else groups)
-    K, widths = setting.shape.num_kv, setting.shape.width + setting.shape.value_width
-    return B * (((read + written) * K * widths + min(L, queries) * H * D) * setting.dtype.itemsize + K * index)
-
-
-def index_bytes(method: Method, setting: Setting) -> int:
-    """Bytes of one group's index in one KV head; 0 for methods without one."""
-    if not isinstance(method, Recall):
-        return 0
-    codes, grid = method.index_settings.widths(setting.shape.width)
-    per_code = setting.dtype.itemsize if method.index_settings.bits == 16 else 1
-    return codes * per_code + grid * torch.promote_types(setting.dtype, torch.float32).itemsize
-
-
-def saved_bytes(method: Method, setting: Setting, entries: int) -> int:
-    """Bytes that a row's entries in fewer than 16 bits save per KV head, but for those of groups that are open."""
-    heads, itemsize, form = setting.shape, setting.dtype.itemsize, method.layout.entry_format
+def beside_keys(method: Method, setting: Setting, entries: int) -> int:
+    """Bytes that a step reads per row and KV head beside whole keys and values: those of Recall's index, less what
+    entries in fewer than 16 bits save.
+    """
+    w, vw, itemsize = setting.shape.width, setting.shape.value_width, setting.dtype.itemsize
+    form, more, pooled_entries = method.layout.entry_format, 0, entries
     if isinstance(method, Recall):
-        entries = 0 if method.unchosen == "drop" else entries - method.quota.at(entries)
-    kept = sum(form.width(width, itemsize) for width in (heads.width, heads.value_width))
-    return 0 if form.bits == 16 else entries * ((heads.width + heads.value_width) * itemsize - kept)
+        codes, grid = method.index_settings.widths(w)
+        wide = torch.promote_types(setting.dtype, torch.float32).itemsize
+        more = entries * (codes * (itemsize if method.index_settings.bits == 16 else 1) + grid * wide)
+        pooled_entries = 0 if method.unchosen == "drop" else entries - method.quota.at(entries)
+    kept = (w + vw) * itemsize if form.bits == 16 else form.width(w, itemsize) + form.width(vw, itemsize)
+    return more - pooled_entries * ((w + vw) * itemsize - kept)
 
 
 def step_bytes(setting: Setting, keys: int, more: int = 0) -> int:
     """Bytes that one decode step must move: per row the query and its output, and per KV head ``keys`` keys and values.
 
-    more: bytes that a row reads per KV head on top, as of `condense.Recall`'s index; negative where it reads fewer.
+    more: bytes that a row reads per KV head on top (`beside_keys`).
     """
     heads = setting.shape
     vectors = (heads.num_kv * keys + heads.num_q) * (heads.width + heads.value_width)

@@ -49,7 +49,7 @@ def read_by_loop(
         watch = timed_generate(model, ids, steps, cache_implementation=cache, prefill_chunk_size=chunk)
     finally:
         hook.remove()
-    return Reading(watch.first_s, watch.further_s, *_bytes(caches[0], ids.device))
+    return _reading(watch, caches[0], ids.device)
 
 
 def read_by_graph(
@@ -65,17 +65,16 @@ def read_by_graph(
     for _ in range(steps):
         tokens = decoder.step(tokens).argmax(-1)
         watch.note()
-    return Reading(watch.first_s, watch.further_s, *_bytes(decoder.cache, ids.device), watch.times[0] - start)
+    return _reading(watch, decoder.cache, ids.device, watch.times[0] - start)
 
 
-def _bytes(cache: Cache, device: torch.device) -> tuple[int, int]:
-    """Of a cache: all bytes, and those elsewhere than on the device."""
-    everything = cache_nbytes(cache)
-    return everything, everything - cache_nbytes(cache, device.type)
+def _reading(watch: Stopwatch, cache: Cache, device: torch.device, setup_s: float = 0.0) -> Reading:
+    nbytes = cache_nbytes(cache)
+    return Reading(watch.first_s, watch.further_s, nbytes, nbytes - cache_nbytes(cache, device.type), setup_s)
 
 
 class Runner(NamedTuple):
-    """How a model is run. compile: whether the step of a GraphDecoder is compiled first, None: plain generate, with
+    """A way to run a model. compile: whether the step of a GraphDecoder is compiled first, None: plain generate, with
     ``cache`` as its ``cache_implementation``.
     """
 
@@ -90,15 +89,14 @@ class Runner(NamedTuple):
         return read_by_graph(model, ids, steps, chunk, compile=self.compile)
 
 
-_KINDS = {"dense": "stock attention", "condensed": "condensed attention"}
 RUNNERS = {
-    name + suffix: Runner(f"{how}, {kind}", compile)
+    name + suffix: Runner(f"{how}, {name if name == 'condensed' else 'stock'} attention", compile)
     for suffix, how, compile in (
         ("", "plain generate", None),
         ("_graph", "GraphDecoder: static cache and CUDA graph", False),
         ("_compiled", "static cache, step compiled by torch.compile, CUDA graph", True),
     )
-    for name, kind in _KINDS.items()
+    for name in ("dense", "condensed")
 }
 # compiling a large model takes a minute
 DEFAULT_RUNNERS = tuple(name for name, runner in RUNNERS.items() if not runner.compile)

@@ -15,7 +15,7 @@ from torch.utils.benchmark import Timer
 
 from condense.models.stopwatch import now
 
-# a call of more than this, after the first, is measured once
+# a call that takes longer than this is measured once
 _LONG_S = 3.0
 # at most this many samples, because a decode step that is timed reads one more token each time
 _MOST = 200
@@ -32,7 +32,7 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
-        """From single measurements in seconds."""
+        """Quantiles of single measurements in seconds."""
         samples = torch.tensor(seconds, dtype=torch.float64) * 1e3
         median, p20, p80 = samples.quantile(samples.new_tensor([0.5, 0.2, 0.8])).tolist()
         return cls(median, p20, p80, len(seconds))
@@ -55,7 +55,7 @@ class Clock:
 
     @property
     def is_cuda(self) -> bool:
-        """True on CUDA, where there are events, graphs and memory figures."""
+        """True on CUDA, where there are events and graphs."""
         return self.device.type == "cuda"
 
     def time(self, call: Callable[[], Any], parts: int = 1) -> Times:
@@ -85,25 +85,13 @@ class Clock:
         del outputs
         return times
 
-    def peak_bytes(self, call: Callable[[], Any]) -> int | None:
-        """Device memory that a call needs at its peak, beyond what was there before; None on a CPU."""
-        if not self.is_cuda:
-            return None
-        now(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        call()
-        now(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
-
     def ceilings(self, dtype: torch.dtype) -> Ceilings:
         """A square matrix product (8192 on CUDA, 1024 on a CPU) in ``dtype`` and a copy of 2 GiB (64 MiB)."""
         n, nbytes = (8192, 2**31) if self.is_cuda else (1024, 2**26)
         a, b = (torch.randn(n, n, dtype=dtype, device=self.device) for _ in range(2))
-        matmul = self.time(lambda: a @ b)
         source = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        copy = self.time(lambda: target.copy_(source))
+        matmul, copy = self.time(lambda: a @ b), self.time(lambda: target.copy_(source))
         return Ceilings(2 * n**3 / matmul.median_ms / 1e9, 2 * nbytes / copy.median_ms / 1e9)
 
     def _on_cuda(self, call: Callable[[], Any]) -> list[float]:

@@ -1,8 +1,8 @@
-"""`condense bench`: kernels and whole models against named baselines, and the page made of the results."""
+"""`condense bench`: kernels and whole models against named baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RESULTS = Path("benchmarks/results")
-PAGE = Path("docs/performance.md")
 LENGTHS = (4096, 8192, 32768, 131072)
 QUICK_LENGTHS = (4096, 32768)
 CPU_LENGTHS = (256, 1024)
@@ -42,10 +41,10 @@ bench_app = typer.Typer(name="bench", help="Measure kernels and whole models aga
 
 LengthsOption = Annotated[str | None, typer.Option(help="Tokens, such as 4096,32K,1M. Default: 4K to 128K.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less time per figure.")]
-ResultsOption = Annotated[Path, typer.Option(help="Folder of result files: the last one is compared with.")]
+ResultsOption = Annotated[Path, typer.Option(help="Folder that the result file is written to.")]
 
 
-@bench_app.command("kernel", cls=Command, short_help="Attention, pooling, the layer and a decode step.")
+@bench_app.command("kernel", cls=Command, short_help="Attention, the layer and a decode step.")
 def kernel_command(
     shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
     lengths: LengthsOption = None,
@@ -68,7 +67,7 @@ def kernel_command(
     seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
     results: ResultsOption = RESULTS,
 ) -> None:
-    """Attention forward and backward, pooling, the layer and a decode step, each held to float64 before it is timed."""
+    """Attention forward and backward, the layer and a decode step, each held to float64 before it is timed."""
     from condense import bench
     from condense.config import check_int
     from condense.methods import Method
@@ -76,19 +75,17 @@ def kernel_command(
 
     heads = bench.HeadShape.parse(shape)
     check_int("batch", batch, 1)
-    chosen_ops = bench.OPS if ops is None else bench.check_names("ops", _names(ops), bench.OPS)
     backends = tuple(dict.fromkeys(_names(backend)))
     where = parse_device(device)
     torch_dtype = parse_dtype(dtype, where)
-    default = bench.GPU_BASELINES if where.type == "cuda" else (*bench.GPU_BASELINES, "sdpa")
+    if baselines is None:
+        baselines = ",".join(bench.GPU_BASELINES if where.type == "cuda" else bench.BASELINES)
     plan = bench.KernelPlan(
         bench.Setting(heads, batch, torch_dtype, where, seed),
         _lengths(lengths, where, quick),
         {text: Method.parse(text) for text in method or METHODS},
-        default
-        if baselines is None
-        else bench.check_names("baselines", [] if baselines == "none" else _names(baselines), bench.BASELINES),
-        chosen_ops,
+        bench.check_names("baselines", [] if baselines == "none" else _names(baselines), bench.BASELINES),
+        tuple(bench.OPS) if ops is None else bench.check_names("ops", _names(ops), bench.OPS),
         backends,
         _batches(decode_batches, where),
         (0.1 if quick else 0.4) if budget is None else budget,
@@ -97,15 +94,14 @@ def kernel_command(
         resolve_backend(name, Problem(where, torch_dtype, (heads.width, heads.value_width)))
     what = f"{heads.label}-b{batch}-{str(torch_dtype).removeprefix('torch.')}"
     path = bench.result_path(results, "kernel", what, where)
-    last = bench.last_result(results, "kernel", what, where)
     with progress() as bar:
-        task = bar.add_task("measuring ceilings, checking", total=plan.num_rows())
+        task = bar.add_task("measuring ceilings, checking", total=sum(1 for _ in plan.tasks()))
 
         def on_row(row: Mapping[str, Any]) -> None:
             bar.update(task, advance=1, description=f"{row['op']}, {row['length']:,} tokens")
 
         content = bench.bench_kernel(plan, on_row=on_row)
-    _finish(path, content, last, where, seed, ("times",))
+    _finish(path, content, where, seed)
 
 
 @bench_app.command("model", cls=Command, short_help="First token, time per token, cache and peak memory.")
@@ -124,6 +120,7 @@ def model_command(
         str | None, typer.Option(help="Such as dense,condensed_graph. Default: all that are not compiled.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Further tokens that are timed. Default: 32.")] = None,
+    repeats: Annotated[int, typer.Option(help="Readings of each prompt that are timed.")] = 5,
     prefill_chunk: Annotated[int | None, typer.Option(help="Read prompts in pieces of so many tokens.")] = None,
     compile_feed_forward: Annotated[
         bool, typer.Option("--compile-feed-forward", help="torch.compile the mlp of every layer, for all runners.")
@@ -144,7 +141,7 @@ def model_command(
         raise ValueError("shape and model exclude each other, got both")
     if layers is not None and model is not None:
         raise ValueError("layers belongs to a shape of random weights, got it with model")
-    for name, value in (("layers", layers), ("steps", steps), ("prefill_chunk", prefill_chunk)):
+    for name, value in (("layers", layers), ("steps", steps), ("repeats", repeats), ("prefill_chunk", prefill_chunk)):
         if value is not None:
             check_int(name, value, 1)
     chosen = check_shape(shape or next(iter(MODEL_SHAPES)))
@@ -161,6 +158,7 @@ def model_command(
         methods if saved is None or method else {described(saved): saved},
         chosen_runners,
         steps or (8 if quick else 32),
+        repeats,
         prefill_chunk,
         compile_feed_forward,
         seed,
@@ -176,7 +174,6 @@ def model_command(
         ]
     )
     path = bench.result_path(results, "model", what, where)
-    last = bench.last_result(results, "model", what, where)
     with progress() as bar:
         task = bar.add_task("making the model, checking", total=len(plan.lengths) * len(plan.cases()))
         if model is None:
@@ -188,50 +185,15 @@ def model_command(
             bar.update(task, advance=1, description=f"{row['runner']}, {row['length']:,} tokens")
 
         content = {"kind": "model", "model": name, **bench.bench_model(loaded, plan, on_row=on_row)}
-    _finish(path, content, last, where, seed, ("first", "step"))
+    _finish(path, content, where, seed)
 
 
-@bench_app.command("report", cls=Command, short_help="Write a page's tables anew from the newest results.")
-def report_command(
-    page: Annotated[Path, typer.Argument(help="Markdown page with blocks `<!-- bench: ... -->`.")] = PAGE,
-    results: Annotated[Path, typer.Option(help="Folder of result files.")] = RESULTS,
-    plots: Annotated[bool, typer.Option("--plots", help="Draw the pictures that the blocks name, too.")] = False,
-) -> None:
-    """Write a page's tables anew, each figure from the newest result file that holds it; its prose stays."""
-    from condense import bench
-    from condense.files import whole_file
-    from condense.plots import plot_lines, require_matplotlib
-
-    if not page.is_file():
-        raise ValueError(f"page: no such file: {page}")
-    text, pictures = bench.fill_page(page.read_text(encoding="utf-8"), results)
-    targets = {page.parent / name: panels for name, panels in pictures.items()} if plots else {}
-    for target in targets:
-        require_matplotlib(target)
-    for target, panels in targets.items():
-        plot_lines(panels, target, x_label="tokens", y_label="ms", log=True)
-    with whole_file(page, overwrite=True) as file:
-        file.write(text.encode())
-    plain_console().print(str(page), soft_wrap=True)
-
-
-def _finish(
-    path: Path,
-    content: dict[str, Any],
-    last: tuple[Path, dict[str, Any]] | None,
-    device: torch.device,
-    seed: int,
-    times: Sequence[str],
-) -> None:
+def _finish(path: Path, content: dict[str, Any], device: torch.device, seed: int) -> None:
     """Print, write, and fail if a condensed row did."""
-    from condense import bench
     from condense.cli.bench_tables import print_results
     from condense.results import write_results
 
     content["software"] = _software()
-    if last is not None:
-        content["compared_with"] = last[0].name
-        content["rows"] = bench.with_changes(content["rows"], last[1]["results"]["rows"], times)
     console = plain_console()
     if not console.is_terminal:
         console.width = LOG_WIDTH

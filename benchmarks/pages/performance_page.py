@@ -1,4 +1,4 @@
-"""A page's tables from result files: prose stays as it is, marked blocks are written anew.
+"""The tables and pictures of docs/performance.md, each figure from the newest result file that holds it.
 
 A block says what its table holds, one line per row, and ends where its table ends:
 
@@ -21,16 +21,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from condense.bench.history import read_result
-from condense.bench.rows import Row
+from stored import Documents
+
+from condense.bench import milliseconds
+from condense.plots import plot_lines
+
+Row = Mapping[str, Any]
 
 _BLOCK = re.compile(r"(<!-- bench: ([^\n]*)\n(.*?)\n-->\n).*?(<!-- /bench -->)", re.DOTALL)
+_HEAD = re.compile(r"(?P<title>[^|]+?) \| (?P<lengths>\d+(?:, *\d+)*)(?: \| (?P<picture>.+))?")
 _ROW = re.compile(r"(?P<label>.+?) = (?P<files>\S+) (?P<figure>\S+) (?P<runner>.+?)(?: / (?P<baseline>.+))?")
 _FIGURES = {"first": "first", "step": "step", "cache": "cache_bytes", "peak": "peak_bytes"}
 
 
 class Cell(NamedTuple):
-    """What stands in a table, the number that a picture shows, and the file that it is from."""
+    """One table cell: its text, its plotted number, its result file."""
 
     text: str
     number: float
@@ -41,50 +46,46 @@ class Cell(NamedTuple):
 Lines = dict[str, tuple[list[float], list[float]]]
 
 
-def fill_page(page: str, folder: Path) -> tuple[str, dict[str, dict[str, Lines]]]:
-    """The page with all tables from the result files of a folder; and what each picture shows, panel by panel.
+def fill(page: Path, documents: Documents) -> None:
+    """Fill the page and draw its pictures, whose addresses start at its folder."""
+    text, pictures = filled(page.read_text(encoding="utf-8"), documents)
+    for name, panels in pictures.items():
+        plot_lines(panels, page.parent / name, x_label="tokens", y_label="ms", log=True)
+    page.write_text(text, encoding="utf-8")
+
+
+def filled(page: str, documents: Documents) -> tuple[str, dict[str, dict[str, Lines]]]:
+    """The page with all tables from result files by name; and what each picture shows, panel by panel.
 
     Raises ValueError for a page without blocks, and for a head or a row that no figure fits.
     """
-    documents = {path.stem: read_result(path) for path in sorted(folder.glob("bench-*.json"))}
+    documents = {name: document for name, document in documents.items() if name.startswith("bench-")}
     pictures: dict[str, dict[str, Lines]] = {}
 
-    def fill(block: re.Match[str]) -> str:
-        opening, head, rows, closing = block.groups()
-        title, lengths, picture = _head(head)
+    def fill_block(block: re.Match[str]) -> str:
+        opening, said, rows, closing = block.groups()
+        head = _HEAD.fullmatch(said)
+        if head is None:
+            raise ValueError(f"page: a block's head must be 'title | lengths | picture', got {said!r}")
+        lengths = [int(number) for number in head["lengths"].split(",")]
         table = {}
         for line in rows.splitlines():
             label, cells = _row(line, documents)
             table[label] = {length: cells[length] for length in lengths if length in cells}
-        if picture:
-            pictures.setdefault(picture, {})[title] = {
+        if head["picture"]:
+            pictures.setdefault(head["picture"], {})[head["title"]] = {
                 label.replace("**", ""): ([*map(float, cells)], [cell.number for cell in cells.values()])
                 for label, cells in table.items()
             }
-        return opening + _markdown(title, lengths, table) + closing
+        return opening + _markdown(head["title"], lengths, table) + closing
 
-    filled, count = _BLOCK.subn(fill, page)
+    text, count = _BLOCK.subn(fill_block, page)
     if count == 0:
         raise ValueError("page must have a block '<!-- bench: title | lengths', got none")
-    return filled, pictures
+    return text, pictures
 
 
-def milliseconds(ms: float) -> str:
-    """A time in the unit that suits it."""
-    number, unit = (ms / 1e3, "s") if ms >= 1e3 else (ms, "ms") if ms >= 1 else (ms * 1e3, "us")
-    return f"{number:#.3g} {unit}".replace(". ", " ")
-
-
-def _head(text: str) -> tuple[str, list[int], str]:
-    """Title, lengths, and the picture's address or nothing."""
-    title, lengths, picture = ([part.strip() for part in text.split("|")] + ["", ""])[:3]
-    numbers = [part.strip() for part in lengths.split(",")]
-    if not title or not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"page: a block's head must be 'title | lengths | picture', got {text!r}")
-    return title, [int(number) for number in numbers], picture
-
-
-def _row(line: str, documents: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[int, Cell]]:
+def _row(line: str, documents: Documents) -> tuple[str, dict[int, Cell]]:
     """The label of a table's row, and per length the cell of the newest file that holds it."""
     match = _ROW.fullmatch(line)
     if match is None:
@@ -93,8 +94,7 @@ def _row(line: str, documents: Mapping[str, Mapping[str, Any]]) -> tuple[str, di
     figure, op = (_FIGURES[match["figure"]], None) if match["figure"] in _FIGURES else ("times", match["figure"])
     cells: dict[int, Cell] = {}
     for stem, document in sorted(documents.items(), key=lambda item: item[1]["provenance"]["date"]):
-        origin = document["provenance"]
-        source = f"{stem.rpartition('-')[2]} (commit {(origin['commit'] or 'unknown')[:12]})"
+        source = f"{stem.rpartition('-')[2]} (commit {(document['provenance']['commit'] or 'unknown')[:12]})"
         for row in document["results"]["rows"] if name.fullmatch(stem) else ():
             if row["runner"] == match["runner"] and row.get("op") == op and row.get(figure):
                 cells[row["length"]] = _cell(row, figure, match["baseline"], source)

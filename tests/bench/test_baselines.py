@@ -7,7 +7,7 @@ from oracles import oracle
 from two_sources import attend_to
 
 import condense
-from condense.bench import flex
+from condense.bench import baselines
 from condense.bench.problems import HeadShape, Setting, pooled
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float64, torch.device("cpu"), 0)
@@ -30,18 +30,18 @@ def uncompiled(monkeypatch):
 def test_output_is_ours(method, length):
     inputs = SETTING.inputs(length)
     sources = pooled(method, inputs)
-    attend = flex.flex_attention(sources, length, scale=inputs.scale)
+    attend = baselines.flex_attention(sources, length, scale=inputs.scale)
     want = attend_to(sources, inputs.q, scale=inputs.scale)[0]
     # the bias is float32 there
-    torch.testing.assert_close(attend(inputs.q, *flex.joined_keys(sources)), want, rtol=0, atol=1e-6)
+    torch.testing.assert_close(attend(inputs.q, *baselines.joined_keys(sources)), want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("length", [256, 300])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_blocks_are_those_that_somebody_sees(method, length):
     sources = pooled(method, SETTING.inputs(length))
-    mask = flex.block_mask(sources, length)
-    size, M = flex.BLOCK, sources.entries.k.shape[2]
+    mask = baselines.block_mask(sources, length)
+    size, M = baselines.FLEX_BLOCK, sources.entries.k.shape[2]
     P = M + -M % size
     seen = torch.zeros(length, P + length)
     for t in range(length):

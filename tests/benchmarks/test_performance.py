@@ -1,13 +1,14 @@
-"""A page's tables from result files made up here, and the page of this repository."""
+"""The tables of docs/performance.md, from result files made up here."""
 
-import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from condense.bench import fill_page
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "pages"))
 
-ROOT = Path(__file__).parents[2]
+from performance_page import fill, filled
+
 PAGE = """# Speed
 
 Prose before.
@@ -34,21 +35,14 @@ def kernel_row(runner, length, ms, **more):
     return {"op": "decode", "runner": runner, "length": length, "times": {"median_ms": ms}, **more}
 
 
-def write(folder, name, date, rows):
-    document = {
-        "provenance": {"date": date, "commit": "0123456789abcdef"},
-        "results": {"kind": name.split("-")[0], "rows": rows},
-    }
-    (folder / f"bench-{name}.json").write_text(json.dumps(document))
+def document(date, rows):
+    return {"provenance": {"date": date, "commit": "0123456789abcdef"}, "results": {"rows": rows}}
 
 
 @pytest.fixture
-def results(tmp_path):
+def results():
     old = [kernel_row("cudnn", 64, 9.0), kernel_row("cudnn", 128, 4.0, share_of_copy=0.5), kernel_row("cca", 64, 9.0)]
     new = [kernel_row("cudnn", 64, 2.0), kernel_row("cca", 64, 0.05, speedup={"cudnn": 40.0, "flash": 7.0})]
-    write(tmp_path, "kernel-h4-gpu-20260101T000000Z", "2026-01-01T00:00:00", old)
-    write(tmp_path, "kernel-h4-gpu-20260201T000000Z", "2026-02-01T00:00:00", new)
-    write(tmp_path, "kernel-h4-gpu-b2-20260301T000000Z", "2026-03-01T00:00:00", [kernel_row("cca", 64, 1.0)])
     condensed = {
         "runner": "condensed cca",
         "length": 64,
@@ -57,12 +51,17 @@ def results(tmp_path):
         "speedup": {"first": {"dense": 1.5}, "step": {}},
     }
     dense = {"runner": "dense", "length": 64, "first": {"median_ms": 1500.0}}
-    write(tmp_path, "model-m-gpu-20260101T000000Z", "2026-01-01T00:00:00", [dense, condensed])
-    return tmp_path
+    return {
+        "bench-kernel-h4-gpu-20260201T000000Z": document("2026-02-01T00:00:00", new),
+        "bench-kernel-h4-gpu-20260101T000000Z": document("2026-01-01T00:00:00", old),
+        "bench-kernel-h4-gpu-b2-20260301T000000Z": document("2026-03-01T00:00:00", [kernel_row("cca", 64, 1.0)]),
+        "bench-model-m-gpu-20260101T000000Z": document("2026-01-01T00:00:00", [dense, condensed]),
+        "another-study": [],
+    }
 
 
 def test_each_cell_is_of_the_newest_file_that_holds_it(results):
-    page, pictures = fill_page(PAGE, results)
+    page, pictures = filled(PAGE, results)
     assert "what stood here" not in page
     assert "Prose before." in page
     assert "Prose between." in page
@@ -75,7 +74,7 @@ def test_each_cell_is_of_the_newest_file_that_holds_it(results):
         "images/step.png": {"one step": {"cuDNN, dense": ([64.0, 128.0], [2.0, 4.0]), "CCA, graph": ([64.0], [0.05])}}
     }
     # filled again, it is the same page
-    assert fill_page(page, results)[0] == page
+    assert filled(page, results)[0] == page
 
 
 @pytest.mark.parametrize(
@@ -90,9 +89,12 @@ def test_each_cell_is_of_the_newest_file_that_holds_it(results):
 )
 def test_a_page_that_asks_for_something_else_is_refused(results, old, new, message):
     with pytest.raises(ValueError, match=message):
-        fill_page(PAGE.replace(old, new), results)
+        filled(PAGE.replace(old, new), results)
 
 
-def test_the_page_of_this_repository_is_up_to_date():
-    page = (ROOT / "docs/performance.md").read_text()
-    assert fill_page(page, ROOT / "benchmarks/results")[0] == page
+def test_a_page_is_written_and_its_pictures_are_drawn(results, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "page.md").write_text(PAGE)
+    fill(tmp_path / "page.md", results)
+    assert (tmp_path / "page.md").read_text() == filled(PAGE, results)[0]
+    assert (tmp_path / "images" / "step.png").read_bytes().startswith(b"\x89PNG")
