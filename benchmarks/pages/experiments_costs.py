@@ -108,11 +108,16 @@ def dga_costs_table(runs: Runs, rows: Sequence[Mapping[str, Any]]) -> str:
         method = DGA(**changes).to_dict()
         cells = []
         for op, length in _DGA_COLUMNS:
-            row = next((r for r in rows if (r["op"], r["length"], r["method"]) == (op, length, method)), None)
+            row = next((r for r in rows if (r["op"], r["length"]) == (op, length) and _has(r["method"], method)), None)
             cells.append("" if row is None else _short(row["times"]["median_ms"]))
         losses = [text["loss"] for run in of_seeds(runs, prefix) if (text := named(run["text"], "own"))]
         lines.append(f"| {label} | {statistics.fmean(losses):.3f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _has(recorded: Mapping[str, Any] | None, method: Mapping[str, Any]) -> bool:
+    """Whether these settings are what was recorded, which may have others that are gone since."""
+    return recorded is not None and all(recorded.get(name) == value for name, value in method.items())
 
 
 def _short(milliseconds: float) -> str:

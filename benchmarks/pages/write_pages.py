@@ -19,6 +19,7 @@ import experiments_page
 import files_page
 import papers_page
 import performance_page
+import readme_page
 import recall_page
 import serving_page
 import zero_shot_page
@@ -28,14 +29,15 @@ _KERNEL = "bench-kernel-h32-kv8-d128-v128-b1-bfloat16-nvidia-h200"
 _COSTS = ("bench-model-deepseek-v2-lite-bfloat16-nvidia-h200-20261121T120455Z",)
 _LAYERS = (f"{_KERNEL}-20261121T151300Z", f"{_KERNEL}-20261121T163413Z")
 # filled where they stand; the others are written from templates
-FILLED = ("docs/performance.md", "docs/recall.md", "docs/serving.md")
+FILLED = ("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md")
 _STUDIES = ("adaptation", "experiments", "result-files", "results", "zero-shot")
 PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
 
 
 def write(docs: Path) -> None:
-    """Write all pages and their pictures into a folder like `docs`, which has those that are filled."""
+    """Write all pages and their pictures into a folder like `docs`; there, and above it, are those that are filled."""
     everything, studies = stored(), docs / "studies"
+    readme_page.fill(docs.parent / "README.md", everything)
     performance_page.fill(docs / "performance.md", everything)
     recall_page.fill(docs / "recall.md", everything["zero-shot-h200-20261122T020720Z"])
     serving_page.fill(docs / "serving.md", everything, docs / "images" / "serving.png")

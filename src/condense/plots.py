@@ -23,7 +23,7 @@ def require_matplotlib(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"plot must end in one of {', '.join(FORMATS)}, got {path}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plot needs matplotlib: pip install 'condense-attention[plot]'")
+        raise ValueError("plot needs matplotlib: pip install matplotlib")
 
 
 def method_labels(choices: Sequence[MethodChoice]) -> list[str]:

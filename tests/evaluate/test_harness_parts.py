@@ -69,4 +69,4 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys, tmp_pa
     with pytest.raises(SystemExit) as done:
         main()
     assert done.value.code == 2
-    assert "pip install 'condense-attention[eval]'" in capsys.readouterr().err
+    assert "pip install 'lm-eval[longbench]>=0.4.13,<0.5' wonderwords" in capsys.readouterr().err

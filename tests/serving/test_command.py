@@ -158,7 +158,7 @@ def test_without_vllm_it_says_how_to_install_it(serve, saved, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     command, err = serve(saved)
     assert command is None
-    assert err == "condense: serve needs vLLM, which is not installed: pip install 'condense-attention[vllm]'\n"
+    assert err == "condense: serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'\n"
 
 
 @pytest.mark.parametrize("name", ["--hf-overrides", "--hf_overrides"])

@@ -78,7 +78,7 @@ def test_a_missing_package_is_named(monkeypatch):
         return stock(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    message = r"data: hf:ann/books needs datasets: pip install 'condense-attention\[datasets\]'"
+    message = r"data: hf:ann/books needs datasets: pip install datasets"
     with pytest.raises(ValueError, match=message):
         list(read_documents(["hf:ann/books"]))
 

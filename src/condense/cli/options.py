@@ -100,7 +100,7 @@ def load_model(
     if device_map is not None and device is not None:
         raise ValueError("give --device or --device-map, not both")
     if device_map is not None and not is_accelerate_available():
-        raise ValueError("--device-map needs the package accelerate, which 'condense-attention[train]' brings")
+        raise ValueError("--device-map needs the package accelerate: pip install accelerate")
     chosen = parse_device(device)
     torch_dtype = parse_dtype(dtype, chosen)
     if model is None:

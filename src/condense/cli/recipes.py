@@ -25,7 +25,8 @@ def recipes_command(
     try:
         from condense.train import PRESETS, RECIPES
     except ImportError as error:
-        raise ValueError(f"recipes needs more packages: pip install 'condense-attention[train]' ({error})") from error
+        packages = "accelerate peft pyarrow zstandard"
+        raise ValueError(f"recipes needs more packages: pip install {packages} ({error})") from error
     console = plain_console()
     if name is None:
         table = Table("recipe", "what it is", box=None)

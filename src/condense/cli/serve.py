@@ -34,7 +34,7 @@ def serve_command(
     if not method and layers is not None:
         raise ValueError("layers belong to a method: add --method")
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError("serve needs vLLM, which is not installed: pip install 'condense-attention[vllm]'")
+        raise ValueError("serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'")
     skeleton = read_skeleton(model)
     config: Any = skeleton.config
     if getattr(config, "condense", None) is None:

@@ -59,7 +59,8 @@ def train_command(
     try:
         from condense.train import PRESETS, RECIPES, read_recipe, run_training
     except ImportError as error:
-        raise ValueError(f"train needs more packages: pip install 'condense-attention[train]' ({error})") from error
+        packages = "accelerate peft pyarrow zstandard"
+        raise ValueError(f"train needs more packages: pip install {packages} ({error})") from error
     names = (*sorted(RECIPES), *PRESETS)
     if recipe not in names and not recipe.endswith(".toml"):
         raise ValueError(f"recipe must be one of {', '.join(names)} or a file .toml, got {recipe!r}")

@@ -114,7 +114,7 @@ def _parquet(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ValueError(f"data: {path} needs pyarrow: pip install 'condense-attention[train]'") from error
+        raise ValueError(f"data: {path} needs pyarrow: pip install pyarrow") from error
     try:
         file = parquet.ParquetFile(path)
         columns = ["text", "kind"] if with_kind else ["text"]
@@ -136,7 +136,7 @@ def _opened(path: Path) -> Iterator[Any]:
         try:
             import zstandard
         except ImportError as error:
-            raise ValueError(f"data: {path} needs zstandard: pip install 'condense-attention[train]'") from error
+            raise ValueError(f"data: {path} needs zstandard: pip install zstandard") from error
         try:
             with zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).stream_reader(file) as stream:
                 yield io.BufferedReader(stream)

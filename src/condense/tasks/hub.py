@@ -32,7 +32,7 @@ def read_dataset(source: str | Path, with_kind: bool) -> Iterator[tuple[int, Any
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(f"data: {source} needs datasets: pip install 'condense-attention[datasets]'") from error
+        raise ValueError(f"data: {source} needs datasets: pip install datasets") from error
     try:
         rows = load_dataset(f"{owner}/{rest[0]}", *rest[1:], split=split or "train")
     except Exception as error:  # of the many classes that the package and its clients raise

@@ -26,7 +26,8 @@ def require_harness() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
-        raise ValueError("evaluation needs lm-evaluation-harness: pip install 'condense-attention[eval]'") from error
+        install = "pip install 'lm-eval[longbench]>=0.4.13,<0.5' wonderwords"
+        raise ValueError(f"evaluation needs lm-evaluation-harness: {install}") from error
 
 
 def load_tasks(

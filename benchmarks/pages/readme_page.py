@@ -1,0 +1,211 @@
+"""The README's table: dense attention and the named settings, every figure of one configuration; and its prose.
+
+The table stands between ``<!-- figures -->`` and ``<!-- /figures -->``. Times are the fastest reading of several, of
+`benchmarks/generate.py` and `benchmarks/serving/speed.py`; the cache is counted as `condense inspect` counts it.
+Quality is that of models which were measured with these very settings: where a name stands for others, or a time was
+not taken, the cell says "not measured".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from readings import by_label
+from stored import Documents
+from transformers import AutoModelForCausalLM
+
+from condense import Method
+from condense.models.inspect import inspect
+from condense.models.shapes import shape_config
+
+LENGTHS = (32768, 131072)
+NAMES = ("recall-host", "recall-device", "pooled")
+UNKNOWN = "not measured"
+# settings that change where tokens lie and how fast they come, and no result
+_PLACES = ("store", "slots")
+# rows of the study of models that were trained with dense attention only, and the settings that they had
+_MEASURED = {"recall drop, finer index, more open": "recall:window=256,num_recall=128,index_bits=4,unchosen=drop"}
+_NEAREST = 16384
+# the arm of the study of adaptation, its settings and its length
+_ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
+_BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
+
+
+class Quality(NamedTuple):
+    """Per model: numbers found, as a share of those that dense attention finds; text loss above it, nats per token."""
+
+    length: int
+    found: Sequence[float]
+    loss: Sequence[float]
+
+
+def fill(page: Path, documents: Documents) -> None:
+    """Write the table of the page anew."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(_BLOCK.sub(lambda block: block[1] + table(documents) + block[2], text), encoding="utf-8")
+
+
+def table(documents: Documents) -> str:
+    """In Markdown."""
+    attentions, engine = ("dense", *NAMES), _engine(documents)
+    times = {(name, n): _generate(documents, name, n) for name in attentions for n in LENGTHS}
+    quality = {name: _quality(documents, Method.parse(name)) for name in NAMES}
+    rows = [
+        ["cache on the GPU, 131,072 tokens", *(f"{_cache(name):#.3g} GiB" for name in ("dense", *attentions))],
+        *(
+            [f"first token, {n:,} tokens", _text(times["dense", n][0], "s"), _text(engine[n][0], "s")]
+            + [_text(times[name, n][0], "s") for name in NAMES]
+            for n in LENGTHS
+            if n == LENGTHS[-1] or all(times[name, n][0] for name in NAMES)
+        ),
+        *(
+            [f"each further token, after {n:,}", _text(times["dense", n][1], "ms"), _text(engine[n][1], "ms")]
+            + [_text(times[name, n][1], "ms") for name in NAMES]
+            for n in LENGTHS
+            if n == LENGTHS[-1] or all(times[name, n][1] for name in NAMES)
+        ),
+        ["hidden numbers found, of dense attention's", "all", "all", *(_found(quality[name]) for name in NAMES)],
+        ["text loss above dense attention's", "0", "0", *(_loss(quality[name]) for name in NAMES)],
+    ]
+    head = ["", "dense, `generate`", "dense, vLLM", *(f"`{name}`" for name in NAMES)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def claims(documents: Documents) -> list[str]:
+    """What the README says with numbers outside its table, with the numbers of the results and settings."""
+    recall = Method.parse("recall-host").to_dict()
+    engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
+    running = {name: _running(documents, name) for name in ("dense", "condensed")}
+    parameters = documents["demo-model-seed0"]["results"]["parameters"]
+    return [
+        f"lie in groups of {recall['group_size']},",
+        f"fetches the {recall['num_recall']} groups that",
+        f"models of {parameters / 1e6:.0f} million parameters",
+        f"up to {shorter:,} tokens shorter",
+        f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
+        f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token there",
+    ]
+
+
+def _longest(documents: Documents) -> int:
+    return max(
+        run["prompt"] for name, x in documents.items() if "speed-dense" in name for run in x["results"].get("long", ())
+    )
+
+
+def _running(documents: Documents, attention: str) -> int:
+    runs = [x["results"] for name, x in documents.items() if name.startswith(f"serving-speed-{attention}-")]
+    return max(measured["answered_in_one_step"] for run in runs for measured in run.get("capacity", ()))
+
+
+def _text(value: float | None, unit: str) -> str:
+    return UNKNOWN if value is None else f"{value:#.3g} {unit}".replace(". ", " ")
+
+
+def _cache(name: str) -> float:
+    """GiB on the device for one prompt in Llama-3.1-8B's shape, bfloat16."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape_config("llama-3.1-8b"))
+    reports = inspect(model, "cca" if name == "dense" else name, LENGTHS[-1])
+    return float(sum(x.dense_bytes if name == "dense" else x.bytes for x in reports) / 2**30)
+
+
+def _generate(documents: Documents, name: str, length: int) -> tuple[float | None, float | None]:
+    """Seconds to the first token and milliseconds per token of plain `generate`, one row: the fastest readings."""
+    settings = None if name == "dense" else Method.parse(name).to_dict()
+    first, step = [], []
+    for stem, document in documents.items():
+        if not stem.startswith(("generate-", "recall-prompts-")):
+            continue
+        content = document["results"]
+        for row in content["rows"]:
+            method = None if row["attention"] == "dense" else content.get("methods", {}).get(row["attention"])
+            known = row["attention"] == "dense" if settings is None else method == settings
+            if known and row["tokens"] == length and row.get("rows", 1) == 1 and not row.get("chunk"):
+                first.append(row.get("first_s") or row.get("first_token_s"))
+                step.append(row["step_ms_median"])
+    fastest = (min((x for x in of if x is not None), default=None) for of in (first, step))
+    return tuple(fastest)  # type: ignore[return-value]
+
+
+def _engine(documents: Documents) -> dict[int, tuple[float | None, float | None]]:
+    """The same of dense vLLM, whose prompts are a few hundred tokens shorter."""
+    runs = [x["results"] for name, x in documents.items() if name.startswith("serving-speed-dense-")]
+    found: dict[int, tuple[float | None, float | None]] = {}
+    for length in LENGTHS:
+        steps = [
+            row["step_ms"]["median"]
+            for run in runs
+            for key, rounds in run.items()
+            if re.fullmatch(r"decode-\d+", key) and 0.99 < int(key[7:]) / length < 1.01
+            for rows in rounds
+            for row in rows
+            if row["rows"] == 1 and "step_ms" in row
+        ]
+        alone = [x["first_token_s"]["min"] for run in runs for x in run.get("long", ())] if length == 131072 else []
+        found[length] = min(alone, default=None), min(steps, default=None)
+    return found
+
+
+def _quality(documents: Documents, method: Method) -> Quality | None:
+    """What models found under these settings; None if none were measured with them."""
+    if _same(method, Method.parse(_ADAPTED)):
+        return _adapted(documents)
+    labels = [label for label, settings in _MEASURED.items() if _same(method, Method.parse(settings))]
+    if not labels or getattr(method, "store_bits", 16) != 16:
+        return None
+    found, loss = [], []
+    for name, document in documents.items():
+        if not re.match("zero-shot-(llama|gqa4)-", name):
+            continue
+        for run in document["results"]["runs"]:
+            if run.get("part") == "nearest" and run.get("length") == _NEAREST:
+                rows = by_label([run])
+                (row,), (dense,) = rows[labels[0]], rows["dense"]
+                found.append(row.found / dense.found)
+                loss.append(row.above or 0.0)
+    return Quality(_NEAREST, found, loss)
+
+
+def _same(one: Method, other: Method) -> bool:
+    def settings(method: Method) -> Mapping[str, Any]:
+        return {key: value for key, value in method.to_dict().items() if key not in _PLACES}
+
+    return settings(one) == settings(other)
+
+
+def _adapted(documents: Documents) -> Quality:
+    """Of the models that were adapted, beside dense models that were trained on as many tokens."""
+    runs: dict[str, dict[int, Any]] = {"dense": {}, _ARM: {}}
+    for name, document in documents.items():
+        if name == "adaptation-8192-h200-20261122T083308Z":
+            for run in (x["results"] for x in document):
+                runs.get(run.get("arm"), {})[run["seed"]] = run
+
+    def of(run: Mapping[str, Any], what: str, name: str) -> Any:
+        return next(entry for entry in run[what] if entry["name"] == name)
+
+    pairs = [(runs[_ARM][seed], runs["dense"][seed]) for seed in sorted(runs[_ARM])]
+    shares = [
+        [of(a, "retrieval", b)["exact"]["share"] for a, b in zip(pair, ("own", "dense"), strict=True)] for pair in pairs
+    ]
+    found = [own / dense for own, dense in shares]
+    loss = [of(own, "text", "own")["loss"] - of(dense, "text", "dense")["loss"] for own, dense in pairs]
+    return Quality(_ADAPTED_LENGTH, found, loss)
+
+
+def _found(quality: Quality | None) -> str:
+    if quality is None:
+        return UNKNOWN
+    return f"{mean(quality.found):.1%}, least {min(quality.found):.1%} ({quality.length:,} tokens)"
+
+
+def _loss(quality: Quality | None) -> str:
+    if quality is None:
+        return UNKNOWN
+    return f"{mean(quality.loss):+.3f}, most {max(quality.loss):+.3f} ({len(quality.loss)} models)"
