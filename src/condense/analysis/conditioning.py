@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,20 @@ def conditioning(v: Tensor, m: int) -> Conditioning:
         values=condition_number(v.T),
         values_grouped=condition_number(group_means(v, m).T),
     )
+
+
+@torch.no_grad()
+def measure_conditioning(model: PreTrainedModel, ids: Tensor, m: int) -> dict[int, Conditioning]:
+    """`conditioning` of the values of one KV head of every layer that caches them, over a text ``[L]``.
+
+    All layers have as many values: as few as serve the widest. Raises ValueError for a text with fewer tokens.
+    """
+    cache = model(ids[None].to(model.device), use_cache=True, logits_to_keep=1).past_key_values
+    assert isinstance(cache, DynamicCache)
+    held = {i: getattr(layer, "values", None) for i, layer in enumerate(cache.layers)}
+    values = {i: x[0, 0].cpu() for i, x in held.items() if x is not None}
+    few = min(max(x.shape[1] for x in values.values()) * m, *(len(x) // m * m for x in values.values()))
+    return {i: conditioning(x[:few], m) for i, x in values.items()}
 
 
 def counterexample() -> tuple[Tensor, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from condense.models.families import is_latent, max_learned_positions
 from condense.models.mla import up_projection
 
 _GROUPS_AT_ONCE = 256
+ObserverT = TypeVar("ObserverT", bound=CondensedLayer)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,25 @@ def stretches(ids: Tensor, length: int, count: int) -> list[Tensor]:
     return [ids[i * gap : i * gap + length] for i in range(count)]
 
 
+def observe(
+    model: Any, observer: Callable[[nn.Module], ObserverT], parts: Sequence[Tensor], on_step: Callable[[], None]
+) -> dict[int, ObserverT]:
+    """Cache layers that look on while a condensed model reads each part in one forward; one per condensed layer.
+
+    observer: makes such a layer for an attention module. on_step is called after every part.
+    """
+    attentions = attention_layers(model)
+    observers = {i: observer(attentions[i]) for i in sorted(condensed_layers(model))}
+    for part in parts:
+        cache = DynamicCache(config=model.config)
+        for i, layer in observers.items():
+            layer.reset()
+            cache.layers[i] = layer
+        model(part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        on_step()
+    return observers
+
+
 def _check_lengths(model: Any, method: Method, texts: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
     positions = max_learned_positions(model.config.get_text_config(decoder=True))
     for length in lengths:
@@ -131,21 +151,9 @@ def _measure(
     on_step: Callable[[], None],
 ) -> Deviation:
     with use(model, method, chosen):
-        attentions = attention_layers(model)
-        condensed = condensed_layers(model)
-        layers = [_Observer(method, module) if i in condensed else None for i, module in sorted(attentions.items())]
-        for part in parts:
-            cache = DynamicCache(config=model.config)
-            for i, layer in enumerate(layers):
-                if layer is not None:
-                    layer.reset()
-                    cache.layers[i] = layer
-            model(part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            on_step()
+        layers = observe(model, lambda module: _Observer(method, module), parts, on_step)
     reports = tuple(
-        LayerDeviation(i, layer.keys_seen.result(), layer.values_seen.result())
-        for i, layer in enumerate(layers)
-        if layer is not None
+        LayerDeviation(i, layer.keys_seen.result(), layer.values_seen.result()) for i, layer in layers.items()
     )
     length = len(parts[0])
     return Deviation(

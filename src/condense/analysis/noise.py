@@ -6,8 +6,7 @@ keys instead, before tokens are pooled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,52 +28,47 @@ def noise_effect(
     variances: Sequence[float] = VARIANCES,
     *,
     on_step: Callable[[], None] = lambda: None,
-) -> list[dict[str, float]]:
-    """For each variance of the noise, the mean KL divergence (nats) from the predictions without noise.
+) -> list[float]:
+    """For each variance of the noise, the mean KL divergence (nats) over all positions from predictions without it.
 
     model: a causal LM with stock attention, which it has afterwards too, and which calls transformers' attention
     functions. sequences: token ids ``[L]``; each gets the same noise under every method. variances: of the noise, as
     multiples of the keys' own variance. on_step is called after each sequence.
-    Returns ``{"variance", "kl"}`` per variance, KL as the mean over all positions.
     Raises ValueError for a condensed model, and for one that calls no attention function of transformers.
     """
     check_stock(model)
-    totals = dict.fromkeys(variances, 0.0)
+    totals = [0.0] * len(variances)
     with use(model, method):
-        for index, sequence in enumerate(sequences):
+        for seed, sequence in enumerate(sequences):
             ids = torch.as_tensor(sequence).to(model.device)[None]
             clean = _log_probabilities(model, ids)
-            for variance in variances:
-                with _noisy_keys(model, variance, seed=index) as calls:
-                    noisy = _log_probabilities(model, ids)
-                if not calls:
-                    raise ValueError(
-                        f"model must call transformers' attention functions, which {type(model).__name__} does not"
-                    )
-                totals[variance] += float((clean.exp() * (clean - noisy)).sum(-1).mean())
+            for i, variance in enumerate(variances):
+                noisy = _with_noise(model, ids, variance, seed)
+                totals[i] += float((clean.exp() * (clean - noisy)).sum(-1).mean())
             on_step()
-    return [{"variance": variance, "kl": total / len(sequences)} for variance, total in totals.items()]
+    return [total / len(sequences) for total in totals]
 
 
 def _log_probabilities(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
 
 
-@contextmanager
-def _noisy_keys(model: PreTrainedModel, variance: float, seed: int) -> Iterator[list[int]]:
-    """Add noise to the keys of every call of the model's attention function; the list yielded grows by one per call."""
-    calls: list[int] = []
-    generator = torch.Generator(model.device).manual_seed(seed)
+def _with_noise(model: PreTrainedModel, ids: Tensor, variance: float, seed: int) -> Tensor:
+    """Log-probabilities if noise is added to the keys of every call of the model's attention function."""
+    calls, generator = [], torch.Generator(model.device).manual_seed(seed)
     name = model.config._attn_implementation
     stock = ALL_ATTENTION_FUNCTIONS[name]
 
     def noisy(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **settings: Any) -> Any:
-        calls.append(len(calls))
+        calls.append(module)
         drawn = torch.randn(k.shape, generator=generator, device=k.device, dtype=torch.float32)
         return stock(module, q, k + (drawn * k.float().std() * variance**0.5).to(k.dtype), v, *args, **settings)
 
     ALL_ATTENTION_FUNCTIONS[name] = noisy
     try:
-        yield calls
+        found = _log_probabilities(model, ids)
     finally:
         ALL_ATTENTION_FUNCTIONS[name] = stock
+    if not calls:
+        raise ValueError(f"model must call transformers' attention functions, which {type(model).__name__} does not")
+    return found

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from condense.analysis.deviation import stretches
+from condense.analysis.deviation import observe, stretches
 from condense.caches import CondensedLayer, ReadRequest
 from condense.config import check_int
 from condense.methods import Context, Recall
-from condense.models import attention_layers, check_stock, condensed_layers, use
+from condense.models import attention_layers, check_stock, use
 from condense.models.families import is_latent
 from condense.ops.recall import GroupIndex, IndexChoice
 from condense.ops.tensors.per_row import max_row
@@ -85,16 +85,8 @@ def measure_recall(
         opened = method.quota.at(max_row(num_entries(method, length)))
     sizes = tuple(slots or (n * opened for n in (1, 2, 4)))
     with use(model, method):
-        layers = {i: _Observer(method, module, steps, sizes) for i, module in sorted(attention_layers(model).items())}
-        condensed = condensed_layers(model)
-        for part in parts:
-            cache = DynamicCache(config=model.config)
-            for i in condensed:
-                layers[i].reset()
-                cache.layers[i] = layers[i]
-            model(part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            on_step()
-    return [layers[i].report(i) for i in condensed]
+        observers = observe(model, lambda module: _Observer(method, module, steps, sizes), parts, on_step)
+    return [layer.report(i) for i, layer in observers.items()]
 
 
 class _Observer(CondensedLayer):

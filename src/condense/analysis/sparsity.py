@@ -4,13 +4,12 @@ The weights are those of the last query over all L tokens. They are rho-sparse i
 P_sparse(L, rho) is the share of texts where they are. Only this frequency is measured, as in the paper's figures: its
 Theorem 1 gives a lower bound of 1 for every distribution, also for equal weights, which are never sparse.
 
-Shapes: L tokens, H query heads, S stretches of text.
+Shapes: L tokens, H query heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,7 @@ EDGES = (0.0, *(2.0**n for n in range(-10, 11)))
 
 @dataclass(frozen=True)
 class LayerSparsity:
-    """One layer. sparse: rho -> length -> P_sparse, the mean over its heads; heads: the same, head by head.
+    """One layer. sparse: rho -> length -> P_sparse, the mean over its heads.
 
     histogram: shares of the weights that lie between neighbouring `EDGES` times 1 / L, at the longest length; the last
     number is the share above all edges. top: n -> the sum of the n largest weights, the mean over heads and stretches.
@@ -36,7 +35,6 @@ class LayerSparsity:
 
     layer: int
     sparse: dict[float, dict[int, float]]
-    heads: dict[float, dict[int, tuple[float, ...]]]
     histogram: tuple[float, ...]
     top: dict[int, float]
 
@@ -63,7 +61,6 @@ def measure_sparsity(
     for rho in rhos:
         check_number("rho", rho, 1e-9, 1.0)
     check_stock(model)
-    layers = sorted(attention_layers(model))
     weights: dict[int, list[list[np.ndarray]]] = {}
     for length in lengths:
         # as many from each text; where that does not divide, the first texts give one more
@@ -75,40 +72,32 @@ def measure_sparsity(
         for part in parts:
             weights[length].append(last_query_weights(model, part))
             on_step()
-    return [_layer(number, layers.index(number), weights, rhos) for number in layers]
+    return [
+        _layer(
+            number, {length: np.stack([sample[i] for sample in samples]) for length, samples in weights.items()}, rhos
+        )
+        for i, number in enumerate(sorted(attention_layers(model)))
+    ]
 
 
 @torch.no_grad()
 def last_query_weights(model: PreTrainedModel, ids: Tensor) -> list[np.ndarray]:
     """Dense attention's weights of the last of the tokens ``[L]``, per attention layer ``[H, at most L]`` float32."""
-    ids = ids[None].to(model.device)
+    ids, before = ids[None].to(model.device), model.config._attn_implementation
     cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-    with _weights_returned(model):
+    model.set_attn_implementation("eager")  # which returns its weights
+    try:
         output = model(ids[:, -1:], past_key_values=cache, use_cache=True, output_attentions=True)
+    finally:
+        model.set_attn_implementation(before)
     return [weights[0, :, 0].float().cpu().numpy() for weights in output.attentions if weights is not None]
 
 
-@contextmanager
-def _weights_returned(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model use attention that returns its weights, for the length of the block."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-def _layer(number: int, place: int, weights: dict[int, list[list[np.ndarray]]], rhos: Sequence[float]) -> LayerSparsity:
-    of_layer = {length: np.stack([sample[place] for sample in samples]) for length, samples in weights.items()}
-    heads = {
-        rho: {length: tuple((w.max(-1) > 1 / (w.shape[-1] * rho)).mean(0).tolist()) for length, w in of_layer.items()}
-        for rho in rhos
-    }
-    sparse = {rho: {length: float(np.mean(of)) for length, of in by.items()} for rho, by in heads.items()}
-    longest = of_layer[max(of_layer)]
-    relative = longest * longest.shape[-1]
-    counts = np.histogram(relative, [*EDGES, np.inf])[0]
+def _layer(number: int, weights: dict[int, np.ndarray], rhos: Sequence[float]) -> LayerSparsity:
+    """One layer, of weights ``[stretches, H, L]`` by length."""
+    sparse = {rho: {L: float((w.max(-1) > 1 / (w.shape[-1] * rho)).mean()) for L, w in weights.items()} for rho in rhos}
+    longest = weights[max(weights)]
+    counts = np.histogram(longest * longest.shape[-1], [*EDGES, np.inf])[0]
     ordered = np.sort(longest, -1)[..., ::-1].cumsum(-1)
     top = {n: float(ordered[..., n - 1].mean()) for n in (1, 4, 16, 64, 256, 1024) if n <= longest.shape[-1]}
-    return LayerSparsity(number, sparse, heads, tuple((counts / counts.sum()).tolist()), top)
+    return LayerSparsity(number, sparse, tuple((counts / counts.sum()).tolist()), top)

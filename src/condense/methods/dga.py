@@ -51,9 +51,9 @@ class DGA(Method):
     The scores that rank the tokens of a chunk and weigh a group have attention's scale; where that is negative, the
     ranking is reversed.
 
-    rep_bias: what is added to a group's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
-    "matched": a number for each group, by which it weighs for its summary query what its tokens weigh together; only
-    with ``selection="streaming"``.
+    rep_bias: what is added to a group's score. "none": it weighs as one token; "log_size": ln(group_size), as it stands
+    for that many tokens; "matched": a number for each group, by which it weighs for its summary query what its tokens
+    weigh together; only with ``selection="streaming"``.
 
     Raises ValueError for a field out of range.
     """

@@ -80,9 +80,8 @@ class Recall(Method):
     entries are made, and key_pooling, value_pooling, rep_bias and entry_bits have no effect.
 
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
-    proposes) are read with dense attention, and only single tokens with Recall. Then a prompt loses nothing but what
-    ``store_bits`` rounds, and takes as long as with dense attention; prompt and decode are not the same function any
-    more, so it is not for training.
+    proposes) are read with dense attention, single tokens with Recall. Then a prompt loses only what ``store_bits``
+    rounds and takes as long as with dense attention; prompt and decode are not the same function: not for training.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16

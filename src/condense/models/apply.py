@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from condense.methods import Method, check_names, methods_in, settings_of
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
-from condense.models.families import FAMILIES, is_latent, is_supported, obstacle, sliding_window, transformers_model
+from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window, transformers_model
 from condense.models.forward import ForwardBoard
+from condense.models.mla import check_latents
 from condense.models.saving import KEY
 from condense.models.stock import local_method
 
@@ -294,14 +295,3 @@ def check_config(attentions: dict[int, nn.Module]) -> None:
             "config must be the model's own, got that of a condensed model: build one of them from "
             "copy.deepcopy(config)"
         )
-
-
-def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module]) -> None:
-    """Raise ValueError if a layer that caches latents (MLA) gets a method that cannot condense them."""
-    for index, method in methods.items():
-        module: Any = attentions[index]
-        if is_latent(module):
-            try:
-                method.for_latents(module.kv_lora_rank)
-            except ValueError as error:
-                raise ValueError(f"layer {index}: {error}") from error

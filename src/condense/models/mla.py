@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v wid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.latent import LatentView, UpProjection, mean_queries
+from condense.methods import Method
+from condense.models.families import is_latent
 from condense.models.layers import Target, read_tokens
 from condense.models.sharding import head_group, sum_gradients, sum_over
 
@@ -98,3 +101,14 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
         )
     units = torch.eye(columns, device=like.device, dtype=weight.dtype if is_float else like.dtype)
     return projection(units).mT
+
+
+def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module]) -> None:
+    """Raise ValueError if a layer that caches latents (MLA) gets a method that cannot condense them."""
+    for index, method in methods.items():
+        module: Any = attentions[index]
+        if is_latent(module):
+            try:
+                method.for_latents(module.kv_lora_rank)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}") from error
