@@ -13,7 +13,6 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D width.
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import itertools
 import json
@@ -197,17 +196,9 @@ def generated(cells: Cells, name: str, method: Method) -> None:
 
 def use_kernels() -> None:
     """Let caches take the Triton steps, interpreted, where they would on a GPU."""
-    from condense.ops.recall import api
-
-    kernels = {"step_backend": lambda *args, **kwargs: "triton"}
-    if hasattr(api, "recall_step"):
-        from condense.ops.triton import recall_step
-
-        kernels["recall_step"] = functools.partial(api.recall_step, backend="triton")
-        kernels["prepare_recall_step"] = recall_step.prepare_recall_step
     for module in [x for name, x in sys.modules.items() if name.startswith("condense.caches")]:
-        for key in kernels.keys() & vars(module).keys():
-            setattr(module, key, kernels[key])
+        if "step_backend" in vars(module):
+            module.step_backend = lambda *args, **kwargs: "triton"
 
 
 def run(path: Path, *, small: bool, interpret: bool) -> None:

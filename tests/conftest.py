@@ -100,7 +100,6 @@ DEAR = {
     "ops/test_hopper_compiles.py::test_two_part_keys_fit_into_shared_memory": 1,
     "ops/test_recall.py::test_against_plain_loops": 8,
     "ops/test_recall.py::test_gradients": 1,
-    "ops/test_recall_step.py::test_many_steps_equal_the_whole": 8,
     "ops/test_step.py::test_entries_are_those_of_the_growing_path_to_the_bit": 16,
     "ops/test_step.py::test_many_steps_equal_the_whole": 16,
     "ops/test_step.py::test_one_graph_for_all_steps": 4,

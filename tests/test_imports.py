@@ -109,6 +109,22 @@ def ops_of(path):
             yield parts[2]
 
 
+# the rooms of `ops` from below: each may import those before it
+ROOMS = (
+    "tensors", "entries", "extras", "spans", "types", "checks", "recall", "step", "reference", "torch", "triton",
+    "hopper", "backends", "api", "paged", "__init__",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down_inside_ops(room):
+    files = [*(SOURCE / "ops").glob(f"{room}.py"), *(SOURCE / "ops" / room).rglob("*.py")]
+    assert files
+    for path in files:
+        wrong = set(ops_of(path)) - set(ROOMS[: ROOMS.index(room) + 1])
+        assert not wrong, f"{path.relative_to(SOURCE)} must not import {sorted(wrong)}"
+
+
 def test_triton_stays_in_its_folders():
     for path in FILES:
         # and in the one that times by Triton's own clock
@@ -148,7 +164,6 @@ MOST_PARAMETERS = {"device": 12, "host": 8}
 # others decide what these take: schemas of operations, transformers, vLLM; and the two public functions over tensors
 LONG_SIGNATURES = {
     "ops/triton/step.py": {"_step"},
-    "ops/triton/recall_step.py": {"_step"},
     "models/attention.py": {"condense_attention"},
     "models/masks.py": {"condense_mask"},
     "serving/vllm/backend.py": {"forward"},

@@ -263,7 +263,7 @@ def test_biases_of_entries_own_get_as_much_room_as_entries():
     layer = StaticCondensedLayer(condense.CCA(group_size=4, window=8, rep_bias="matched"), 50)
     layer.lazy_initialization(*_qkv(1)[1:])
     layer._enlarge(layer.buffers, 99)
-    assert [x.shape[2] for x in layer.buffers.entries] == [99, 99, 99]
+    assert [x.shape[2] for x in layer.buffers.entries(layer.settings)] == [99, 99, 99]
 
 
 def test_contract():

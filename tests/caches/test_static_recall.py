@@ -107,7 +107,7 @@ def test_what_is_kept_of_groups_is_what_the_growing_layer_keeps(method):
         _read(static, qkv, n)
         _read(growing, qkv, n)
     for row, groups in enumerate(as_rows(num_entries(method, growing.state.seen), B).tolist()):
-        kept = static.buffers.entries
+        kept = static.buffers.entries(static.settings)
         sizes = [1] * (len(kept) - 1) + [method.group_size]
         for mine, theirs, size in zip(kept, growing.state.entries, sizes, strict=True):
             assert mine.dtype == theirs.dtype

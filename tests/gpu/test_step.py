@@ -19,8 +19,8 @@ from triton_kernels.test_step import (
 )
 
 import condense
+from condense.ops.step import NewToken, StepCall, StepState
 from condense.ops.triton import step as triton_step
-from condense.ops.types import NewToken, StepState
 
 
 @contextmanager
@@ -54,11 +54,11 @@ def test_a_replayed_graph_decodes_as_eager_steps_do(dtype, method):
     want = decode(method, q, k, v, eager)
     now = [x[:, :, :1].clone() for x in (q, k, v)]
     scratch = copy_of(replayed)
-    triton_step.step(NewToken(*now), scratch, plan_of(method), scale=D**-0.5)
+    triton_step.step(StepCall(NewToken(*now), scratch, plan_of(method), scale=D**-0.5))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = triton_step.step(NewToken(*now), replayed, plan_of(method), scale=D**-0.5)
+        out = triton_step.step(StepCall(NewToken(*now), replayed, plan_of(method), scale=D**-0.5))
     outs = []
     with no_waiting():
         for t in range(L):
@@ -81,10 +81,10 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
         eager = copy_of(other)
         if state is None:
             state = other
-            triton_step.step(NewToken(*now), copy_of(state), plan_of(method), scale=0.3)
+            triton_step.step(StepCall(NewToken(*now), copy_of(state), plan_of(method), scale=0.3))
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                out = triton_step.step(NewToken(*now), state, plan_of(method), scale=0.3)
+                out = triton_step.step(StepCall(NewToken(*now), state, plan_of(method), scale=0.3))
         else:
             for mine, new in zip(state, other, strict=True):
                 mine.copy_(new)
@@ -93,7 +93,7 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
                 x.copy_(whole[:, :, t : t + 1])
             with no_waiting():
                 graph.replay()
-            assert torch.equal(out, triton_step.step(NewToken(*now), eager, plan_of(method), scale=0.3))
+            assert torch.equal(out, triton_step.step(StepCall(NewToken(*now), eager, plan_of(method), scale=0.3)))
         assert same(state, eager)
 
 
@@ -108,7 +108,7 @@ def test_addresses_beyond_32_bits():
         moved.append(place.copy_(x))
     other = StepState(*moved, *(x.clone() for x in state[2:]))
     assert torch.equal(
-        triton_step.step(NewToken(*now), other, plan, scale=0.25),
-        triton_step.step(NewToken(*now), state, plan, scale=0.25),
+        triton_step.step(StepCall(NewToken(*now), other, plan, scale=0.25)),
+        triton_step.step(StepCall(NewToken(*now), state, plan, scale=0.25)),
     )
     assert same(state, other)

@@ -10,13 +10,13 @@ import torch
 from oracles import oracle, oracle_recall
 
 from condense import Recall
+from condense.ops import attend_recall
 from condense.ops.recall import (
     ArrayChoice,
     IndexChoice,
     IndexSettings,
     Quota,
     RecallSources,
-    attend_recall,
     build_index,
     choose_groups,
     chosen_groups,

@@ -3,22 +3,20 @@
 import pytest
 import torch
 from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
-from ops.test_recall_step import empty_state
+from step_states import empty, step_settings, with_store
 
+import condense
 from condense.ops.recall import (
-    EntrySettings,
     IndexChoice,
     IndexSettings,
     Quota,
-    RecallSettings,
     RecallSources,
     build_index,
-    limits,
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
-from condense.ops.triton import host, recall_step_plan
-from condense.ops.triton import recall_step as triton_step
-from condense.ops.types import NewToken
+from condense.ops.step import NewToken, StepCall
+from condense.ops.triton import host, limits, recall_step_plan
+from condense.ops.triton import step as triton_step
 
 
 @pytest.mark.parametrize(("bits", "slots"), [(8, 0), (4, 16)])
@@ -28,11 +26,12 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
     monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     monkeypatch.setattr(limits, "absence", lambda device: None)
-    settings = RecallSettings(UniformRule(16, 64), IndexSettings("bounds", 16, 8, bits), Quota(8), EntrySettings())
-    state = empty_state(settings, 1024, 2, rows=1, widths=(128, 128), dtype=torch.bfloat16, slots=slots)
+    method = condense.Recall(window=64, num_recall=8, index_bits=bits, rep_bias="none")
+    settings = with_store(step_settings(method), slots=slots)
+    state = empty(settings, 1024, 2, (128, 128), rows=1, dtype=torch.bfloat16)
     token = NewToken(*(torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)))
     recall_step_plan.plan_of.cache_clear()
-    triton_step.recall_step(token, state, settings, scale=0.1)
+    triton_step.step(StepCall(token, state, settings, scale=0.1))
     recall_step_plan.plan_of.cache_clear()
     score = compiled[1]
     assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16" in score.asm["ptx"]

@@ -6,17 +6,17 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix e
 import pytest
 import torch
 from oracles import cases, oracle
+from step_states import RECALLS, call_of, check_slots, empty, own_of, token_at, with_store
 from torch._dynamo.testing import CompileCounterWithBackend
 from two_sources import attend_to
 
 import condense
-from condense.caches.buffers import static_bias
 from condense.functional import extend
 from condense.methods import step_settings
-from condense.ops import Chunks, NewToken, OwnEntries, StepState, decode_step, step_backend
+from condense.ops import Chunks, NewToken, StepCall, StepState, decode_step, step_backend
+from condense.ops.recall import choose_groups, index_scores
 from condense.ops.triton import limits
 from condense.ops.triton.limits import step_obstacle
-from condense.state import num_entries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
@@ -32,7 +32,7 @@ GRID = {
     "no-scores": condense.CCA(group_size=4, window=8, key_pooling="max", value_pooling="mean"),
     "no-sinks": condense.StreamingLLM(sink=0, window=9),
 }
-METHODS = cases.PLANS | GRID
+METHODS = cases.PLANS | GRID | RECALLS | {"bounds-8-dropped": RECALLS["bounds-8"].replace(unchosen="drop")}
 B, H, K, D, DV = 2, 4, 2, 6, 5
 SCALE = 0.6
 
@@ -42,28 +42,13 @@ def method(request):
     return request.param
 
 
-def empty_state(method, length, rows=B, dtype=torch.float64, spare=0):
-    """Buffers for ``length`` tokens, as `condense.ops.types` describes them; ``spare`` more slots in the rings."""
-    rule = method.layout.rule
-    W = length if rule.window is None else rule.window + rule.chunk + spare
-    M = int(num_entries(method, torch.tensor(length)))
-    form = method.layout.entry_format
-    entries = [torch.zeros(rows, K, M, form.width(width, dtype.itemsize), dtype=form.dtype(dtype)) for width in (D, DV)]
-    shapes = ((W, D), (W, DV), (method.layout.num_summary + spare, D))
-    buffers = [*entries, *(torch.zeros(rows, K, *shape, dtype=dtype) for shape in shapes)]
-    numbers = (torch.zeros(rows, *size, dtype=torch.int64) for size in ((), (2,)))
-    biases = torch.zeros(rows, K, M if method.layout.matched else 0, 1, dtype=torch.float64)
-    return StepState(*buffers, *numbers, torch.zeros(rows, K + 1, dtype=torch.int32), biases)
+def empty_state(method, length, **options):
+    return empty(step_settings(method), length, K, (D, DV), **options)
 
 
-def take(method, state, qkv, real=None):
-    own = OwnEntries(method.represent, own_bias(method, state))
-    return decode_step(NewToken(*qkv, real), state, step_settings(method), scale=SCALE, own=own, backend="torch")
-
-
-def own_bias(method, state):
-    """As a static layer has it: for methods whose entries differ."""
-    return static_bias(method, B, state.entries_k.shape[2], torch.device("cpu"))
+def take(method, state, token):
+    call = call_of(step_settings(method), state, token, scale=SCALE)
+    return decode_step(call, own_of(method, state.seen.shape[0], state), backend="torch")
 
 
 def columns(qkv, start, stop):
@@ -114,8 +99,8 @@ def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
         take(method, state, new)
         n = past.entries[0].shape[2]
         if n > 0:
-            assert torch.equal(state.entries_k[:, :, :n], past.entries[0])
-            assert torch.equal(state.entries_v[:, :, :n], past.entries[1])
+            held = state.entries(step_settings(method))
+            assert all(torch.equal(x[:, :, : y.shape[2]], y) for x, y in zip(held, past.entries, strict=True))
     assert n == state.entries_k.shape[2]
 
 
@@ -131,7 +116,7 @@ def test_rows_that_are_not_real(method, integer):
         dead = ~real[:, i]
         new = [x.masked_fill(dead[:, None, None, None], float("nan")) for x in columns(qkv, i, i + 1)]
         before = [x[dead].clone() for x in state]
-        outs.append(take(method, state, new, real[:, i].int() if integer else real[:, i]))
+        outs.append(take(method, state, NewToken(*new, real[:, i].int() if integer else real[:, i])))
         assert all(torch.equal(x[dead], y) for x, y in zip(state, before, strict=True))
         assert not outs[-1][dead].any()
     out = torch.cat(outs, dim=2)
@@ -176,20 +161,92 @@ def test_one_graph_for_all_steps(method):
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
 
-    plan, qkv = step_settings(method), oracle.random_qkv(B, H, K, 40, D, DV)
+    settings, qkv = step_settings(method), oracle.random_qkv(B, H, K, 40, D, DV)
     eager, traced = empty_state(method, 40), empty_state(method, 40)
-    own = OwnEntries(method.represent, own_bias(method, eager))
+    own = own_of(method, B, eager)
 
     def step(q, k, v, real, *state):
-        return decode_step(NewToken(q, k, v, real), StepState(*state), plan, scale=SCALE, own=own, backend="torch")
+        call = StepCall(NewToken(q, k, v, real), StepState(*state), settings, SCALE)
+        return decode_step(call, own, backend="torch")
 
     compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=False)
     for i in range(40):
         real = torch.tensor([i % 5 != 0, True])
         new = columns(qkv, i, i + 1)
-        assert torch.equal(compiled(*new, real, *traced), take(method, eager, new, real))
+        assert torch.equal(compiled(*new, real, *traced), take(method, eager, NewToken(*new, real)))
     assert all(torch.equal(x, y) for x, y in zip(traced, eager, strict=True))
     assert counter.frame_count == 1
+
+
+def test_groups_beyond_the_capacity_are_never_seen():
+    method, qkv = RECALLS["bounds-16"], oracle.random_qkv(B, H, K, 60, D, DV)
+    state, before = empty_state(method, 60, entries=3), None
+    for t in range(60):
+        out = take(method, state, token_at(qkv, t))
+        if t == 20:
+            before = [x.clone() for x in state.entries(step_settings(method))]
+    assert all(torch.equal(x, y) for x, y in zip(before, state.entries(step_settings(method)), strict=True))
+    assert bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["bounds-8", "g-1-opened"])
+def test_latents(name):
+    """Values are the first columns of the keys, one KV head for all query heads."""
+    method, (q, k, _) = RECALLS[name], oracle.random_qkv(B, H, 1, 80, D, DV)
+    want = condense.attention(q, k, k[..., :4], method=method, scale=SCALE, backend="reference")
+    state, out = empty(step_settings(method), 80, 1, (D, 0)), []
+    for t in range(80):
+        call = call_of(step_settings(method), state, token_at((q, k, k[..., :0]), t), scale=SCALE, latent=4)
+        out.append(decode_step(call, own_of(method, B, state, 4), backend="torch"))
+    torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["bounds-8", "bounds-4", "g-1-opened", "none-open", "all-open"])
+def test_slots_change_no_bit(name):
+    """None, fewer than groups that open, some more, more than there are groups; a row pauses."""
+    method, qkv = RECALLS[name], oracle.random_qkv(B, H, K, 60, D, DV)
+    real, g = torch.rand(B, 60, generator=torch.Generator().manual_seed(2)) < 0.9, method.group_size
+    settings = [with_store(step_settings(method), slots=n) for n in (0, 1, 3, 5, 80)]
+    states = [empty(each, 60, K, (D, DV)) for each in settings]
+    for t in range(60):
+        calls = [call_of(*pair, token_at(qkv, t, real), scale=SCALE) for pair in zip(settings, states, strict=True)]
+        outs = [decode_step(call, own_of(method, B, call.state), backend="torch") for call in calls]
+        for out, state in zip(outs, states, strict=True):
+            assert torch.equal(out, outs[0])
+            check_slots(state, g)
+    assert name == "none-open" or int((states[-1].held >= 0).sum(-1).min()) > 5
+
+
+def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
+    """Against a plain list: hits move to the end in their old order, then those that come."""
+    method, qkv = RECALLS["g-1-opened"], oracle.random_qkv(B, 2, 1, 60, D, DV)
+    settings = with_store(step_settings(method), slots=7)
+    state = empty(settings, 60, 1, (D, DV))
+    held = [[(slot, -1) for slot in range(7)] for _ in range(B)]
+    for t in range(60):
+        decode_step(call_of(settings, state, token_at(qkv, t), scale=SCALE), own_of(method, B, state), backend="torch")
+        scores = index_scores(qkv[0][:, :, t : t + 1], state.group_index, settings.choice.index, SCALE)
+        closed = settings.rule.closed(state.seen)
+        chosen = choose_groups(scores, closed[:, None, None], settings.choice.quota, 1)[:, 0, 0]
+        for row in range(B):
+            groups = chosen[row].nonzero()[:, 0].tolist()
+            hits = [pair for pair in held[row] if pair[1] in groups]
+            others = [pair for pair in held[row] if pair[1] not in groups]
+            missing = [group for group in groups if group not in [pair[1] for pair in held[row]]]
+            taken = [(slot, group) for (slot, _), group in zip(others, missing, strict=False)]
+            held[row] = others[len(taken) :] + hits + taken
+            assert state.order[row, 0].tolist() == [slot for slot, _ in held[row]]
+            assert [int(state.held[row, 0, slot]) for slot, _ in held[row]] == [group for _, group in held[row]]
+
+
+def test_which_backends_take_a_step():
+    method, token = RECALLS["bounds-8"], token_at(oracle.random_qkv(B, H, K, 1, D, DV), 0)
+    state = empty_state(method, 40)
+    call = call_of(step_settings(method), state, token, scale=SCALE)
+    with pytest.raises(ValueError, match="backend of a step must be"):
+        decode_step(call, own_of(method, B, state), backend="reference")
+    with pytest.raises(ValueError, match="backend 'triton'"):  # no CUDA, or float64
+        decode_step(call, own_of(method, B, state), backend="triton")
 
 
 POOLINGS = {

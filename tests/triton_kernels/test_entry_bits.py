@@ -14,9 +14,9 @@ from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, empty_stat
 import condense
 from condense.bench.budget import errors, one_ulp
 from condense.ops.entries import BLOCK_WIDTH
+from condense.ops.step import NewToken, OwnEntries, StepCall, StepState
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import step as triton_step
-from condense.ops.types import NewToken, OwnEntries, StepState
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=3),
@@ -89,8 +89,8 @@ def rounded_steps(method, shape, dtype, L, *, latent=0):
         mine, before = copy_of(theirs), copy_of(theirs)
         now = [x[:, :, t : t + 1].masked_fill(~real[:, None, None, None], torch.nan) for x in (q, k, v)]
         token = NewToken(*now, real)
-        plain = torch_step.step(token, theirs, plan, scale=scale, own=own, latent=latent)
-        out = triton_step.step(token, mine, plan, scale=scale, latent=latent)
+        plain = torch_step.step(StepCall(token, theirs, plan, scale=scale, latent=latent), own)
+        out = triton_step.step(StepCall(token, mine, plan, scale=scale, latent=latent))
         assert all(torch.equal(x[~real], y[~real]) for x, y in zip(mine, before, strict=True))
         assert not out[~real].any()
         assert same((*mine[2:4], *mine[5:8]), (*theirs[2:4], *theirs[5:8]))

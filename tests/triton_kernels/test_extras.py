@@ -8,7 +8,6 @@ from extras_cases import METHODS, SCALE, context_of, every_kind, qkv, steps
 
 from condense.bench.budget import judge
 from condense.caches import static
-from condense.ops.recall import api as recall_api
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [("cca", torch.float32), ("recall", torch.float32)]
@@ -20,8 +19,6 @@ KINDS = ("cap", "both") if DEVICE == "cpu" else tuple(every_kind())
 def decode_by(monkeypatch, backend):
     """Steps of static caches take this backend, on any device."""
     monkeypatch.setattr(static, "step_backend", lambda *args, **kwargs: backend)
-    defaults = recall_api.recall_step.__kwdefaults__ | {"backend": backend}
-    monkeypatch.setattr(recall_api.recall_step, "__kwdefaults__", defaults)
 
 
 @pytest.mark.parametrize("kind", KINDS)

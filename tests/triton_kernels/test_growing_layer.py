@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from two_sources import attend_to
 
 import condense
-from condense.caches import CondensedLayer, cache_nbytes, growing, read_request
+from condense.caches import CondensedLayer, cache_nbytes, growing, read_request, ring
 from condense.caches.ring import room_for
 from condense.ops import Source
 from condense.ops.tensors.per_row import as_rows
@@ -53,7 +53,8 @@ def method(request):
 def stepping(monkeypatch):
     """As on a GPU: "auto" takes the kernels."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(growing, "step_backend", lambda *args, **kwargs: "triton")
+        for module in (growing, ring):
+            monkeypatch.setattr(module, "step_backend", lambda *args, **kwargs: "triton")
 
 
 class Reading(CondensedLayer):

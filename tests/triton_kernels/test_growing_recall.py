@@ -4,7 +4,6 @@ Interpreted in float32 on a CPU, compiled on a GPU. Shapes: B rows, H query head
 """
 
 import copy
-import functools
 import weakref
 
 import pytest
@@ -13,12 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton_kernels.test_growing_layer import DEVICE, SCALE, Counting, started  # noqa: F401
 
 import condense
-from condense.caches import RecallLayer, growing_recall, read_request
+from condense.caches import RecallLayer, read_request, ring
 from condense.caches.ring import room_for
 from condense.caches.token_store import finish_writes
 from condense.ops import Extras
-from condense.ops.recall import recall_step
-from condense.ops.triton import recall_step as triton_step
 
 RECALL = condense.Recall(group_size=4, window=6, num_recall=2)
 METHODS = {
@@ -45,8 +42,7 @@ class Operating(RecallLayer):
 def stepping(monkeypatch):
     """As on a GPU: "auto" takes the kernels."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(growing_recall, "prepare_recall_step", triton_step.prepare_recall_step)
-        monkeypatch.setattr(growing_recall, "recall_step", functools.partial(recall_step, backend="triton"))
+        monkeypatch.setattr(ring, "step_backend", lambda *args, **kwargs: "triton")
 
 
 def _pair(method):
@@ -209,5 +205,5 @@ def test_a_trace_gets_one_operation():
 
     q, k, v = _qkv(1)
     _read(layer, (q.as_subclass(Seen), k, v))
-    assert "condense.recall_step.default" in seen
+    assert "condense.step.default" in seen
     assert layer._ring._prepared is None

@@ -5,8 +5,8 @@ import torch
 
 from condense import Recall
 from condense.functional import extend
-from condense.ops import Source
-from condense.ops.recall import GroupIndex, IndexChoice, RecallSources, attend_recall
+from condense.ops import Source, attend_recall
+from condense.ops.recall import GroupIndex, IndexChoice, RecallSources
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.25

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from condense.bench.budget import judge
+from condense.ops import attend_recall
 from condense.ops.recall import (
     ArrayChoice,
     IndexChoice,
     IndexSettings,
     Quota,
     RecallSources,
-    attend_recall,
     build_index,
     choose_groups,
     index_scores,

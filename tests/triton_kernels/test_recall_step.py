@@ -6,13 +6,16 @@ kernel opened other groups, the scores are compared.
 
 import pytest
 import torch
-from ops.test_recall_step import CASES, check_slots, empty_state, new_token, settings_of
+import triton.language as tl
+from step_states import RECALLS, check_slots, empty, own_by, step_settings, with_store
+from step_states import token_at as new_token
 
-from condense.ops.recall import EntrySettings, Quota, RecallSettings, choose_groups, index_scores
-from condense.ops.spans import UniformRule
-from condense.ops.torch import recall_step as torch_step
-from condense.ops.triton import recall_step as triton_step
-from condense.ops.types import NewToken
+from condense import Recall
+from condense.ops.recall import choose_groups, index_scores
+from condense.ops.step import NewToken, StepCall
+from condense.ops.torch import step as torch_step
+from condense.ops.triton import recall_step, recall_step_choice_kernels
+from condense.ops.triton import step as triton_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (64, 80, 96, 128, 256, (192, 128)) if DEVICE == "cuda" else ((16, 40), (24, 16))
@@ -25,7 +28,7 @@ EVERY = 1 if DEVICE == "cuda" else 5
 @pytest.fixture(autouse=True)
 def scratch(monkeypatch):
     """Poisoned, so that what no kernel wrote is not read; the last one is handed to the test."""
-    original, last = triton_step._scratch, []
+    original, last = recall_step._scratch, []
 
     def poisoned(*args):
         buffers = original(*args)
@@ -34,7 +37,7 @@ def scratch(monkeypatch):
         last[:] = [buffers]
         return buffers
 
-    monkeypatch.setattr(triton_step, "_scratch", poisoned)
+    monkeypatch.setattr(recall_step, "_scratch", poisoned)
     return last
 
 
@@ -48,11 +51,12 @@ def opened(scratch, state, settings):
     B, K, G, _ = state.entries_k.shape
     closed = settings.rule.closed(state.seen).clamp(max=G)
     lists, offset = (
-        x[: B * K * n].view(B, K, n) for x, n in ((scratch[0].groups, settings.quota.at(G)), (scratch[0].offset, G))
+        x[: B * K * n].view(B, K, n)
+        for x, n in ((scratch[0].groups, settings.choice.quota.at(G)), (scratch[0].offset, G))
     )
     chosen = torch.zeros_like(offset, dtype=torch.bool)
     for row, n in enumerate(closed.tolist()):
-        groups = lists[row, :, : settings.quota.at(n)].long()
+        groups = lists[row, :, : settings.choice.quota.at(n)].long()
         assert bool((groups.diff(dim=-1) > 0).all())
         chosen[row].scatter_(1, groups, True)
         assert torch.equal(offset[row, :, :n] == -torch.inf, chosen[row, :, :n])
@@ -63,8 +67,8 @@ def check_choice(scratch, q, state, settings, scale):
     """True if the kernel opened the groups that the definition opens; near ties are looked at one by one."""
     chosen, closed = opened(scratch, state, settings)
     K = state.ring_k.shape[1]
-    scores = index_scores(q.double(), state.group_index, settings.index, scale)
-    want = choose_groups(scores, closed[:, None, None], settings.quota, K)[:, :, 0]
+    scores = index_scores(q.double(), state.group_index, settings.choice.index, scale)
+    want = choose_groups(scores, closed[:, None, None], settings.choice.quota, K)[:, :, 0]
     others = chosen != want
     if not others.any():
         return True
@@ -81,7 +85,8 @@ def check_choice(scratch, q, state, settings, scale):
 
 def take(t, *args):
     """The step of token t: by the kernels, or where others are left out by PyTorch."""
-    return (triton_step if t % EVERY == EVERY - 1 else torch_step).recall_step(*args, scale=SCALE)
+    call = StepCall(*args, scale=SCALE)
+    return triton_step.step(call) if t % EVERY == EVERY - 1 else torch_step.step(call, own_by(call.settings))
 
 
 def compare(q, k, v, settings, scratch, *, real=None, groups=None, latent=0):
@@ -93,27 +98,27 @@ def compare(q, k, v, settings, scratch, *, real=None, groups=None, latent=0):
     """
     (B, _, L, D), K, Dv = q.shape, k.shape[1], v.shape[3]
     tolerance = max(2e-5, 4 * SCALE * D * torch.finfo(torch.float32).eps)
-    made = {"rows": B, "widths": (D, Dv), "dtype": q.dtype, "groups": groups, "device": DEVICE}
-    states = [empty_state(settings, L, K, **made) for _ in range(2)]
+    made = {"rows": B, "dtype": q.dtype, "entries": groups, "device": DEVICE}
+    states = [empty(settings, L, K, (D, Dv), **made) for _ in range(2)]
     num_same = num_steps = 0
     for t in range(L):
         new = new_token((q, k, v), t, real)
-        want = torch_step.recall_step(new, states[1], settings, scale=SCALE, latent=latent)
+        want = torch_step.step(StepCall(new, states[1], settings, scale=SCALE, latent=latent), own_by(settings))
         if (L - 1 - t) % EVERY != 0:
             for x, y in zip(*states, strict=True):
                 x.copy_(y)
             continue
         num_steps += 1
-        got = triton_step.recall_step(new, states[0], settings, scale=SCALE, latent=latent)
+        got = triton_step.step(StepCall(new, states[0], settings, scale=SCALE, latent=latent))
         same = states[0].entries_k.shape[2] == 0 or check_choice(scratch, new.q, states[0], settings, SCALE)
         num_same += same
         if same:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
         for name, x, y in zip(states[0]._fields, *states, strict=True):
             if x.dtype == torch.uint8:  # a mean summed in another order may lie on the other side of a step
-                assert settings.index.kind == "sub_means" or torch.equal(x, y), name
+                assert settings.choice.index.kind == "sub_means" or torch.equal(x, y), name
                 assert int((x.int() - y.int()).abs().max() if x.numel() else 0) <= (
-                    1 if settings.index.bits == 8 else 16
+                    1 if settings.choice.index.bits == 8 else 16
                 )
             else:
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6, msg=name)
@@ -122,23 +127,23 @@ def compare(q, k, v, settings, scratch, *, real=None, groups=None, latent=0):
     assert num_same >= 0.98 * num_steps
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RECALLS)
 def test_every_step_against_the_definition(name, scratch):
-    settings = settings_of(CASES[name])
+    settings = step_settings(RECALLS[name])
     compare(*random_qkv(1, 2, 1, 45, 16, 24), settings, scratch)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (7, 1)], ids=str)
 @pytest.mark.parametrize("unchosen", ["pool", "drop"])
 def test_heads_share_a_choice(heads, unchosen, scratch):
-    compare(*random_qkv(1, *heads, 33, 16, 16), settings_of(CASES["bounds-8"], unchosen), scratch)
+    compare(*random_qkv(1, *heads, 33, 16, 16), step_settings(RECALLS["bounds-8"].replace(unchosen=unchosen)), scratch)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", ["bounds-16", "bounds-8", "bounds-4", "sub_means-8"])
 def test_widths(widths, name, scratch):
     D, Dv = widths if isinstance(widths, tuple) else (widths, widths)
-    compare(*random_qkv(1, 2, 1, 30, D, Dv), settings_of(CASES[name]), scratch)
+    compare(*random_qkv(1, 2, 1, 30, D, Dv), step_settings(RECALLS[name]), scratch)
 
 
 def test_rows_that_come_and_go(scratch):
@@ -148,41 +153,41 @@ def test_rows_that_come_and_go(scratch):
     real = torch.rand(3, L, generator=torch.Generator().manual_seed(5)) < torch.tensor([0.9, 0.5, 0.0])[:, None]
     for x in (q, k, v):
         x.masked_fill_(~real[:, None, :, None].to(DEVICE), torch.nan)
-    settings = settings_of(CASES["bounds-8"])
-    state = empty_state(settings, L, K, rows=3, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    settings = step_settings(RECALLS["bounds-8"])
+    state = empty(settings, L, K, (16, 16), rows=3, dtype=torch.float32, device=DEVICE)
     for t in range(L):
         dead, before = ~real[:, t], [x.clone() for x in state]
-        out = triton_step.recall_step(new_token((q, k, v), t, real), state, settings, scale=SCALE)
+        out = triton_step.step(StepCall(new_token((q, k, v), t, real), state, settings, scale=SCALE))
         assert all(torch.equal(x[dead], y[dead]) for x, y in zip(state, before, strict=True))
         assert not out[dead].any()
         assert bool(out.isfinite().all())
     for row in range(2):
         mine = [x[row : row + 1][:, :, real[row]] for x in (q, k, v)]
         compare(*mine, settings, scratch)
-        alone = empty_state(settings, L, K, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+        alone = empty(settings, L, K, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
         for t in range(mine[0].shape[2]):
-            triton_step.recall_step(new_token(mine, t), alone, settings, scale=SCALE)
+            triton_step.step(StepCall(new_token(mine, t), alone, settings, scale=SCALE))
         assert all(torch.equal(x[row : row + 1], y) for x, y in zip(state, alone, strict=True))
 
 
 def test_groups_beyond_the_capacity(scratch):
-    compare(*random_qkv(1, 2, 1, 40, 16, 16), settings_of(CASES["bounds-16"]), scratch, groups=3)
+    compare(*random_qkv(1, 2, 1, 40, 16, 16), step_settings(RECALLS["bounds-16"]), scratch, groups=3)
 
 
 def test_before_there_is_room_for_a_group(scratch):
-    compare(*random_qkv(1, 2, 1, 6, 16, 16), settings_of(CASES["bounds-16"]), scratch, groups=0)
+    compare(*random_qkv(1, 2, 1, 6, 16, 16), step_settings(RECALLS["bounds-16"]), scratch, groups=0)
 
 
 def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
     """As where somebody's own graph is replayed too often: what lies behind the ring is NaN, and nobody reads it."""
-    index, L, W = settings_of(CASES["bounds-16"]).index, 24, 8
-    settings = RecallSettings(UniformRule(4, 20), index, Quota(1), EntrySettings())
+    L, W = 24, 8
+    settings = step_settings(RECALLS["bounds-16"].replace(window=20, num_recall=1, rep_bias="none"))
     q, k, v = random_qkv(1, 2, 1, L, 16, 16)
-    state = empty_state(settings, L, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    state = empty(settings, L, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     rings = [torch.full((1, 1, 4 * W, 16), torch.nan, device=DEVICE) for _ in range(2)]
     state = state._replace(ring_k=rings[0][:, :, :W], ring_v=rings[1][:, :, :W])
     for t in range(L):
-        out = triton_step.recall_step(new_token((q, k, v), t), state, settings, scale=SCALE)
+        out = triton_step.step(StepCall(new_token((q, k, v), t), state, settings, scale=SCALE))
         assert bool(out.isfinite().all())
     assert all(bool(x[:, :, W:].isnan().all()) for x in rings)
 
@@ -190,8 +195,8 @@ def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
 def test_ties_go_to_the_lower_group(scratch):
     """Equal keys: every group has the same score."""
     q, k, v = random_qkv(1, 2, 1, 45, 16, 16)
-    settings = settings_of(CASES["bounds-16"])
-    state = empty_state(settings, 45, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    settings = step_settings(RECALLS["bounds-16"])
+    state = empty(settings, 45, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     for t in range(45):
         take(t, NewToken(q[:, :, :1], k[:, :, :1], v[:, :, t : t + 1]), state, settings)
         if t % EVERY != EVERY - 1:
@@ -204,24 +209,24 @@ def test_ties_go_to_the_lower_group(scratch):
 
 def test_many_groups(scratch):
     """Groups of one token: scores fill several tiles and splits, and ties are rare and looked up."""
-    kind = settings_of(CASES["g-1"])
-    settings = RecallSettings(UniformRule(1, 2), kind.index, Quota(17), EntrySettings())
+    method = Recall(group_size=1, window=2, index_size=1, index_bits=16, num_recall=17, rep_bias="none")
+    settings = step_settings(method)
     q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
-    state = empty_state(settings, 90, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    state = empty(settings, 90, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     for t in range(90):
         new, before = new_token((q, k, v), t), [x.clone() for x in state]
         got = take(t, new, state, settings)
         if t % 10 == 9 and check_choice(scratch, new.q, state, settings, SCALE):
-            want = torch_step.recall_step(new, type(state)(*before), settings, scale=SCALE)
+            want = torch_step.step(StepCall(new, type(state)(*before), settings, scale=SCALE), own_by(settings))
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_twice_gives_the_same_bits():
     q, k, v = random_qkv(2, 2, 1, 24, 16, 16)
-    settings = settings_of(CASES["bounds-8"])
+    settings = step_settings(RECALLS["bounds-8"])
     outs = []
     for _ in range(2):
-        state = empty_state(settings, 24, 1, rows=2, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+        state = empty(settings, 24, 1, (16, 16), rows=2, dtype=torch.float32, device=DEVICE)
         steps = [take(t, new_token((q, k, v), t), state, settings) for t in range(24)]
         outs.append(torch.cat(steps, dim=2))
     assert torch.equal(*outs)
@@ -229,33 +234,44 @@ def test_twice_gives_the_same_bits():
 
 def test_refusals():
     q, k, v, *_ = new = NewToken(*random_qkv(1, 2, 1, 1, 16, 16))
-    settings = settings_of(CASES["bounds-8"])
-    state = empty_state(settings, 40, 1, rows=1, widths=(16, 16), dtype=torch.float32, device=DEVICE)
+    settings = step_settings(RECALLS["bounds-8"])
+    state = empty(settings, 40, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     with pytest.raises(ValueError, match="takes torch"):
-        triton_step.recall_step(NewToken(q.double(), k.double(), v.double()), state, settings, scale=1.0)
+        triton_step.step(StepCall(NewToken(q.double(), k.double(), v.double()), state, settings, scale=1.0))
     with pytest.raises(ValueError, match="codes must be"):
-        triton_step.recall_step(new, state._replace(codes=state.codes.int()), settings, scale=1.0)
+        triton_step.step(StepCall(new, state._replace(codes=state.codes.int()), settings, scale=1.0))
     bad = state._replace(ring_k=torch.zeros(1, 1, 16, 13, device=DEVICE).mT)
     with pytest.raises(ValueError, match="ring_k must be contiguous"):
-        triton_step.recall_step(new, bad, settings, scale=1.0)
+        triton_step.step(StepCall(new, bad, settings, scale=1.0))
     bad = new._replace(real=torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="real must be"):
-        triton_step.recall_step(bad, state, settings, scale=1.0)
+        triton_step.step(StepCall(bad, state, settings, scale=1.0))
 
 
-def test_slots(scratch):
-    """The same bits as without, and the slots of the definition."""
-    settings, (q, k, v) = settings_of(CASES["g-1"]), random_qkv(1, 2, 1, 14, 16, 24)
-    made = {"rows": 1, "widths": (16, 24), "dtype": torch.float32, "device": DEVICE}
-    states = [empty_state(settings, 14, 1, slots=n, **made) for n in (0, 6)]
-    theirs = empty_state(settings, 14, 1, slots=6, **made)
-    for t in range(14):
+@pytest.mark.parametrize("in_turn", [False, True], ids=["at-once", "in-turn"])
+def test_slots(in_turn, scratch, monkeypatch):
+    """The same bits as without, and the slots of the definition; compared at once or, where there are many, in turn."""
+    L, slots = (1200, 300) if in_turn and DEVICE == "cuda" else (14, 6)
+    if in_turn and DEVICE == "cpu":  # few pairs count as many
+        monkeypatch.setattr(recall_step_choice_kernels, "_MOST_PAIRS", tl.constexpr(0))
+        monkeypatch.setattr(recall_step_choice_kernels, "_PAIRS_IN_TURN", tl.constexpr(16))
+    method = RECALLS["g-1-opened"].replace(num_recall=L - 170) if L > 14 else RECALLS["g-1-opened"]
+    settings, (q, k, v) = step_settings(method), random_qkv(1, 2, 1, L, 16, 24)
+    kinds = [with_store(settings, slots=n) for n in (0, slots)]
+    made = {"rows": 1, "dtype": torch.float32, "device": DEVICE}
+    *states, theirs = (empty(kind, L, 1, (16, 24), **made) for kind in (*kinds, kinds[1]))
+    for t in range(L):
         counter = torch.tensor(t, device=DEVICE)
         new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE), counter=counter)
-        outs = [triton_step.recall_step(new, state, settings, scale=SCALE) for state in states]
+        calls = [StepCall(new, state, kind, scale=SCALE) for kind, state in zip(kinds, states, strict=True)]
+        if t < L - 14:
+            for call in (*calls, StepCall(new, theirs, kinds[1], scale=SCALE)):
+                torch_step.step(call, own_by(settings))
+            continue
+        outs = [triton_step.step(call) for call in calls]
         assert int(counter) == t + len(states)
         assert all(torch.equal(out, outs[0]) for out in outs)
-        torch_step.recall_step(new, theirs, settings, scale=SCALE)
+        torch_step.step(StepCall(new, theirs, kinds[1], scale=SCALE), own_by(settings))
         for state in states:
             check_slots(state, settings.rule.chunk)
         assert torch.equal(states[1].held, theirs.held)

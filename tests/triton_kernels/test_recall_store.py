@@ -7,32 +7,42 @@ import dataclasses
 
 import pytest
 import torch
-from ops.test_recall_step import CASES, check_slots, empty_state, new_token, settings_of
+from step_states import RECALLS, check_slots, empty, own_by, step_settings, with_store
+from step_states import token_at as new_token
 from triton_kernels.test_recall_step import DEVICE, SCALE, check_choice, compare, random_qkv, scratch  # noqa: F401
 
+from condense import Recall
 from condense.bench.budget import judge
-from condense.ops.recall import EntrySettings, StoreFormat
-from condense.ops.torch import recall_step as torch_step
-from condense.ops.triton import recall_step as triton_step
+from condense.ops.recall import StoreFormat
+from condense.ops.step import StepCall
+from condense.ops.torch import step as torch_step
+from condense.ops.triton import step as triton_step
 from condense.ops.triton.limits import DTYPES
 
 CUDA = DEVICE == "cuda"
 # name of the case, bits of the store, widths
-STORES = [("bounds-8", 8, (16, 24)), ("sub_means-8", 4, (24, 16)), ("g-1", 4, (16, 16)), ("a-third", 8, (40, 16))]
+STORES = [
+    ("bounds-8", 8, (16, 24)),
+    ("sub_means-8", 4, (24, 16)),
+    ("g-1-opened", 4, (16, 16)),
+    ("a-third", 8, (40, 16)),
+]
 if CUDA:
     STORES += [("bounds-8", bits, widths) for bits in (8, 4) for widths in ((128, 128), (80, 80), (192, 128))]
 ENTRIES = {
-    "matched-means": EntrySettings(num_summary=4, matched=True),
-    "matched-weighted": EntrySettings("weighted", "weighted", num_summary=4, matched=True),
-    "select-max": EntrySettings("select", "max", bias=1.0, num_summary=4),
+    "matched-means": {"matched": True, "bias": 0.0},
+    "matched-weighted": {"key_pooling": "weighted", "value_pooling": "weighted", "matched": True, "bias": 0.0},
+    "select-max": {"key_pooling": "select", "value_pooling": "max", "bias": 1.0},
     # of poolings without sums, whose order would decide some codes
-    "select-max-8-bits": EntrySettings("select", "max", bias=1.0, num_summary=4, bits=8),
-    "matched-max-select-4-bits": EntrySettings("max", "select", num_summary=4, matched=True, bits=4),
-}
+    "select-max-8-bits": {"key_pooling": "select", "value_pooling": "max", "bias": 1.0, "entry_bits": 8},
+    "matched-max-select-4-bits": {
+        "key_pooling": "max", "value_pooling": "select", "matched": True, "bias": 0.0, "entry_bits": 4,
+    },
+}  # fmt: skip
 
 
-def with_fields(name, **fields):
-    return dataclasses.replace(settings_of(CASES[name]), **fields)
+def with_fields(name, store_bits=16, **fields):
+    return with_store(dataclasses.replace(step_settings(RECALLS[name]), **fields), bits=store_bits)
 
 
 @pytest.mark.parametrize(("name", "bits", "widths"), STORES, ids=str)
@@ -43,7 +53,7 @@ def test_stores_in_fewer_bits(name, bits, widths, scratch):  # noqa: F811
 
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
 def test_entries_that_a_summary_weighs(entries, scratch):  # noqa: F811
-    compare(*random_qkv(1, 4, 2, 33, 16, 24), with_fields("bounds-8", entries=entries), scratch)
+    compare(*random_qkv(1, 4, 2, 33, 16, 24), with_fields("bounds-8", num_summary=4, **entries), scratch)
 
 
 @pytest.mark.parametrize(("latent", "D"), [(32, 48), (512, 576), (256, 288)] if CUDA else [(32, 48)], ids=str)
@@ -52,8 +62,8 @@ def test_latents(latent, D, bits, pooling, scratch):  # noqa: F811
     """Values are columns of the keys, entries pooled whole, one KV head for all query heads, of which there are two
     tiles.
     """
-    entries = EntrySettings(pooling, num_summary=4, matched=True, bits=bits)
-    settings = with_fields("bounds-8", store_bits=bits, entries=entries)
+    entries = {"key_pooling": pooling, "num_summary": 4, "matched": True, "bias": 0.0, "entry_bits": bits}
+    settings = with_fields("bounds-8", store_bits=bits, **entries)
     compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
 
 
@@ -61,17 +71,18 @@ def test_latents(latent, D, bits, pooling, scratch):  # noqa: F811
 def test_slots_hold_pieces(bits, scratch):  # noqa: F811
     """The same bits as without slots, and the slots of the definition; a row pauses."""
     settings, (q, k, v) = with_fields("bounds-16", store_bits=bits), random_qkv(1, 2, 1, 30, 16, 24)
-    made = {"rows": 1, "widths": (16, 24), "dtype": torch.float32, "device": DEVICE}
-    states = [empty_state(settings, 30, 1, slots=n, **made) for n in (0, 3)]
-    theirs = empty_state(settings, 30, 1, slots=3, **made)
+    kinds = [with_store(settings, slots=n) for n in (0, 3)]
+    made = {"rows": 1, "dtype": torch.float32, "device": DEVICE}
+    *states, theirs = (empty(kind, 30, 1, (16, 24), **made) for kind in (*kinds, kinds[1]))
     for t in range(30):
         new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE))
         if t < 20 and not CUDA:  # what the interpreter takes longest for is not asked
-            for state in (*states, theirs):
-                torch_step.recall_step(new, state, settings, scale=SCALE)
+            for kind, state in zip((*kinds, kinds[1]), (*states, theirs), strict=True):
+                torch_step.step(StepCall(new, state, kind, scale=SCALE), own_by(kind))
             continue
-        outs = [triton_step.recall_step(new, state, settings, scale=SCALE) for state in states]
-        torch_step.recall_step(new, theirs, settings, scale=SCALE)
+        calls = [StepCall(new, state, kind, scale=SCALE) for kind, state in zip(kinds, states, strict=True)]
+        outs = [triton_step.step(call) for call in calls]
+        torch_step.step(StepCall(new, theirs, kinds[1], scale=SCALE), own_by(settings))
         assert torch.equal(*outs)
         for state in states:
             check_slots(state, settings.rule.chunk)
@@ -81,7 +92,7 @@ def test_slots_hold_pieces(bits, scratch):  # noqa: F811
 
 def exactly(state, settings, D, Dv, dtype):
     """The state in float64, store and entries as the numbers that are read of them."""
-    numbers, form = torch.cat(settings.store_format.unpack(state.store, D, Dv, dtype), dim=3), settings.entries.format
+    numbers, form = torch.cat(settings.store_format.unpack(state.store, D, Dv, dtype), dim=3), settings.entry_format
     entries_k, entries_v = form.unpack(state.entries_k, D, dtype), form.unpack(state.entries_v, Dv, dtype)
     state = state._replace(entries_k=entries_k, entries_v=entries_v, store=numbers)
     state = state._replace(slots=state.slots[:, :, :0], held=state.held[..., :0])
@@ -93,26 +104,28 @@ def exactly(state, settings, D, Dv, dtype):
 def test_outputs_are_within_the_error_budget(bits, dtype, scratch):  # noqa: F811
     """Twice the error of the same step in PyTorch, all of them over one quantised store and its quantised entries."""
     g, w, L, (D, Dv) = (16, 40, 420, (128, 128)) if CUDA else (4, 6, 40, (16, 24))
-    entries = EntrySettings("weighted", "mean", num_summary=g, matched=True, bits=bits)
-    case = (g, w, "bounds", g // 2, 8, 3)
-    settings = dataclasses.replace(settings_of(case), store_bits=bits, entries=entries)
-    exact = dataclasses.replace(settings, store_bits=16, entries=entries._replace(bits=16))
+    method = Recall(
+        group_size=g, window=w, num_recall=3, key_pooling="weighted", rep_bias="matched", entry_bits=bits,
+        store_bits=bits,
+    )  # fmt: skip
+    settings = step_settings(method)
+    exact = dataclasses.replace(with_store(settings, bits=16), entry_bits=16)
     qkv, results = random_qkv(2, 8, 2, L, D, Dv, dtype=dtype), []
-    state = empty_state(settings, L, 2, rows=2, widths=(D, Dv), dtype=dtype, device=DEVICE)
+    state = empty(settings, L, 2, (D, Dv), dtype=dtype, device=DEVICE)
     for t in range(L):
         new = new_token(qkv, t)
         before = type(state)(*(x.clone() for x in state))
-        plain = torch_step.recall_step(new, state, settings, scale=SCALE / 4)
+        plain = torch_step.step(StepCall(new, state, settings, scale=SCALE / 4), own_by(settings))
         if t < L - 6:
             continue
         wide = exactly(before, settings, D, Dv, dtype)
-        got = triton_step.recall_step(new, before, settings, scale=SCALE / 4)
+        got = triton_step.step(StepCall(new, before, settings, scale=SCALE / 4))
         # a group that closes now is rounded and quantised in one of the two only
         if settings.rule.closed(t + 1) == settings.rule.closed(t) and check_choice(
             scratch, new.q, before, settings, SCALE / 4
         ):
             double = type(new)(*(x.double() for x in new[:3]))
-            results.append((got, torch_step.recall_step(double, wide, exact, scale=SCALE / 4), plain))
+            results.append((got, torch_step.step(StepCall(double, wide, exact, scale=SCALE / 4), own_by(exact)), plain))
     assert len(results) > 1
     verdict = judge(*(list(x) for x in zip(*results, strict=True)))
     assert verdict.passed, verdict
@@ -122,17 +135,16 @@ def test_outputs_are_within_the_error_budget(bits, dtype, scratch):  # noqa: F81
 @pytest.mark.parametrize("case", ["all-open", "none-open"])
 def test_the_largest_numbers_of_float16_stay_finite(case, bits):
     """In tokens of open groups, and in entries where none is open; the query is 0, so only infinity changes weights."""
-    settings = with_fields(case, store_bits=bits, entries=EntrySettings("max", "max", bits=bits))
+    entries = {"key_pooling": "max", "value_pooling": "max", "bias": 0.0, "entry_bits": bits}
+    settings = with_fields(case, store_bits=bits, **entries)
     _, k, v = (x.sign() * (65504 - 2048 * x.abs()) for x in random_qkv(1, 2, 1, 20, 16, 24))
     qkv = [x.to(torch.float16) for x in (torch.zeros(1, 2, 20, 16, device=DEVICE), k, v)]
-    states = [
-        empty_state(settings, 20, 1, rows=1, widths=(16, 24), dtype=torch.float16, device=DEVICE) for _ in range(2)
-    ]
+    made = {"rows": 1, "dtype": torch.float16, "device": DEVICE}
+    states = [empty(settings, 20, 1, (16, 24), **made) for _ in range(2)]
     for t in range(20):
-        want, got = (
-            step.recall_step(new_token(qkv, t), state, settings, scale=SCALE)
-            for step, state in zip((torch_step, triton_step if t == 19 else torch_step), states, strict=True)
-        )
+        calls = [StepCall(new_token(qkv, t), state, settings, scale=SCALE) for state in states]
+        want = torch_step.step(calls[0], own_by(settings))
+        got = triton_step.step(calls[1]) if t == 19 else torch_step.step(calls[1], own_by(settings))
     assert bool(got.isfinite().all())
     torch.testing.assert_close(got, want, rtol=2**-9, atol=0)
 

@@ -7,54 +7,33 @@ import sys
 import pytest
 import torch
 from oracles import oracle
+from step_states import empty
 from two_sources import attend_to
 
 import condense
 from condense.bench.budget import errors, one_ulp
 from condense.functional import extend
+from condense.methods import step_settings
 from condense.ops import UniformRule
+from condense.ops.step import NewToken, OwnEntries, StepCall, StepState
 from condense.ops.torch import step as torch_step
+from condense.ops.triton import ring_step, step_plan
 from condense.ops.triton import step as triton_step
-from condense.ops.triton import step_plan
-from condense.ops.types import NewToken, OwnEntries, StepSettings, StepState
 from condense.plan import ForwardPlan
 from condense.state import first_entries, most_entries, num_entries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def plan_of(method):
-    bias = math.log(method.group_size) if getattr(method, "rep_bias", "none") == "log_size" else 0.0
-    how = "weighted" if method.name == "dga" else "select"
-    poolings = (getattr(method, f"{name}_pooling", how) for name in ("key", "value"))
-    return StepSettings(
-        method.layout.rule,
-        method.layout.summary_delay,
-        method.layout.num_summary,
-        *poolings,
-        bias,
-        num_focal=method.layout.rule.entries - 1,
-        has_first=method.prompt_reader is not None,
-        matched=method.layout.matched,
-        entry_bits=method.layout.entry_bits,
-    )
+plan_of = step_settings
 
 
 def empty_state(method, B, K, D, Dv, tokens, *, dtype, spare=0):
     """Room for ``tokens`` per row, NaN in every slot; bytes of entries are 0."""
-    rule = method.layout.rule
-    M = rule.visible_entries(tokens // rule.chunk) + spare
-    W = tokens if rule.window is None else min(tokens, rule.window + rule.chunk + spare)
-    sizes = ((M, D), (M, Dv), (W, D), (W, Dv), (method.layout.num_summary, D))
-    slots = [torch.full((B, K, *size), torch.nan, dtype=dtype, device=DEVICE) for size in sizes]
-    form = method.layout.entry_format
-    if form.bits < 16:
-        widths = (form.width(x, dtype.itemsize) for x in (D, Dv))
-        slots[:2] = (torch.zeros(B, K, M, width, dtype=torch.uint8, device=DEVICE) for width in widths)
-    numbers = (torch.zeros(B, *size, dtype=torch.int64, device=DEVICE) for size in ((), (2,)))
-    arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=DEVICE)
-    biases = torch.full((B, K, M if method.layout.matched else 0, 1), torch.nan, device=DEVICE)
-    return StepState(*slots, *numbers, arrived, biases)
+    M = method.layout.rule.visible_entries(tokens // method.layout.rule.chunk) + spare
+    made = {"rows": B, "dtype": dtype, "spare": spare, "entries": M, "device": DEVICE}
+    state = empty(plan_of(method), tokens, K, (D, Dv), **made)
+    return StepState(*(x.fill_(torch.nan) if x.is_floating_point() else x for x in state))
 
 
 def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
@@ -71,7 +50,7 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
         for x in now:
             x[~real] = torch.nan
         token = NewToken(*now, None if arrivals is None else real, counter)
-        result = triton_step.step(token, state, plan_of(method), scale=scale, latent=latent)
+        result = triton_step.step(StepCall(token, state, plan_of(method), scale=scale, latent=latent))
         assert bool((result[~real] == 0).all())
         out[rows[real], :, at[real]] = result[real][:, :, 0]
     assert int(counter) == steps
@@ -81,8 +60,8 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
 @pytest.fixture(autouse=True)
 def poisoned_scratch(monkeypatch):
     """What a split does not write must not be read."""
-    original = triton_step._scratch
-    monkeypatch.setattr(triton_step, "_scratch", lambda *args: tuple(x.fill_(torch.nan) for x in original(*args)))
+    original = ring_step._scratch
+    monkeypatch.setattr(ring_step, "_scratch", lambda *args: tuple(x.fill_(torch.nan) for x in original(*args)))
 
 
 CASES = {
@@ -199,7 +178,7 @@ def test_goes_on_from_a_prefill_as_the_reference_does(name, rows, heads):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
         sources, past = extend(method, past, q_now, k_now, v_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
-        out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
+        out = triton_step.step(StepCall(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3))
         assert exact_to_rounding(out, want.cpu(), v.abs().max(), q.shape[3])
         M = past.entries[0].shape[2]
         for made, entries in ((state.entries_k, past.entries[0]), (state.entries_v, past.entries[1])):
@@ -256,7 +235,7 @@ def test_tokens_are_taken_back_from_larger_rings(name):
 
 def step_at(method, q, k, v, state, t):
     now = (x[:, :, t : t + 1] for x in (q, k, v))
-    return triton_step.step(NewToken(*now), state, plan_of(method), scale=q.shape[3] ** -0.5)[:, :, 0]
+    return triton_step.step(StepCall(NewToken(*now), state, plan_of(method), scale=q.shape[3] ** -0.5))[:, :, 0]
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -269,7 +248,7 @@ def test_goes_on_from_prompts_of_different_lengths_as_the_reference_does(name):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
         sources, past = extend(method, past, q_now, k_now, v_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
-        out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
+        out = triton_step.step(StepCall(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3))
         assert exact_to_rounding(out, want.cpu(), v.abs().max())
     assert state.seen.tolist() == [steps] * 3
     for b, n in enumerate(lengths):
@@ -307,7 +286,7 @@ def test_large_chunks(rows):
         q_now, k_now, v_now = (x[:, :, t : t + 1] for x in (q, k, v))
         sources, past = extend(method, past, q_now, k_now, v_now, scale=0.3, backend="reference")
         want = attend_to(sources, q_now, scale=0.3, backend="reference")[0]
-        out = triton_step.step(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3)
+        out = triton_step.step(StepCall(NewToken(q_now, k_now, v_now), state, plan_of(method), scale=0.3))
         assert exact_to_rounding(out, want.cpu(), v.abs().max())
 
 
@@ -392,7 +371,7 @@ def torch_decode(method, q, k, scale, latent):
     state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
     state = StepState._make(x.zero_() for x in state)  # the step reads slots that hold nothing, and masks them
     steps = (
-        torch_step.step(NewToken(*now, now[1][..., :0]), state, plan, scale=scale, own=own, latent=latent)
+        torch_step.step(StepCall(NewToken(*now, now[1][..., :0]), state, plan, scale=scale, latent=latent), own)
         for now in ((q[:, :, t : t + 1], k[:, :, t : t + 1]) for t in range(L))
     )
     return torch.cat(list(steps), 2)
@@ -464,10 +443,10 @@ def same(one, other):
 def test_repeats_are_bit_equal():
     now, state, plan = some_step(seen=24)
     first = copy_of(state)
-    out = triton_step.step(NewToken(*now), first, plan, scale=0.25)
+    out = triton_step.step(StepCall(NewToken(*now), first, plan, scale=0.25))
     for _ in range(50 if DEVICE == "cuda" else 2):
         again = copy_of(state)
-        assert torch.equal(triton_step.step(NewToken(*now), again, plan, scale=0.25), out)
+        assert torch.equal(triton_step.step(StepCall(NewToken(*now), again, plan, scale=0.25)), out)
         assert same(first, again)
 
 
@@ -478,10 +457,10 @@ def test_any_layout():
     )
     wide = [torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]] for x in now]
     columns = [x.mT.contiguous().mT for x in now]
-    out = triton_step.step(NewToken(*now), copy := copy_of(state), plan, scale=0.25)
-    assert torch.equal(triton_step.step(NewToken(*wide), strided, plan, scale=0.25), out)
+    out = triton_step.step(StepCall(NewToken(*now), copy := copy_of(state), plan, scale=0.25))
+    assert torch.equal(triton_step.step(StepCall(NewToken(*wide), strided, plan, scale=0.25)), out)
     assert same(copy, strided)
-    assert torch.equal(triton_step.step(NewToken(*columns), copy_of(state), plan, scale=0.25), out)
+    assert torch.equal(triton_step.step(StepCall(NewToken(*columns), copy_of(state), plan, scale=0.25)), out)
 
 
 def column_of(x, among=3):
@@ -497,9 +476,9 @@ def test_counts_with_gaps_between_them():
         real = real.to(DEVICE)
         tight, gaps = copy_of(state), copy_of(state)
         gaps = gaps._replace(seen=column_of(gaps.seen), arrived=column_of(gaps.arrived))
-        out = triton_step.step(NewToken(*now, real.contiguous()), tight, plan, scale=0.25)
+        out = triton_step.step(StepCall(NewToken(*now, real.contiguous()), tight, plan, scale=0.25))
         strided = real if real.stride() == (0,) else column_of(real.int())
-        assert torch.equal(triton_step.step(NewToken(*now, strided), gaps, plan, scale=0.25), out)
+        assert torch.equal(triton_step.step(StepCall(NewToken(*now, strided), gaps, plan, scale=0.25)), out)
         assert same(tight, gaps)
 
 
@@ -507,9 +486,9 @@ def test_prompts_with_gaps_between_them():
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 40, 16, 16, dtype=torch.float32))
     _, state = after_prompts(SELECT, q, k, v, (31, 22), 9)
     now = [x[:, :, 31:32] for x in (q, k, v)]
-    out = triton_step.step(NewToken(*now), tight := copy_of(state), plan_of(SELECT), scale=0.3)
+    out = triton_step.step(StepCall(NewToken(*now), tight := copy_of(state), plan_of(SELECT), scale=0.3))
     gaps = copy_of(state)._replace(first=column_of(state.first))
-    assert torch.equal(triton_step.step(NewToken(*now), gaps, plan_of(SELECT), scale=0.3), out)
+    assert torch.equal(triton_step.step(StepCall(NewToken(*now), gaps, plan_of(SELECT), scale=0.3)), out)
     assert same(tight, gaps)
 
 
@@ -543,7 +522,7 @@ def test_compiles_as_one_operation():
     real = torch.tensor([True, False], device=DEVICE)
 
     def one(q, k, v, *state):
-        return triton_step.step(NewToken(2 * q, k, v, real), StepState(*state), plan, scale=0.25) + 1
+        return triton_step.step(StepCall(NewToken(2 * q, k, v, real), StepState(*state), plan, scale=0.25)) + 1
 
     eager, compiled = copy_of(state), copy_of(state)
     want = one(*now, *eager)
@@ -578,7 +557,7 @@ def test_refuses_what_it_has_no_kernel_for():
         "chunks of up to 128 tokens, got 129": (q, k, v, state, large),
         "ring_v must be": (q, k, v, short, plan),
         "ring_q must be": (q, k, v, few, plan),
-        "v must be": (q, k[:, :1], v, state, plan),
+        "k must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
         "first must be": (q, k, v, state._replace(first=state.first[:, :1]), plan),
         "arrived must be": (q, k, v, state._replace(arrived=state.arrived[:, 1:]), plan),
@@ -591,9 +570,9 @@ def test_refuses_what_it_has_no_kernel_for():
         "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),
     }.items():
         with pytest.raises(ValueError, match=match):
-            triton_step.step(NewToken(*args[:3]), *args[3:5], scale=0.25, latent=sum(args[5:]))
+            triton_step.step(StepCall(NewToken(*args[:3]), *args[3:5], scale=0.25, latent=sum(args[5:])))
     with pytest.raises(ValueError, match="real must be"):
-        triton_step.step(NewToken(q, k, v, torch.ones(1, dtype=torch.bool)), state, plan, scale=0.25)
+        triton_step.step(StepCall(NewToken(q, k, v, torch.ones(1, dtype=torch.bool)), state, plan, scale=0.25))
     assert same(before, state)
 
 
@@ -610,7 +589,7 @@ def test_real_rows_have_any_stride(layout):
     for i in range(L):
         now = [x[:, :, i : i + 1] for x in (q, k, v)]
         outs = [
-            triton_step.step(NewToken(*now, real), state, plan_of(method), scale=0.25)
+            triton_step.step(StepCall(NewToken(*now, real), state, plan_of(method), scale=0.25))
             for state, real in ((strided, mask[:, i]), (copied, mask[:, i].clone().contiguous()))
         ]
         assert mask[:, i].stride() != (1,)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from condense.functional import read_whole
-from condense.methods import Context, Method, Recall
+from condense.methods import Context, Method, step_settings
+from condense.ops.step import fields_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
 
 def sees_by_position(method: Method) -> bool:
     """True if a query's position alone says what it sees, whatever the tokens are."""
-    return method.prompt_reader is None and not isinstance(method, Recall)
+    return method.prompt_reader is None and method.layout.choice is None
 
 
 def visible_pairs(method: Method, context: Context, length: int) -> int:
@@ -95,9 +96,9 @@ def visible_pairs(method: Method, context: Context, length: int) -> int:
     An open group of Recall counts as its tokens.
     """
     entries, window = (span.hi - span.lo for span in context.spans.at(0, length, context.window.k.device))
-    if isinstance(method, Recall):
-        opened = method.quota.at(entries)
-        entries = opened * method.group_size + (entries - opened) * (method.unchosen == "pool")
+    if (choice := method.layout.choice) is not None:
+        opened = choice.quota.at(entries)
+        entries = opened * method.layout.rule.chunk + (entries - opened) * choice.pool
     return round(sum(float(seen.sum(-1).double().mean()) for seen in (entries, window)))
 
 
@@ -113,15 +114,14 @@ def beside_keys(method: Method, setting: Setting, entries: int) -> int:
     """Bytes that a step reads per row and KV head beside whole keys and values: those of Recall's index, less what
     entries in fewer than 16 bits save.
     """
-    w, vw, itemsize = setting.shape.width, setting.shape.value_width, setting.dtype.itemsize
-    form, more, pooled_entries = method.layout.entry_format, 0, entries
-    if isinstance(method, Recall):
-        codes, grid = method.index_settings.widths(w)
-        wide = torch.promote_types(setting.dtype, torch.float32).itemsize
-        more = entries * (codes * (itemsize if method.index_settings.bits == 16 else 1) + grid * wide)
-        pooled_entries = 0 if method.unchosen == "drop" else entries - method.quota.at(entries)
-    kept = (w + vw) * itemsize if form.bits == 16 else form.width(w, itemsize) + form.width(vw, itemsize)
-    return more - pooled_entries * ((w + vw) * itemsize - kept)
+    heads, choice, pooled_entries = setting.shape, method.layout.choice, entries
+    widths = (heads.width, heads.value_width)
+    fields = fields_of(step_settings(method), heads.num_kv, widths, setting.dtype)
+    nbytes = {field.name: field.nbytes for field in fields}
+    if choice is not None:
+        pooled_entries = entries - choice.quota.at(entries) if choice.pool else 0
+    saved = sum(widths) * setting.dtype.itemsize - nbytes["entries_k"] - nbytes["entries_v"]
+    return entries * (nbytes["codes"] + nbytes["grid"]) - pooled_entries * saved
 
 
 def step_bytes(setting: Setting, keys: int, more: int = 0) -> int:

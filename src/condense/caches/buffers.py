@@ -9,84 +9,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.caches.token_store import new_store, read_tokens, write_tokens
-from condense.methods import NO_FIRST, FirstEntries, Method, Recall, entry_bias
+from condense.caches.token_store import read_tokens, write_tokens
+from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
 from condense.ops import StepSettings, StepState
-from condense.ops.recall import RecallState
+from condense.ops.step import Sizes, empty_state
 from condense.ops.tensors.bias import per_entry
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.state import LayerState, num_entries
 
-# the buffers that a decode step changes in place: `RecallState` for `condense.Recall`, `StepState` for other methods
-Buffers = StepState | RecallState
 
+def new_buffers(
+    k: Tensor, v: Tensor, settings: StepSettings, *, entries: int, tokens: int, queries: int, stored: int = 0
+) -> StepState:
+    """Buffers with rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v; stored: groups in the store.
 
-def empty_buffers(k: Tensor, v: Tensor, M: int, W: int, Q: int, settings: StepSettings) -> StepState:
-    """Buffers full of zeros, with rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v; Q query slots.
-
-    settings: how entries are kept, and whether they have biases of their own.
+    Raises ValueError and RuntimeError, no memory taken, as `condense.ops.step.empty_state`.
     """
-    (B, K, _, D), Dv, form = k.shape, v.shape[3], settings.entry_format
-    widths, matched = [form.width(x, k.itemsize) for x in (D, Dv)], settings.matched
-    entries = [k.new_zeros(B, K, M, width, dtype=form.dtype(k.dtype)) for width in widths]
-    buffers = [*entries, *(k.new_zeros(B, K, *size) for size in ((W, D), (W, Dv), (Q, D)))]
-    numbers = [torch.zeros(B, *size, dtype=torch.int64, device=k.device) for size in ((), (2,))]
-    arrived = torch.zeros(B, K + 1, dtype=torch.int32, device=k.device)
-    biases = k.new_zeros(B, K, M if matched else 0, 1, dtype=torch.promote_types(k.dtype, torch.float32))
-    return StepState._make([*buffers, *numbers, arrived, biases])
-
-
-def empty_recall_buffers(method: Recall, k: Tensor, v: Tensor, M: int, W: int, *, stored: int, Q: int) -> RecallState:
-    """As `empty_buffers`, with room for M groups, the tokens of ``stored`` groups, and the slots of a store.
-
-    Raises ValueError, no memory taken, for widths that the index or the store cannot hold, and RuntimeError as
-    `condense.caches.token_store.new_store` does.
-    """
-    (B, K, _, D), Dv, g = k.shape, v.shape[3], method.group_size
-    index, S = method.index_settings, method.store_slots
-    num_codes, num_grid = index.widths(D)
-    codes = k.dtype if index.bits == 16 else torch.uint8
-    form = method.store_format
-    width, stored_dtype = form.width(D, Dv, k.dtype.itemsize), form.dtype(k.dtype)
-    of_entries = method.layout.entry_format
-    entry_widths = [of_entries.width(x, k.itemsize) if method.unchosen == "pool" else 0 for x in (D, Dv)]
-
-    def zeros(columns: int, width: int, dtype: torch.dtype = k.dtype) -> Tensor:
-        return k.new_zeros(B, K, columns, width, dtype=dtype)
-
-    return RecallState(
-        entries_k=zeros(M, entry_widths[0], of_entries.dtype(k.dtype)),
-        entries_v=zeros(M, entry_widths[1], of_entries.dtype(k.dtype)),
-        codes=zeros(M, num_codes, codes),
-        grid=zeros(M, num_grid, torch.promote_types(k.dtype, torch.float32)),
-        store=new_store(k, stored * g, width, stored_dtype, on_host=method.store == "host"),
-        ring_k=zeros(W, D),
-        ring_v=zeros(W, Dv),
-        seen=torch.zeros(B, dtype=torch.int64, device=k.device),
-        slots=zeros(S * g, width, stored_dtype),
-        held=torch.full((B, K, S), -1, dtype=torch.int32, device=k.device),
-        order=torch.arange(S, dtype=torch.int32, device=k.device).repeat(B, K, 1),
-        ring_q=zeros(Q, D),
-        biases=zeros(*((M, 1) if method.layout.matched else (0, 0)), torch.promote_types(k.dtype, torch.float32)),
+    sizes = Sizes(
+        k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), entries, tokens, queries, stored * settings.rule.chunk
     )
-
-
-def clear_buffers(buffers: Buffers) -> None:
-    """Reset buffers in place to the values of new ones.
-
-    Pinned memory keeps its values, because clearing it takes seconds and no kernel reads groups that are not closed.
-    """
-    for x in buffers:
-        if x.device == buffers.seen.device:
-            x.zero_()
-    if isinstance(buffers, RecallState):
-        buffers.held.fill_(-1)
-        buffers.order.copy_(torch.arange(buffers.order.shape[2], device=buffers.order.device))
+    return empty_state(k, settings, sizes)
 
 
 def read_state(
     method: Method,
-    buffers: Buffers,
+    settings: StepSettings,
+    buffers: StepState,
     seen: PerRow,
     first: FirstEntries,
     num_window: int,
@@ -99,11 +47,10 @@ def read_state(
     `condense.caches.token_store.read_tokens`.
     """
     entries, device = max_row(num_entries(method, seen, first.num)), buffers.ring_k.device
-    store, counts = _store_of(buffers), [entries * n for n in _columns_per_entry(method, buffers)]
     return LayerState(
         tuple(
-            x[:, :, :n] if x is not store else read_tokens(x, n, device, fetched)
-            for x, n in zip(buffers.entries, counts, strict=True)
+            read_tokens(x, entries * n, device, fetched) if x is buffers.store else x[:, :, : entries * n]
+            for x, n in _entries_of(buffers, settings)
         ),
         newest_columns(buffers.ring_k, seen, num_window),
         newest_columns(buffers.ring_v, seen, num_window),
@@ -113,12 +60,14 @@ def read_state(
     )
 
 
-def write_state(method: Method, buffers: Buffers, before: LayerState | None, state: LayerState) -> None:
+def write_state(
+    method: Method, settings: StepSettings, buffers: StepState, before: LayerState | None, state: LayerState
+) -> None:
     """Copy ``state`` into buffers that hold the state ``before`` (None: they are empty); of entries, only new ones."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.first.num))
     last = max_row(num_entries(method, state.seen, state.first.num))
     if last > first:  # before the first group is pooled, a state has no tensors of the method's own
-        for buffer, made, n in zip(buffers.entries, state.entries, _columns_per_entry(method, buffers), strict=True):
+        for (buffer, n), made in zip(_entries_of(buffers, settings), state.entries, strict=True):
             write_tokens(buffer, n * first, made[:, :, n * first : n * last])
     store_newest(buffers.ring_k, state.window_k, state.seen)
     store_newest(buffers.ring_v, state.window_v, state.seen)
@@ -127,7 +76,6 @@ def write_state(method: Method, buffers: Buffers, before: LayerState | None, sta
     # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
     buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
     if before is None and state.first.exist:
-        assert isinstance(buffers, StepState)
         buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
 
 
@@ -141,15 +89,9 @@ def static_bias(
     return None if bias is None else bias.expand(rows, 1, capacity).contiguous()
 
 
-def _columns_per_entry(method: Method, buffers: Buffers) -> tuple[int, ...]:
-    """Columns per entry in each of ``buffers.entries``: g in a store of exact tokens, 1 in the others."""
-    store = _store_of(buffers)
-    return tuple(method.layout.rule.chunk if x is store else 1 for x in buffers.entries)
-
-
-def _store_of(buffers: Buffers) -> Tensor | None:
-    """The store of exact tokens, None in buffers without one."""
-    return buffers.store if isinstance(buffers, RecallState) else None
+def _entries_of(buffers: StepState, settings: StepSettings) -> list[tuple[Tensor, int]]:
+    """All buffers of entries, each with its columns per entry: g in a store of exact tokens, 1 in the others."""
+    return [(x, settings.rule.chunk if x is buffers.store else 1) for x in buffers.entries(settings)]
 
 
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:

@@ -1,20 +1,18 @@
 """Recall's growing cache layer: its state always lies in buffers with spare room, so that when a group closes only that
 group is written and no other is copied.
 
-Single tokens are read by `condense.ops.recall.recall_step`, several by `condense.functional.extend`; both write to the
-same buffers. Shapes as in `condense.ops.recall.state`.
+Single tokens are read by `condense.ops.decode_step`, several by `condense.functional.extend`; both write to the
+same buffers. Shapes as in `condense.ops.step.state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from condense.caches.buffers import Buffers, empty_recall_buffers, write_state
+from condense.caches.buffers import new_buffers, write_state
 from condense.caches.growing import CondensedLayer
 from condense.caches.ring import RingState, longer, room_for
 from condense.caches.token_store import (
@@ -22,44 +20,34 @@ from condense.caches.token_store import (
     check_store,
     fetch_tokens,
     finish_writes,
-    is_in_host_memory,
     longer_store,
     refuse_reorder,
     with_pinned_store,
 )
 from condense.methods import Method, Recall
-from condense.ops import Extras, NewToken
-from condense.ops.recall import RecallSettings, RecallState, prepare_recall_step, recall_step
+from condense.ops import StepState
+from condense.ops.step import entry_names, fields_of
 from condense.ops.tensors.per_row import PerRow, max_row
 from condense.state import LayerState, num_entries
 
-if TYPE_CHECKING:
-    from condense.ops.triton.prepared import PreparedStep
-
 
 class RecallRing(PinnedCopies, RingState):
-    """The buffers of one layer, a `RecallState`, which are copied to longer ones when their room is used up.
+    """The buffers of one layer, a `StepState`, which are copied to longer ones when their room is used up.
 
     A store in host memory has room for a power of two groups, since PyTorch takes pinned memory in powers of two, and
     doubles once that is full; all else grows by 1/32.
     """
 
-    buffers: RecallState
     method: Recall
 
-    @cached_property
-    def recall_settings(self) -> RecallSettings:
-        """The settings of every step."""
-        return self.method.step_settings
-
-    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> RecallState:
-        queries = max(self.settings.num_summary, self._most_queries)
-        return empty_recall_buffers(self.method, k, v, M, W, stored=self._store_slots(M), Q=queries)
+    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
+        queries, stored = max(self.settings.num_summary, self._most_queries), self._store_slots(M)
+        return new_buffers(k, v, self.settings, entries=M, tokens=W, queries=queries, stored=stored)
 
     def write(self, before: LayerState, after: LayerState) -> None:
         """Copy in the state ``after``, which `condense.functional.extend` made from ``before``, the buffers' state."""
         self._make_room(after.seen)
-        write_state(self.method, self.buffers, before, after)
+        write_state(self.method, self.settings, self.buffers, before, after)
         self._before, self._taken = after.seen, 0
         self.num_window, self.num_queries = after.window_k.shape[2], after.mean_q.shape[2]
         self._steps_left = self._count_steps()
@@ -71,31 +59,22 @@ class RecallRing(PinnedCopies, RingState):
 
     def map_tensors(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> None:
         """Apply ``change`` to all buffers and ``change_number`` to the numbers per row; a pinned store stays pinned."""
-        if is_in_host_memory(self.buffers):
+        if self.buffers.is_apart:
             finish_writes(self.buffers.seen.device)
         super().map_tensors(change, change_number)
         self.buffers = with_pinned_store(self.buffers)
-
-    def _operation(self, token: NewToken, scale: float, extras: Extras) -> Tensor:
-        return recall_step(token, self.buffers, self.recall_settings, scale=scale, latent=self.latent, extras=extras)
-
-    def _prepare(self, token: NewToken, scale: float, extras: Extras) -> PreparedStep | None:
-        return prepare_recall_step(
-            token, self.buffers, self.recall_settings, scale=scale, latent=self.latent, extras=extras
-        )
 
     def _entry_slots(self, entries: int) -> int:
         slots = super()._entry_slots(entries)
         # no spare room beyond the power of two that a store in host memory takes: one group more would double it
         return slots if self.method.store == "device" else min(slots, self._store_slots(max(entries, room_for(0))))
 
-    def _longer_entries(self, buffers: Buffers, slots: int) -> RecallState:
-        assert isinstance(buffers, RecallState)
-        *entries, store = buffers.entries
+    def _longer_entries(self, buffers: StepState, slots: int) -> StepState:
+        *entries, store = buffers.entries(self.settings)
         tokens = self._store_slots(slots) * self.method.group_size
         if tokens > store.shape[2]:
             store = longer_store(store, tokens, buffers.seen.device)
-        new = zip(buffers.entry_names, (*(longer(x, slots) for x in entries), store), strict=True)
+        new = zip(entry_names(self.settings), (*(longer(x, slots) for x in entries), store), strict=True)
         return buffers._replace(**dict(new))
 
     def _store_slots(self, groups: int) -> int:
@@ -115,9 +94,9 @@ class RecallLayer(CondensedLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
         """Note the device, once it is clear that tokens like these can be kept."""
-        self.recall.index_settings.widths(key_states.shape[3])
-        self.recall.store_format.width(key_states.shape[3], value_states.shape[3], key_states.dtype.itemsize)
-        check_store(self.recall, key_states, value_states, latent=latent_width or 0)
+        (_, K, _, D), Dv = key_states.shape, value_states.shape[3]
+        fields_of(self._settings, K, (D, Dv), key_states.dtype)  # raises ValueError
+        check_store(self._settings, key_states, value_states, latent=latent_width or 0)
         super().lazy_initialization(key_states, value_states, latent_width)
 
     @property

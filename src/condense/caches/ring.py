@@ -2,7 +2,7 @@
 
 The buffers have spare room and are copied to larger ones when it is used up. The rings keep as much as
 `condense.functional.extend` does: `condense.state.SLACK` tokens and queries more than a step needs, so that as
-many can be taken back. Shapes as in `condense.ops.types`.
+many can be taken back. Shapes as in `condense.ops.step.state`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.caches.buffers import Buffers, empty_buffers, read_state, write_state
+from condense.caches.buffers import new_buffers, read_state, write_state
 from condense.methods import FirstEntries, Method
-from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepSettings, StepState, decode_step, prepare_step
+from condense.ops import (
+    NO_EXTRAS,
+    Extras,
+    NewToken,
+    OwnEntries,
+    StepCall,
+    StepSettings,
+    StepState,
+    decode_step,
+    prepare_step,
+    step_backend,
+)
+from condense.ops.step import entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries
 
@@ -57,7 +69,8 @@ class RingState:
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
         self.buffers = self._take_memory(state.window_k, state.window_v, M, W)
-        write_state(method, self.buffers, None, state)
+        self._choose_backend()
+        write_state(method, settings, self.buffers, None, state)
         self._steps_left = self._count_steps()
         # what the newest step worked out, for tokens laid out as its own and for the buffers that it wrote to
         self._prepared: PreparedStep | None = None
@@ -66,9 +79,9 @@ class RingState:
         """For copies and pickles, whose buffers are others: they prepare their own steps."""
         return self.__dict__ | {"_prepared": None}
 
-    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
+    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
         queries = max(self.settings.num_summary, self._most_queries)
-        return empty_buffers(k, v, M, W, queries, self.settings)
+        return new_buffers(k, v, self.settings, entries=M, tokens=W, queries=queries)
 
     @property
     def seen(self) -> PerRow:
@@ -86,7 +99,7 @@ class RingState:
         fetched: as in `condense.caches.request.ReadRequest`.
         """
         held = self.num_window, self.num_queries
-        return read_state(self.method, self.buffers, self.seen, self.first, *held, fetched)
+        return read_state(self.method, self.settings, self.buffers, self.seen, self.first, *held, fetched)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras = NO_EXTRAS
@@ -95,7 +108,8 @@ class RingState:
         if self._steps_left <= 0:
             self._make_room(self.seen + 1)
         on_device = None if real is None else real.to(q.device, non_blocking=True)
-        out = self._decode(NewToken(q, k, v, on_device), scale, extras)
+        token = NewToken(q, k, v, on_device)
+        out = self._decode(StepCall(token, self.buffers, self.settings, scale, self.latent, extras))
         self._steps_left -= 1
         self.num_window = min(self.num_window + 1, self.buffers.ring_k.shape[2])
         self.num_queries = min(self.num_queries + 1, self._most_queries)
@@ -105,27 +119,22 @@ class RingState:
             self._before = int_if_equal(self._before + real)
         return out
 
-    def _decode(self, token: NewToken, scale: float, extras: Extras) -> Tensor:
+    def _decode(self, call: StepCall) -> Tensor:
         # a trace, or a subclass of tensors, has to see the step as one operation, which a prepared step is not
-        if torch.compiler.is_compiling() or type(token.q) is not Tensor:
-            return self._operation(token, scale, extras)
+        if torch.compiler.is_compiling() or type(call.token.q) is not Tensor:
+            return self._operation(call)
         prepared = self._prepared
-        if prepared is None or not prepared.takes(token, self.buffers, scale, extras):
-            prepared = self._prepared = self._prepare(token, scale, extras)
-        return self._operation(token, scale, extras) if prepared is None else prepared(token, extras.sink_logits)
+        if prepared is None or not prepared.takes(call):
+            prepared = self._prepared = self._prepare(call)
+        return self._operation(call) if prepared is None else prepared(call.token, call.extras.sink_logits)
 
-    def _operation(self, token: NewToken, scale: float, extras: Extras) -> Tensor:
+    def _operation(self, call: StepCall) -> Tensor:
         """Read a token by one operation."""
-        assert isinstance(self.buffers, StepState)
-        return decode_step(
-            token, self.buffers, self.settings, scale=scale, own=OwnEntries(self.method.represent), latent=self.latent,
-            extras=extras, backend="triton",
-        )  # fmt: skip
+        return decode_step(call, OwnEntries(self.method.represent), backend=self.backend)
 
-    def _prepare(self, token: NewToken, scale: float, extras: Extras) -> PreparedStep | None:
+    def _prepare(self, call: StepCall) -> PreparedStep | None:
         """The steps for tokens laid out as this one, which is not read; None: there is the operation alone."""
-        assert isinstance(self.buffers, StepState)
-        return prepare_step(token, self.buffers, self.settings, scale=scale, latent=self.latent, extras=extras)
+        return prepare_step(call) if self.backend == "triton" else None
 
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.
@@ -165,13 +174,21 @@ class RingState:
             buffers = buffers._replace(ring_k=longer(buffers.ring_k, slots), ring_v=longer(buffers.ring_v, slots))
         if buffers is not self.buffers:
             self._prepared = None  # which would keep the shorter ones in memory until the next step
-        self.buffers = buffers
+            self.buffers = buffers
+            self._choose_backend()
         self._steps_left = self._count_steps()
 
-    def _longer_entries(self, buffers: Buffers, slots: int) -> Buffers:
-        assert isinstance(buffers, StepState)
-        new = {name: longer(x, slots) for name, x in zip(buffers.entry_names, buffers.entries, strict=True)}
-        return buffers._replace(**new)
+    def _choose_backend(self) -> None:
+        """Note the backend of the steps over these buffers."""
+        k, v = self.buffers.ring_k, self.buffers.ring_v
+        self.backend = step_backend(
+            k.device, k.dtype, (k.shape[3], v.shape[3]), self.settings, latent=self.latent,
+            entries=self.buffers.entries_k.shape[2],
+        )  # fmt: skip
+
+    def _longer_entries(self, buffers: StepState, slots: int) -> StepState:
+        names = entry_names(self.settings)
+        return buffers._replace(**{name: longer(getattr(buffers, name), slots) for name in names})
 
     def _entry_slots(self, entries: int) -> int:
         """Columns to take for ``entries`` entries: with spare room, but not more than the rule ever needs."""

@@ -6,7 +6,7 @@ Its buffers have room for the entries of ``max_cache_len`` tokens and for the wi
 A method may make first entries of the first tokens (`condense.methods.FirstEntries`), not as many as its chunks would.
 If several tokens come first, the buffers are sized for these entries and the chunks that can follow. If a step comes
 first, as before a CUDA graph is captured, they are sized for the most entries that there can be: for DGA about
-``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.types`.
+``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.step.state`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from condense.caches.buffers import Buffers, clear_buffers, empty_buffers, read_state, static_bias, write_state
+from condense.caches.buffers import new_buffers, read_state, static_bias, write_state
 from condense.caches.fixed import FixedCacheLayer
 from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, step_settings
-from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepState, decode_step, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
+from condense.ops.step import clear_state, entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, first_entries, most_entries, num_entries
 
@@ -63,7 +64,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         self.method = method
         self.max_cache_len = max_cache_len
         self.settings = step_settings(method)
-        self.buffers: Buffers | None = None
+        self.buffers: StepState | None = None
         self.bias: Tensor | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.expected = self._expected_first
@@ -104,12 +105,13 @@ class StaticCondensedLayer(FixedCacheLayer):
             for tensor in (*self.buffers, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
 
-    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> Buffers:
+    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
         """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
         widths = (k.shape[3], v.shape[3])
-        self.backend = step_backend(k.device, k.dtype, widths, self.settings, latent=self.latent_width)
+        self.backend = step_backend(k.device, k.dtype, widths, self.settings, latent=self.latent_width, entries=M)
         self.bias = static_bias(self.method, k.shape[0], M, k.device)
-        return empty_buffers(k, v, M, W, self.settings.num_summary, self.settings)
+        queries, stored = self.settings.num_summary, 0 if self.settings.choice is None else M
+        return new_buffers(k, v, self.settings, entries=M, tokens=W, queries=queries, stored=stored)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True unless first entries are made of the next tokens; see `condense.caches.CondensedLayer`."""
@@ -143,15 +145,12 @@ class StaticCondensedLayer(FixedCacheLayer):
         return out
 
     def _decode(
-        self, q: Tensor, k: Tensor, v: Tensor, buffers: Buffers, scale: float, real: Tensor | None, extras: Extras
+        self, q: Tensor, k: Tensor, v: Tensor, buffers: StepState, scale: float, real: Tensor | None, extras: Extras
     ) -> Tensor:
         """The step itself, which changes the buffers and adds 1 to ``num_slots``; arguments as of `step`."""
-        assert isinstance(buffers, StepState)
-        own = OwnEntries(self.latent_method.represent, self.bias)
-        return decode_step(
-            NewToken(q, k, v, real, self.num_slots), buffers, self.settings, scale=scale, own=own,
-            latent=self.latent_width, extras=extras, backend=self.backend,
-        )  # fmt: skip
+        token = NewToken(q, k, v, real, self.num_slots)
+        call = StepCall(token, buffers, self.settings, scale, self.latent_width, extras)
+        return decode_step(call, OwnEntries(self.latent_method.represent, self.bias), backend=self.backend)
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens and return the sources that their queries attend to; as `condense.caches.CondensedLayer`.
@@ -174,7 +173,7 @@ class StaticCondensedLayer(FixedCacheLayer):
             # nothing was read: if this was the first call, give back the memory, so that rows and dtype are free again
             self.buffers, self.bias = held
             raise
-        write_state(self.method, buffers, before, after)
+        write_state(self.method, self.settings, buffers, before, after)
         if fresh:
             self._set_bias(after.first)
         self.num_slots.add_(L)
@@ -201,7 +200,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         """Set the host's count of slots. None: no count, because a replayed step may advance ``num_slots``."""
         self._counts = None if count is None else HostCounts(count)
 
-    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> Buffers:
+    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> StepState:
         """The buffers, made or enlarged if necessary. Raises ValueError if tokens like k and v do not fit in.
 
         needed: first entries and those of all chunks that can follow, None if the tokens make no first ones.
@@ -221,14 +220,14 @@ class StaticCondensedLayer(FixedCacheLayer):
             if not _is_recorded(self.device) and (num_slots := self.count_slots()) + L > self.max_cache_len:
                 self._refuse_length(num_slots, L)
         assert self.buffers is not None
-        if isinstance(self.buffers, StepState) and needed is not None and needed > self.buffers.entries_k.shape[2]:
+        if needed is not None and needed > self.buffers.entries_k.shape[2]:
             self._enlarge(self.buffers, needed)
         return self.buffers
 
     def _enlarge(self, buffers: StepState, capacity: int) -> None:
         """Replace the entries' buffers, which are still empty, by larger ones."""
-        larger = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in buffers.entries]
-        self.buffers = buffers._replace(**dict(zip(buffers.entry_names, larger, strict=True)))
+        larger = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in buffers.entries(self.settings)]
+        self.buffers = buffers._replace(**dict(zip(entry_names(self.settings), larger, strict=True)))
         self.bias = static_bias(self.method, self.batch_size, capacity, self.device)
         for tensor in larger:
             torch._dynamo.mark_static_address(tensor)
@@ -239,7 +238,7 @@ class StaticCondensedLayer(FixedCacheLayer):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _state(self, buffers: Buffers, fetched: Tensor | None) -> LayerState:
+    def _state(self, buffers: StepState, fetched: Tensor | None) -> LayerState:
         """The state in the buffers; fetched: as in `ReadRequest`."""
         if self._counts is not None and self._counts.rows is not None:
             seen, first = self._counts.rows
@@ -247,9 +246,9 @@ class StaticCondensedLayer(FixedCacheLayer):
             # copies also on a CPU: all layers share what is made of these numbers, and a step changes its own in place
             seen = int_if_equal(buffers.seen.to("cpu", copy=True))
             first = NO_FIRST
-            if isinstance(buffers, StepState) and self.settings.has_first:
+            if self.settings.has_first:
                 first = FirstEntries.of(*buffers.first.to("cpu", copy=True).T)
-        return read_state(self.method, buffers, seen, first, max_row(seen), max_row(seen), fetched)
+        return read_state(self.method, self.settings, buffers, seen, first, max_row(seen), max_row(seen), fetched)
 
     def _set_bias(self, first: FirstEntries) -> None:
         """Update the bias of entries that begin with ``first``, if the step does not derive it from settings."""
@@ -269,7 +268,7 @@ class StaticCondensedLayer(FixedCacheLayer):
     def reset(self) -> None:
         """Forget everything, in place."""
         if self.buffers is not None:
-            clear_buffers(self.buffers)
+            clear_state(self.buffers, self.settings)
             self.num_slots.zero_()
             self._set_bias(NO_FIRST)
         self.expected = self._expected_first

@@ -11,7 +11,6 @@ Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stor
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -19,30 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.methods import Recall
-from condense.ops.recall import RecallState
-from condense.ops.recall.limits import groups_obstacle, pairs_obstacle, store_obstacle
+from condense.ops import StepSettings, StepState
+from condense.ops.step.state import pinned_zeros
+from condense.ops.triton.limits import step_obstacle
 
 
-def check_store(method: Recall, k: Tensor, v: Tensor, latent: int, groups: int | None = None) -> None:
+def check_store(settings: StepSettings, k: Tensor, v: Tensor, latent: int, groups: int = 0) -> None:
     """Raise ValueError where steps cannot read a store in host memory.
 
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; latent: as in `condense.ops.recall.recall_step`. groups: the most that the
-    cache will hold, None if that is not known; then a ``num_recall`` that is a share is checked by the step alone.
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; latent: as in `condense.ops.StepCall`. groups: the most that the cache will
+    hold, 0 if that is not known; then the step alone checks a number of open groups that grows with them.
     """
-    if method.store == "host" and k.is_cuda:
-        obstacle = store_obstacle(k, v, method.step_settings, latent=latent)
-        if obstacle is not None:
-            raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
-        obstacle = groups_obstacle(groups or 0)
-        if obstacle is not None:
-            raise ValueError(
-                f"store='host' needs the Triton step, which {obstacle}: use a larger group_size, a shorter cache or "
-                "store='device'"
-            )
-        opened = method.quota.at(groups) if groups is not None else method.num_recall
-        obstacle = pairs_obstacle(opened, method.slots) if isinstance(opened, int) else None
-        if obstacle is not None:
-            raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use fewer slots")
+    if settings.choice is None or not (settings.choice.store.on_host and k.is_cuda):
+        return
+    obstacle = step_obstacle(k.device, k.dtype, (k.shape[3], v.shape[3]), settings, latent=latent, entries=groups)
+    if obstacle is not None:
+        raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
 
 
 def refuse_reorder(method: Recall) -> None:
@@ -54,33 +45,14 @@ def refuse_reorder(method: Recall) -> None:
         )
 
 
-def new_store(k: Tensor, tokens: int, width: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
-    """Zeros ``[B, K, tokens, width]`` in ``dtype`` for k ``[B, K, L, D]``, on its device or in host memory.
-
-    Raises RuntimeError where the host cannot pin so much memory.
-    """
-    shape = (*k.shape[:2], tokens, width)
-    return _pinned_zeros(shape, dtype) if on_host and k.is_cuda else k.new_zeros(shape, dtype=dtype)
-
-
 def longer_store(store: Tensor, tokens: int, device: torch.device) -> Tensor:
     """A longer copy of a store, with zeros from its end up to column ``tokens``; device: that of the other buffers."""
     if store.device == device:
         return F.pad(store, (0, 0, 0, tokens - store.shape[2]))
     finish_writes(device)
-    longer = _pinned_zeros((*store.shape[:2], tokens, store.shape[3]), store.dtype)
+    longer = pinned_zeros((*store.shape[:2], tokens, store.shape[3]), store.dtype)
     longer[:, :, : store.shape[2]].copy_(store)
     return longer
-
-
-def _pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    try:
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"store='host' wants {math.prod(shape) * dtype.itemsize:,} bytes of pinned host memory for a layer of "
-            f"{shape[2]:,} tokens, which the host does not give: use store='device', a shorter cache or fewer rows"
-        ) from error
 
 
 def write_tokens(store: Tensor, start: int, tokens: Tensor) -> None:
@@ -144,25 +116,20 @@ def finish_writes(device: torch.device) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
-def is_in_host_memory(buffers: RecallState) -> bool:
-    """True if the store lies in host memory and the other buffers do not."""
-    return buffers.store.device != buffers.seen.device
-
-
-def with_pinned_store(buffers: RecallState) -> RecallState:
+def with_pinned_store(buffers: StepState) -> StepState:
     """The buffers with their store in pinned memory, if it is in host memory: copies of tensors are not pinned."""
-    if not is_in_host_memory(buffers) or buffers.store.is_pinned():
+    if not buffers.is_apart or buffers.store.is_pinned():
         return buffers
     return buffers._replace(store=buffers.store.pin_memory())
 
 
 class PinnedCopies:
-    """Mixin for classes with `RecallState` ``buffers``: copies and unpickled objects have a pinned store too."""
+    """Mixin for classes with `StepState` ``buffers``: copies and unpickled objects have a pinned store too."""
 
     buffers: Any
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.buffers is not None and is_in_host_memory(self.buffers):
+        if self.buffers is not None and self.buffers.is_apart:
             finish_writes(self.buffers.seen.device)
         state = super().__getstate__()
         assert isinstance(state, dict)

@@ -275,5 +275,5 @@ def step_settings(method: Method) -> StepSettings:
         bias = layout.bias[-1] if layout.bias else 0.0
     return StepSettings(
         *fixed, key, value, bias, num_focal, has_first=has_first, matched=layout.matched,
-        entry_bits=layout.entry_bits,
+        entry_bits=layout.entry_bits, choice=layout.choice,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from condense.config import check_bits, check_int
-from condense.ops import EntryFormat, Pooling, UniformRule
+from condense.ops import ChoiceSettings, EntryFormat, Pooling, UniformRule
 from condense.ops.tensors.per_row import PerRow, int_if_equal
 
 
@@ -73,7 +73,8 @@ class Layout:
     ``summary_delay`` tokens after the chunk's last; 0: none needed. pooling: how kernels make the entries; None if only
     `condense.Method.represent` can. bias: numbers added to the scaled scores of a chunk's p entries; empty for none.
     matched: each entry has a bias of its own, which ``represent`` returns. entry_bits: 16, or 8 or 4 for entries that
-    are rounded when they are made, which ``represent`` leaves to its callers. lookahead: None for a causal method.
+    are rounded when they are made, which ``represent`` leaves to its callers. choice: the closed groups whose tokens
+    queries see, which are stored; None if no token of a closed chunk is kept. lookahead: None for a causal method.
     """
 
     rule: UniformRule
@@ -83,6 +84,7 @@ class Layout:
     bias: tuple[float, ...] = ()
     matched: bool = False
     entry_bits: int = 16
+    choice: ChoiceSettings | None = None
     lookahead: Lookahead | None = None
 
     @property

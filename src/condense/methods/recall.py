@@ -19,33 +19,33 @@ from torch import Tensor
 from condense.config import check_bits, check_choice, check_int
 from condense.methods.base import Context, Method, matched_bias
 from condense.methods.grouped import REP_BIASES, RepBias
-from condense.methods.layout import Layout
+from condense.methods.layout import ChunkPooling, Layout
 from condense.ops import (
     NO_EXTRAS,
     POOLINGS,
+    ChoiceSettings,
     Chunks,
     Extras,
     Pooling,
     RuleSpans,
     Source,
     Spans,
+    StoreSettings,
     UniformRule,
     attend,
+    attend_recall,
     pool_groups,
 )
 from condense.ops.recall import (
     INDEX_KINDS,
-    EntrySettings,
     GroupIndex,
     IndexChoice,
     IndexKind,
     IndexSettings,
     Quota,
-    RecallSettings,
     RecallSources,
     StoreFormat,
     Unchosen,
-    attend_recall,
     build_index,
 )
 
@@ -135,25 +135,35 @@ class Recall(Method):
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
         check_bits("store_bits", self.store_bits)
-        _ = self.quota  # cached now, because torch.compile cannot trace how it is computed
-        _ = self.index_settings  # raises ValueError for an index_size that does not divide group_size
+        _ = (
+            self._choice
+        )  # raises ValueError for an index_size that does not divide group_size; cached for torch.compile
 
     @property
     def layout(self) -> Layout:
         """Groups of g behind the window, one entry each, pooled when the group is closed; a mean needs no summary."""
         rule = UniformRule(chunk=self.group_size, window=self.window)
+        is_overridden = type(self).represent is not Recall.represent
+        pooling = None if is_overridden else ChunkPooling(self.key_pooling, self.value_pooling)
         if self.unchosen == "drop":
-            return Layout(rule, summary_delay=self.window)
+            return Layout(rule, summary_delay=self.window, pooling=pooling, choice=self._choice)
         matched = self.rep_bias == "matched"
         scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
         return Layout(
             rule=rule,
             summary_delay=self.window,
             num_summary=self.group_size if scored else 0,
+            pooling=pooling,
             bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
             matched=matched,
             entry_bits=self.entry_bits,
+            choice=self._choice,
         )
+
+    @cached_property
+    def _choice(self) -> ChoiceSettings:
+        store = StoreSettings(self.store_bits, self.store == "host", self.slots if self.store == "host" else 0)
+        return ChoiceSettings(self.index_settings, self.quota, store, self.unchosen == "pool")
 
     @property
     def index_settings(self) -> IndexSettings:
@@ -172,25 +182,8 @@ class Recall(Method):
         return StoreFormat(self.store_bits, self.group_size)
 
     @property
-    def store_slots(self) -> int:
-        """Slots that a cache has per KV head and row; 0 if the store itself is on the device."""
-        return self.slots if self.store == "host" else 0
-
-    @property
-    def step_settings(self) -> RecallSettings:
-        """The method's settings in the form that `condense.ops.recall.recall_step` takes."""
-        layout = self.layout
-        entries = EntrySettings(
-            self.key_pooling, self.value_pooling, layout.bias[0] if layout.bias else 0.0, layout.num_summary,
-            layout.matched, layout.entry_bits,
-        )  # fmt: skip
-        return RecallSettings(
-            layout.rule, self.index_settings, self.quota, entries, self.unchosen == "pool", self.store_bits
-        )
-
-    @property
     def has_step(self) -> bool:
-        """True: `condense.ops.recall.recall_step` computes `attend`."""
+        """True: `condense.ops.decode_step` computes `attend`."""
         return type(self).attend is Recall.attend
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
@@ -235,7 +228,7 @@ class Recall(Method):
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
-        q ``[B, H, L, D]``; backend as in `condense.ops.recall.attend_recall`. Raises ValueError as `check_attention`,
+        q ``[B, H, L, D]``; backend as in `condense.ops.attend_recall`. Raises ValueError as `check_attention`,
         with gradients as `check_gradients`, and once there are groups to choose from, for a backend that cannot run.
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)

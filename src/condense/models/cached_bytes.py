@@ -1,11 +1,17 @@
-"""Bytes that a cache keeps of entries, index and store, and that a step reads of them, in one layer."""
+"""Bytes that a cache keeps, and that a step reads of them, in one layer: counts times the table of its buffers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from condense.methods import Method, Recall
+import torch
+
+from condense.methods import Method, Recall, step_settings
+from condense.models.counts import kept
+from condense.ops.step import Per, fields_of
 from condense.state import num_entries
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class CachedHeads(NamedTuple):
@@ -15,40 +21,30 @@ class CachedHeads(NamedTuple):
     width: int
     value_width: int
 
-    @property
-    def numbers(self) -> int:
-        """Numbers in one token of all heads."""
-        return self.num * (self.width + self.value_width)
+    def row_bytes(self, method: Method, itemsize: int) -> dict[tuple[str, Per], int]:
+        """Bytes of one row of each buffer of all heads, by its name and what the row stands for.
 
-    def entry_bytes(self, method: Method, itemsize: int) -> int:
-        """Bytes of one entry of all heads."""
-        form = method.layout.entry_format
-        if form.bits == 16:
-            return self.numbers * itemsize
-        return self.num * (form.width(self.width, itemsize) + form.width(self.value_width, itemsize))
+        Raises ValueError for numbers of another size than 2, 4 and 8 bytes.
+        """
+        if itemsize not in _DTYPES:
+            raise ValueError(f"itemsize must be 2, 4 or 8, got {itemsize}")
+        fields = fields_of(step_settings(method), self.num, (self.width, self.value_width), _DTYPES[itemsize])
+        return {(field.name, field.per): self.num * field.nbytes for field in fields}
 
-    def stored_bytes(self, method: Method, itemsize: int) -> int:
-        """Bytes of one token of all heads in Recall's store."""
-        if not isinstance(method, Recall) or method.store_bits == 16:
-            return self.numbers * itemsize
-        return self.num * method.store_format.width(self.width, self.value_width, itemsize)
-
-    def bias_bytes(self, method: Method, length: int, itemsize: int) -> int:
-        """Bytes of the matched biases of all entries, in float32 or wider; 0 if the method has none."""
-        return int(num_entries(method, length)) * self.num * max(4, itemsize) if method.layout.matched else 0
-
-    def index_bytes(self, method: Recall, length: int, itemsize: int) -> int:
-        """Bytes of the index of all closed groups: codes of 4, 8 or 16 bits, and a grid in float32 or wider."""
-        num_codes, num_grid = method.index_settings.widths(self.width)
-        code_bytes = num_codes * (itemsize if method.index_bits == 16 else 1)
-        return int(num_entries(method, length)) * self.num * (code_bytes + num_grid * max(4, itemsize))
+    def cached_bytes(self, method: Method, length: int, itemsize: int) -> tuple[int, int]:
+        """Bytes that a cache keeps on the device and in host memory after ``length`` tokens."""
+        counts, choice = kept(method, length), method.layout.choice
+        on_host = choice is not None and choice.store.on_host
+        held = {False: 0, True: 0}
+        for (_, per), nbytes in self.row_bytes(method, itemsize).items():
+            held[on_host and per is Per.STORED] += counts.get(per, 0) * nbytes
+        return held[False], held[True]
 
     def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
         """Bytes that a step after ``length`` tokens reads: index, entries and their biases, open groups, the window."""
         groups = int(num_entries(method, length))
-        unopened = groups - method.quota.at(groups)
-        opened = (groups - unopened) * method.group_size
-        entries = unopened * self.entry_bytes(method, itemsize) if method.unchosen == "pool" else 0
-        window = (length - groups * method.group_size) * self.numbers * itemsize
-        of_groups = self.index_bytes(method, length, itemsize) + opened * self.stored_bytes(method, itemsize)
-        return entries + window + of_groups + self.bias_bytes(method, length, itemsize)
+        opened, g = method.quota.at(groups), method.group_size
+        counts = dict.fromkeys(("codes", "grid", "biases"), groups) | {"store": opened * g}
+        counts |= dict.fromkeys(("entries_k", "entries_v"), groups - opened)
+        counts |= dict.fromkeys(("ring_k", "ring_v"), length - groups * g)
+        return sum(counts.get(name, 0) * nbytes for (name, _), nbytes in self.row_bytes(method, itemsize).items())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeGuard
 
-from condense.methods import DGA, Dense, Method, Recall
+from condense.methods import DGA, Method, Recall
 from condense.ops import UniformRule
+from condense.ops.step import Per
 from condense.state import SLACK, first_entries, first_needed, num_entries
 
 
@@ -45,31 +46,25 @@ def sum_opened(method: Recall, length: int) -> int:
     return rule.chunk * sum(map(quota.at, range(full))) + (rest + 1) * quota.at(full) if full else 0
 
 
-def cached_counts(method: Method, length: int) -> tuple[int, int]:
-    """How many entries and exact tokens, and how many mean queries, a cache keeps on the device, per KV head.
-
-    Exact tokens include those in Recall's store or slots.
-    """
-    if isinstance(method, Dense):
-        return length, 0
+def kept(method: Method, length: int) -> dict[Per, int]:
+    """Rows that a cache keeps after ``length`` tokens, per KV head, by what a row stands for."""
     if method.prompt_reader is not None:
-        return int(first_entries(method, length)), 0
+        return {Per.ENTRY: int(first_entries(method, length))}
+    layout, groups = method.layout, int(num_entries(method, length))
+    tail = min(length, layout.num_summary - 1 + SLACK) if layout.num_summary > 1 else 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
-    tail = min(length, method.layout.num_summary - 1 + SLACK) if method.layout.num_summary > 1 else 0
-    if isinstance(method, Recall):
-        exact += method.store_slots * method.group_size
-        stored = method.group_size if method.store == "device" else 0
-        return int(num_entries(method, length)) * ((method.unchosen == "pool") + stored) + exact, tail
-    return int(num_entries(method, length)) + exact, tail
+    counts = {Per.ENTRY: groups, Per.TOKEN: exact, Per.QUERY: tail}
+    if layout.choice is not None:
+        g, slots = layout.rule.chunk, layout.choice.store.slots
+        counts |= {Per.STORED: groups * g, Per.COPIED: slots * g, Per.SLOT: slots}
+    return counts
 
 
-def stored_on_device(method: Recall, length: int) -> int:
-    """Tokens per KV head in a store or its slots on the device."""
-    groups = int(num_entries(method, length)) if method.store == "device" else method.store_slots
-    return groups * method.group_size
-
-
-def stored_on_host(method: Method, length: int) -> int:
-    """Tokens per KV head in host memory."""
-    is_there = isinstance(method, Recall) and method.store == "host"
-    return int(num_entries(method, length)) * method.layout.rule.chunk if is_there else 0
+def kept_on_device(method: Method, length: int) -> int:
+    """Entries and exact tokens that a cache keeps on the device, per KV head."""
+    counts, choice = kept(method, length), method.layout.choice
+    per = {Per.ENTRY, Per.TOKEN, Per.STORED, Per.COPIED}
+    if choice is not None:
+        per -= {Per.STORED} if choice.store.on_host else set()
+        per -= set() if choice.pool else {Per.ENTRY}
+    return sum(counts.get(each, 0) for each in per)

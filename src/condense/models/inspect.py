@@ -14,11 +14,9 @@ from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
 from condense.models.counts import (
-    cached_counts,
     chooses_from_prompt,
     first_that,
-    stored_on_device,
-    stored_on_host,
+    kept_on_device,
     sum_closed,
     sum_opened,
 )
@@ -93,30 +91,21 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     if method is None:
         stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
         return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
-    entries, tail = cached_counts(method, length)
-    numbers = entries * heads.entry_numbers + tail * heads.scored
-    cached, token_bytes = heads.cached, heads.entry_numbers * itemsize
-    saved = int(num_entries(method, length)) * (token_bytes - cached.entry_bytes(method, itemsize))
-    extra_bytes = cached.bias_bytes(method, length, itemsize) - saved
-    if isinstance(method, Recall):
-        saved = stored_on_device(method, length) * (token_bytes - cached.stored_bytes(method, itemsize))
-        extra_bytes += cached.index_bytes(method, length, itemsize) - saved
-    slots = method.store_slots if isinstance(method, Recall) else 0
+    on_device, on_host = heads.cached.cached_bytes(method, length, itemsize)
     return LayerReport(
         layer=index,
         width=heads.width,
         value_width=heads.value_width,
         method=method,
         dense_entries=dense_entries,
-        entries=entries,
+        entries=kept_on_device(method, length),
         dense_bytes=dense_bytes,
-        # a slot has two numbers of its own
-        bytes=numbers * itemsize + extra_bytes + cached.num * slots * 8,
+        bytes=on_device,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
         pays_from=heads.pays_from(method),
         remark=_remark(heads, method, length, itemsize),
-        host_bytes=stored_on_host(method, length) * heads.cached.stored_bytes(method, itemsize),
+        host_bytes=on_host,
     )
 
 
@@ -126,7 +115,7 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
         if method.prompt == "exact":
             read = f"the prompt is read with dense attention; {read}"
         if method.store == "host":
-            host = stored_on_host(method, length) * heads.cached.stored_bytes(method, itemsize)
+            host = heads.cached.cached_bytes(method, length, itemsize)[1]
             return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
         larger = ", so the cache is larger than a dense one" if method.store_bits == 16 else ""
         return f"recall: all {length} tokens stay on the device{larger}; {read} of it"

@@ -2,6 +2,7 @@
 
 from condense.ops.api import (
     attend,
+    attend_recall,
     decode_step,
     group_scores,
     importance,
@@ -14,23 +15,22 @@ from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.entries import EntryFormat
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
-from condense.ops.types import (
-    POOLINGS,
-    Chunks,
+from condense.ops.step import (
+    ChoiceSettings,
     NewToken,
     OwnEntries,
-    Pooling,
-    Problem,
+    StepCall,
     StepSettings,
     StepState,
-    SummaryColumns,
-    SummarySpans,
+    StoreSettings,
 )
+from condense.ops.types import POOLINGS, Chunks, Pooling, Problem, SummaryColumns, SummarySpans
 
 __all__ = [
     "NO_EXTRAS",
     "POOLINGS",
     "ArraySpans",
+    "ChoiceSettings",
     "Chunks",
     "EntryFormat",
     "Extras",
@@ -43,12 +43,15 @@ __all__ = [
     "Source",
     "Span",
     "Spans",
+    "StepCall",
     "StepSettings",
     "StepState",
+    "StoreSettings",
     "SummaryColumns",
     "SummarySpans",
     "UniformRule",
     "attend",
+    "attend_recall",
     "decode_step",
     "document_spans",
     "group_scores",

@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from condense.ops.backends import BACKENDS, check_backend, resolve_backend, resolve_importance, resolve_pooling
+from condense.ops.backends import (
+    BACKENDS,
+    check_backend,
+    resolve_backend,
+    resolve_importance,
+    resolve_pooling,
+    resolve_recall,
+)
 from condense.ops.extras import NO_EXTRAS, Extras
+from condense.ops.recall.choice import Choice
+from condense.ops.recall.sources import RecallSources, Unchosen
 from condense.ops.spans import Source, Spans
+from condense.ops.step.call import OwnEntries, StepCall
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
-from condense.ops.types import (
-    Chunks,
-    NewToken,
-    OwnEntries,
-    Pooling,
-    Problem,
-    StepSettings,
-    StepState,
-    SummaryColumns,
-    SummarySpans,
-)
+from condense.ops.triton import limits as triton_limits
+from condense.ops.types import Chunks, Pooling, Problem, SummaryColumns, SummarySpans
 
 if TYPE_CHECKING:
     from condense.ops.triton.prepared import PreparedStep
@@ -71,6 +72,41 @@ def attend(
         chosen = "torch"  # ordinary causal attention of whole sequences: PyTorch's own kernel is the fastest
     run = BACKENDS[chosen].load().attend
     out, lse = run(q, sources, spans, scale=scale, softcap=extras.softcap, dropout_p=dropout_p, return_lse=wants_lse)
+    return extras.finish(out, lse), lse if return_lse else None
+
+
+def attend_recall(
+    q: Tensor,
+    sources: RecallSources,
+    choice: Choice,
+    *,
+    scale: float,
+    unchosen: Unchosen = "pool",
+    backend: str = "auto",
+    return_lse: bool = False,
+    extras: Extras = NO_EXTRAS,
+) -> tuple[Tensor, Tensor | None]:
+    """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
+
+    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens (`IndexChoice`,
+    `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend:
+    as of `attend`, where `condense.ops.backends.resolve_recall` allows it. extras: as in `attend`; groups are chosen
+    without them.
+
+    Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
+    or wider, else None. A query that sees nothing gives 0 and -inf.
+    Raises ValueError for an unknown backend, an explicit one that cannot run, another ``unchosen`` and a store that
+    does not fit the entries.
+    """
+    if unchosen not in ("pool", "drop"):
+        raise ValueError(f"unchosen must be 'pool' or 'drop', got {unchosen!r}")
+    G, tokens = sources.entries.k.shape[2], sources.store.k.shape[2]
+    if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
+        raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
+    run = BACKENDS[resolve_recall(backend, q, sources, choice, softcap=extras.softcap)].load().attend_recall
+    wants_lse = return_lse or extras.needs_lse
+    pool = unchosen == "pool"
+    out, lse = run(q, sources, choice, scale=scale, softcap=extras.softcap, pool=pool, return_lse=wants_lse)
     return extras.finish(out, lse), lse if return_lse else None
 
 
@@ -123,46 +159,38 @@ def pool_groups(
     return (*pooled, scores.logsumexp(-1)) if return_lse else pooled
 
 
-def decode_step(
-    token: NewToken,
-    state: StepState,
-    settings: StepSettings,
-    *,
-    scale: float,
-    own: OwnEntries,
-    latent: int = 0,
-    extras: Extras = NO_EXTRAS,
-    backend: str,
-) -> Tensor:
-    """Read one token per row into ``state``, in place, and attend; `condense.ops.types` defines the step.
+def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
+    """Read one token per row into the state, in place, and attend; `condense.ops.step.call` defines the step.
 
-    own: entries of methods that ``settings`` do not describe. latent: if > 0, values are the first ``latent`` columns
-    of the keys and Dv is 0 (absorbed MLA). extras: as in `attend`. backend: as `step_backend` returns it.
-    Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``.
+    own: how the method makes entries, which "torch" calls. backend: "triton" or "torch", as `step_backend` returns it.
+    Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
+    Raises ValueError for another backend, for "triton" where it cannot run, and for "torch" with a store in host memory
+    beside tensors on a GPU.
     """
     if backend == "triton":
         from condense.ops.triton import step as triton_step
 
-        return triton_step.step(token, state, settings, scale=scale, latent=latent, extras=extras)
-    return torch_step.step(token, state, settings, scale=scale, own=own, latent=latent, extras=extras)
+        return triton_step.step(call)
+    if backend != "torch":
+        raise ValueError(f"backend of a step must be 'torch' or 'triton', got {backend!r}")
+    if call.state.is_apart:
+        (q, k, v, *_), M = call.token, call.state.entries_k.shape[2]
+        widths, options = (k.shape[3], v.shape[3]), {"latent": call.latent, "entries": M}
+        obstacle = triton_limits.step_obstacle(q.device, q.dtype, widths, call.settings, **options)
+        raise ValueError(
+            f"a store in host memory needs the Triton step, which {obstacle or 'was not asked for'}; use store='device'"
+        )
+    return torch_step.step(call, own)
 
 
-def prepare_step(
-    token: NewToken,
-    state: StepState,
-    settings: StepSettings,
-    *,
-    scale: float,
-    latent: int = 0,
-    extras: Extras = NO_EXTRAS,
-) -> PreparedStep:
+def prepare_step(call: StepCall) -> PreparedStep:
     """`decode_step` of the Triton backend for one state, with all worked out that tokens laid out as this one share.
 
     It is no torch operation, so it cannot be compiled or traced. Arguments as of `decode_step`; the token is not read.
     """
     from condense.ops.triton import step as triton_step
 
-    return triton_step.prepare_step(token, state, settings, scale=scale, latent=latent, extras=extras)
+    return triton_step.prepare_step(call)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

@@ -10,19 +10,24 @@ import torch
 from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
+from condense.ops.recall.choice import Choice
+from condense.ops.recall.sources import RecallSources
+from condense.ops.step.settings import StepSettings
 from condense.ops.triton import limits as triton_limits
-from condense.ops.types import Problem, StepSettings
+from condense.ops.types import Problem
 
 
 class Operations(NamedTuple):
     """One backend's version of the functions of `condense.ops` that have these names.
 
-    attend is ``attend(q, sources, spans, *, scale, softcap, dropout_p, return_lse) -> (out, lse)``; lse is None unless
-    return_lse.
+    attend is ``attend(q, sources, spans, *, scale, softcap, dropout_p, return_lse) -> (out, lse)``, and attend_recall
+    ``attend_recall(q, sources, choice, *, scale, softcap, pool, return_lse) -> (out, lse)``; lse is None unless
+    return_lse. pool: entries of groups that are not open are seen.
     pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.
     """
 
     attend: Callable[..., tuple[Tensor, Tensor | None]]
+    attend_recall: Callable[..., tuple[Tensor, Tensor | None]]
     summarize: Callable[..., Tensor]
     group_scores: Callable[..., Tensor]
     pool: Callable[..., Tensor]
@@ -30,7 +35,7 @@ class Operations(NamedTuple):
     importance: Callable[..., Tensor]
 
 
-def _nothing(problem: Problem) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     return None
 
 
@@ -40,8 +45,8 @@ class Backend:
 
     imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle,
     importance_obstacle: why it cannot run for a `Problem`, as the rest of a sentence that begins with the backend's
-    name; None if it can. instead: the backend that such an error recommends. is_fast: whether "auto" takes it for
-    attention on a GPU, where it can run.
+    name; None if it can. recall_obstacle: the same of `condense.ops.attend_recall`, from its tensors. instead: the
+    backend that such an error recommends. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Backend:
     attend_obstacle: Callable[[Problem], str | None] = _nothing
     pool_obstacle: Callable[[Problem], str | None] = _nothing
     importance_obstacle: Callable[[Problem], str | None] = _nothing
+    recall_obstacle: Callable[..., str | None] = _nothing
     instead: str = "torch"
     is_fast: Callable[[Problem], bool] = lambda problem: True
 
@@ -62,22 +68,27 @@ class Backend:
 
 
 def _reference() -> Operations:
-    from condense.ops.reference import attend, importance, pool
+    from condense.ops.reference import attend, importance, pool, recall
 
-    return Operations(attend.attend, pool.summarize, pool.group_scores, pool.pool, None, importance.importance)
+    return Operations(
+        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, importance.importance
+    )
 
 
 def _torch() -> Operations:
-    from condense.ops.torch import attend, importance, pool
+    from condense.ops.torch import attend, importance, pool, recall
 
-    return Operations(attend.attend, pool.summarize, pool.group_scores, pool.pool, None, importance.importance)
+    return Operations(
+        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, importance.importance
+    )
 
 
 def _triton() -> Operations:
-    from condense.ops.triton import attend, importance, pool
+    from condense.ops.triton import attend, importance, pool, recall_attend
 
     return _torch()._replace(
         attend=attend.attend,
+        attend_recall=recall_attend.attend_recall,
         summarize=pool.summarize,
         pool_groups=pool.pool_groups,
         importance=importance.importance,
@@ -85,9 +96,9 @@ def _triton() -> Operations:
 
 
 def _hopper() -> Operations:
-    from condense.ops.hopper import attend
+    from condense.ops.hopper import attend, recall
 
-    return _triton()._replace(attend=attend.attend)
+    return _triton()._replace(attend=attend.attend, attend_recall=recall.attend_recall_hopper)
 
 
 BACKENDS = {
@@ -101,6 +112,7 @@ BACKENDS = {
             triton_limits.attend_obstacle,
             triton_limits.pool_obstacle,
             triton_limits.attend_obstacle,
+            triton_limits.recall_obstacle,
         ),
         Backend(
             "hopper",
@@ -108,6 +120,7 @@ BACKENDS = {
             hopper_limits.attend_obstacle,
             triton_limits.pool_obstacle,
             triton_limits.attend_obstacle,
+            hopper_limits.recall_obstacle,
             instead="triton",
             is_fast=hopper_limits.fills_gpu,
         ),
@@ -139,6 +152,20 @@ def resolve_backend(backend: str, problem: Problem) -> str:
     return "torch"
 
 
+def resolve_recall(backend: str, q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str:
+    """The backend of `condense.ops.attend_recall`, chosen as in `resolve_backend`, but "auto" always tries "hopper".
+
+    Raises ValueError for an unknown backend, and for an explicit one that cannot run.
+    """
+    if check_backend(backend) != "auto":
+        return _explicit(backend, BACKENDS[backend].recall_obstacle(q, sources, choice, softcap=softcap))
+    if q.device.type == "cuda" and q.shape[2] > 1:
+        for name in ("hopper", "triton"):
+            if BACKENDS[name].recall_obstacle(q, sources, choice, softcap=softcap) is None:
+                return name
+    return "torch"
+
+
 def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
     """The backend that makes summary queries and entries: as `resolve_backend`, but by the limits of pooling.
 
@@ -165,15 +192,22 @@ def resolve_importance(backend: str, device: torch.device, dtype: torch.dtype, w
 
 
 def step_backend(
-    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], settings: StepSettings, *, latent: int = 0
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    settings: StepSettings,
+    *,
+    latent: int = 0,
+    entries: int = 0,
 ) -> str:
     """The backend of decode steps: "triton" on CUDA where it can run, else "torch".
 
-    widths: of keys and values; latent: as in `condense.ops.decode_step`.
+    Arguments as of `condense.ops.triton.limits.step_obstacle`.
     """
     if device.type != "cuda":
         return "torch"
-    return "torch" if triton_limits.step_obstacle(device, dtype, widths, settings, latent=latent) else "triton"
+    obstacle = triton_limits.step_obstacle(device, dtype, widths, settings, latent=latent, entries=entries)
+    return "torch" if obstacle else "triton"
 
 
 def _explicit(backend: str, obstacle: str | None) -> str:

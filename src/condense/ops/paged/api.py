@@ -8,10 +8,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from condense.ops.backends import check_backend, step_backend
-from condense.ops.paged.pages import NewTokens, PagedState
 from condense.ops.paged.requests import read_requests
 from condense.ops.reference import paged as reference
-from condense.ops.types import StepSettings
+from condense.ops.step.pages import NewTokens, PagedState
+from condense.ops.step.settings import StepSettings
 
 
 def read_paged(

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from condense.ops.api import attend, pool_groups, summarize
-from condense.ops.paged.pages import NewTokens, PagedState, Pages
 from condense.ops.spans import RuleSpans, Source
+from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.settings import StepSettings
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.types import Chunks, StepSettings, SummarySpans
+from condense.ops.types import Chunks, SummarySpans
 
 
 def read_requests(

@@ -5,9 +5,11 @@ Shapes: B rows, K KV heads, G groups of g tokens, N window tokens, D and Dv widt
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from condense.ops.spans import Source, Spans
+
+Unchosen = Literal["pool", "drop"]
 
 
 class RecallSources(NamedTuple):

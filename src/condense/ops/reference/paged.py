@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.paged.pages import NewTokens, PagedState, Pages
 from condense.ops.reference.attend import attend
 from condense.ops.reference.pool import group_scores, pool
 from condense.ops.spans import ArraySpans, Source, Span
-from condense.ops.types import StepSettings
+from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.settings import StepSettings
 
 
 def read_paged(

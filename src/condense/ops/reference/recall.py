@@ -23,8 +23,9 @@ def attend_recall(
     scale: float,
     softcap: float,
     pool: bool,
+    return_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen."""
+    """See `condense.ops.attend_recall`; ``pool``: entries of groups that are not open are seen."""
     (entries, store, window, spans), L = sources, q.shape[2]
     K = window.k.shape[1]
     G, N = entries.k.shape[2], window.k.shape[2]

@@ -34,7 +34,7 @@ def attend_recall(
     pool: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen."""
+    """See `condense.ops.attend_recall`; ``pool``: entries of groups that are not open are seen."""
     (entries, store, window, spans), L, g = sources, q.shape[2], sources.group_size
     G = entries.k.shape[2]
     bias = per_entry(entries.bias, G, q.device)

@@ -1,55 +1,42 @@
 """One decode step, in the `torch` backend: any method, any device, traceable as one graph.
 
 Every step does the same work, whatever the buffers hold, as tracing needs: it makes a chunk's entries and stores them
-only if a chunk is due, and it reads all slots of the buffers under a mask.
+only if a chunk is due, it scores all groups that there is room for, and it reads all slots of the buffers under a mask.
 
-Shapes as in `condense.ops.types`.
+Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops.extras import NO_EXTRAS, Extras
+from condense.ops.recall.choice import choose_groups, chosen_groups, index_scores
+from condense.ops.step.call import OwnEntries, StepCall
+from condense.ops.step.settings import StepSettings
+from condense.ops.step.state import StepState
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import BlockKeys, attend_block
-from condense.ops.types import Chunks, NewToken, OwnEntries, Represent, StepSettings, StepState
+from condense.ops.types import Chunks
 
 
-def step(
-    token: NewToken,
-    state: StepState,
-    settings: StepSettings,
-    *,
-    scale: float,
-    own: OwnEntries,
-    latent: int = 0,
-    extras: Extras = NO_EXTRAS,
-) -> Tensor:
-    """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.types`.
-
-    latent: if > 0, values are the first ``latent`` columns of the keys.
-    """
-    (q, k, v, real, counter), t = token, state.seen
+def step(call: StepCall, own: OwnEntries) -> Tensor:
+    """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.step.call`."""
+    (q, k, v, real, counter), state, t = call.token, call.state, call.state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
     seen = t + alive
     write_columns(state.ring_k, t, k, alive)
     write_columns(state.ring_v, t, v, alive)
-    if settings.num_summary > 0:
+    if call.settings.num_summary > 0:
         write_columns(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
-        _append_entry(state, settings, t, seen, scale, own.represent)
-    entry_bias = own.bias
-    if settings.matched:
-        entry_bias = state.biases[..., 0]
-    elif entry_bias is None and settings.bias != 0.0:
-        entry_bias = _bias(state, settings)
-    out, lse = _attend(q, state, settings, (seen, alive), scale, entry_bias, latent, extras)
+        _close(call, t, seen, own)
+    out, lse = _attend(call, seen, alive, own)
     state.seen.copy_(seen)
     if counter is not None:
         counter.add_(1)
-    return extras.finish(out, lse)
+    return call.extras.finish(out, lse)
 
 
 def write_columns(buffer: Tensor, position: Tensor, new: Tensor, chosen: Tensor) -> None:
@@ -68,20 +55,22 @@ def read_columns(ring: Tensor, start: Tensor, count: int) -> Tensor:
     return ring.gather(2, slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3]))
 
 
-def _append_entry(
-    state: StepState, settings: StepSettings, t: Tensor, seen: Tensor, scale: float, represent: Represent
-) -> None:
-    """Make the entries of each row's next chunk, and store them in the rows where it is due."""
-    rule, summary_delay = settings.rule, settings.summary_delay
-    chunk = rule.pooled(t, summary_delay)
-    first = state.first[:, 0] + chunk * rule.entries
-    due = (rule.pooled(seen, summary_delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
-    summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, rule.chunk)
-    due_k, due_v = (read_columns(ring, chunk * rule.chunk, rule.chunk) for ring in (state.ring_k, state.ring_v))
-    new = represent(Chunks(due_k, due_v, 0, 1, rule.chunk, chunk[:, None]), summary, scale=scale, backend="torch")
+def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
+    """Make what is kept of each row's next chunk, and store it in the rows where the chunk is due."""
+    state, settings = call.state, call.settings
+    rule, delay, c = settings.rule, settings.summary_delay, settings.rule.chunk
+    chunk = rule.pooled(t, delay)
+    first = chunk * rule.entries
+    if settings.has_first:
+        first = first + state.first[:, 0]
+    due = (rule.pooled(seen, delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
+    summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, c)
+    k, v = (read_columns(ring, chunk * c, c) for ring in (state.ring_k, state.ring_v))
+    new = own.represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
     kept = settings.entry_format.pack(new[0]), settings.entry_format.pack(new[1]), *new[2:]
-    for buffer, entries in zip(state.entries, kept, strict=True):
-        write_columns(buffer, first, entries, due)
+    for buffer, made in zip(state.entries(settings), kept, strict=True):
+        # a chunk's tokens have as many columns in the store as it has tokens, one entry each in the others
+        write_columns(buffer, chunk * c if buffer is state.store else first, made, due)
 
 
 def ring_positions(seen: Tensor, size: int) -> Tensor:
@@ -109,48 +98,126 @@ def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     return total / inside.sum(2, keepdim=True).clamp(min=1)
 
 
-def _seen_entries(state: StepState, settings: StepSettings, closed: Tensor) -> Tensor:
+def _attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the step's queries. seen: tokens per row with this one; alive: rows whose token counts.
+
+    Under one softmax: entries of closed chunks that are not open, tokens of open ones, and the window.
+    """
+    (q, *_), state, settings, latent = call.token, call.state, call.settings, call.latent
+    (D, Dv), c, M = (state.ring_k.shape[3], state.ring_v.shape[3]), settings.rule.chunk, state.entries_k.shape[2]
+    closed = settings.rule.closed(seen)
+    position = ring_positions(seen, state.ring_k.shape[2])
+    # keys, values, and which of them each row sees, bool ``[B, K|1, n]``
+    near = (position >= closed[:, None] * c) & (position >= 0)
+    sources = [(state.ring_k, state.ring_v, near[:, None])]
+    entry = torch.arange(M, device=q.device)
+    pooled = (entry < _num_entries(state, settings, closed)[:, None])[:, None]
+    if settings.choice is not None:
+        groups, chosen = _choose(call, closed)
+        rows = _open_groups(state, groups, (groups < M) & alive[:, None, None], c)
+        opened = settings.store_format.unpack(rows, D, Dv, q.dtype)
+        sources.insert(0, (*opened, (groups < M).repeat_interleave(c, -1)))
+        pooled = pooled & ~chosen
+    if settings.sees_entries:
+        form = settings.entry_format
+        entries = form.unpack(state.entries_k, D, q.dtype), form.unpack(state.entries_v, Dv, q.dtype)
+        sources.insert(0, (*entries, pooled))
+    k, v, masks = zip(*sources, strict=True)
+    heads = max(x.shape[1] for x in masks)
+    keys, sees = torch.cat(k, dim=2), torch.cat([x.expand(-1, heads, -1) for x in masks], dim=2)[:, :, None]
+    values = keys[..., :latent] if latent else torch.cat(v, dim=2)
+    empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
+    block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own))
+    return attend_block(q, block, scale=call.scale, softcap=call.extras.softcap, return_lse=call.extras.needs_lse)
+
+
+def _num_entries(state: StepState, settings: StepSettings, closed: Tensor) -> Tensor:
     """Number of first entries and those of ``closed`` chunks, without chunks that did not fit into the buffer."""
-    first_entries, p = state.first[:, 0], settings.rule.entries
-    room = (state.entries_k.shape[2] - first_entries) // p * p
-    return first_entries + torch.minimum(settings.rule.visible_entries(closed), room)
+    of_first = state.first[:, 0] if settings.has_first else torch.zeros_like(closed)
+    p = settings.rule.entries
+    room = (state.entries_k.shape[2] - of_first) // p * p
+    return of_first + torch.minimum(settings.rule.visible_entries(closed), room)
 
 
-def _bias(state: StepState, settings: StepSettings) -> Tensor:
-    """``settings.bias`` for pooled entries, 0 for single tokens, float64 ``[B|1, 1, M]``."""
+def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor | None:
+    """Biases of the entries: their own, ``settings.bias`` for pooled ones and 0 for single tokens, float64
+    ``[B|1, 1, M]``; None for none.
+    """
+    if not settings.sees_entries:
+        return None
+    if settings.matched:
+        return state.biases[..., 0]
+    if own.bias is not None or settings.bias == 0.0:
+        return own.bias
     M, p = state.entries_k.shape[2], settings.rule.entries
     if not settings.bias_differs:
         return torch.full((1, 1, M), settings.bias, dtype=torch.float64, device=state.seen.device)
     entry = torch.arange(M, device=state.seen.device)
-    first_entries, first_single = state.first[:, :1], state.first[:, 1:]
-    pooled = torch.where(entry < first_entries, entry >= first_single, (entry - first_entries) % p == p - 1)
+    pooled = entry[None] % p == p - 1
+    if settings.has_first:
+        first_entries, first_single = state.first[:, :1], state.first[:, 1:]
+        of_chunk = (entry - first_entries) % p == p - 1
+        pooled = torch.where(entry < first_entries, entry >= first_single, of_chunk)
     return (pooled.double() * settings.bias)[:, None]
 
 
-def _attend(
-    q: Tensor,
-    state: StepState,
-    settings: StepSettings,
-    rows: tuple[Tensor, Tensor],
-    scale: float,
-    entry_bias: Tensor | None,
-    latent: int,
-    extras: Extras,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the step's queries; rows: tokens seen, and whether the row's token counts."""
-    seen, alive = rows
-    M, W = state.entries_k.shape[2], state.ring_k.shape[2]
-    closed = settings.rule.closed(seen)
-    num_entries, first_token = _seen_entries(state, settings, closed)[:, None], (closed * settings.rule.chunk)[:, None]
-    position = ring_positions(seen, W)
-    sees_token = (position >= first_token) & (position >= 0)
-    sees = torch.cat([torch.arange(M, device=q.device) < num_entries, sees_token], dim=1)
-    empty = ~(alive & sees.any(1))[:, None, None, None]
-    form, D, Dv = settings.entry_format, state.ring_k.shape[3], state.ring_v.shape[3]
-    keys = torch.cat([form.unpack(state.entries_k, D, q.dtype), state.ring_k], dim=2)
-    if latent:
-        values = keys[..., :latent]
-    else:
-        values = torch.cat([form.unpack(state.entries_v, Dv, q.dtype), state.ring_v], dim=2)
-    block = BlockKeys(keys, values, sees[:, None, None] | empty, empty, entry_bias)
-    return attend_block(q, block, scale=scale, softcap=extras.softcap, return_lse=extras.needs_lse)
+def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
+    """The groups to open: numbers ``[B, K, r]``, rising, M for none; and which of all they are, bool ``[B, K, M]``."""
+    (q, *_), state, choice = call.token, call.state, call.settings.choice
+    assert choice is not None
+    M, K = state.entries_k.shape[2], state.ring_k.shape[1]
+    scores = index_scores(q, state.group_index, choice.index, call.scale)
+    chosen = choose_groups(scores, closed.clamp(max=M)[:, None, None], choice.quota, K)
+    return chosen_groups(chosen, choice.quota.at(M))[:, :, 0], chosen[:, :, 0]
+
+
+def _open_groups(state: StepState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
+    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``; undefined for other groups.
+
+    Open groups that are in a slot are read from it; the others are read from the store and take slots, while there are
+    some whose groups are not open.
+    """
+    slots, S = state.slots, state.held.shape[2]
+    stored = _tokens(state.store, groups.clamp(max=max(state.entries_k.shape[2] - 1, 0)), g)
+    if S == 0 or groups.shape[2] == 0:
+        return stored
+    slot, is_new = _take_slots(state, groups, is_open)
+    in_slot = ((slot >= 0) & ~is_new).repeat_interleave(g, 2)[..., None]
+    opened = torch.where(in_slot, _tokens(slots, slot.clamp(min=0), g), stored)
+    # groups without a slot are written behind the last slot, into columns that are dropped
+    column = _columns(torch.where(slot >= 0, slot, S), g).expand_as(opened)
+    slots.copy_(F.pad(slots, (0, 0, 0, g)).scatter(2, column, opened)[:, :, :-g])
+    return opened
+
+
+def _take_slots(state: StepState, groups: Tensor, is_open: Tensor) -> tuple[Tensor, Tensor]:
+    """The slot of each of ``groups`` ``[B, K, r]``, -1 for none, and whether the group takes that slot now.
+
+    Changes ``state.held`` and ``state.order`` as `StepState` says.
+    """
+    held, order = state.held.long(), state.order.long()
+    found = (groups[..., None] == held[:, :, None]) & is_open[..., None]
+    has_slot = found.any(3)
+    # from here on, slots in the order in which they are given away
+    is_used = found.any(2).gather(2, order)
+    is_missing = is_open & ~has_slot
+    is_taken = ~is_used & ((~is_used).cumsum(2) <= is_missing.sum(2, keepdim=True))
+    takes = is_missing[..., None] & is_taken[:, :, None]
+    takes &= is_missing.cumsum(2)[..., None] == is_taken.cumsum(2)[:, :, None]
+    is_new = takes.any(3)
+    slot = torch.where(is_new, order.gather(2, takes.int().argmax(3)), -1)
+    slot = torch.where(has_slot, found.int().argmax(3), slot)
+    now = torch.where(is_taken, groups.gather(2, takes.int().argmax(2)), held.gather(2, order))
+    state.held.copy_(held.scatter(2, order, now))
+    state.order.copy_(order.gather(2, (is_used.int() + 2 * is_taken.int()).argsort(dim=2, stable=True)))
+    return slot, is_new
+
+
+def _columns(numbers: Tensor, g: int) -> Tensor:
+    """The columns ``[B, K, r * g, 1]`` of groups or slots, g columns each, by their ``numbers`` ``[B, K, r]``."""
+    return (numbers[..., None] * g + torch.arange(g, device=numbers.device)).flatten(2)[..., None]
+
+
+def _tokens(x: Tensor, numbers: Tensor, g: int) -> Tensor:
+    """The tokens ``[B, K, r * g, width]`` of groups or slots by number, from x ``[B, K, N, width]``."""
+    return x.gather(2, _columns(numbers, g).expand(-1, -1, -1, x.shape[3]))

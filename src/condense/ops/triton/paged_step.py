@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.paged.pages import PagedState, Pages
+from condense.ops.step.pages import PagedState, Pages
+from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.paged_step_kernels import paged_attend_kernel, paged_join_kernel, paged_store_kernel
-from condense.ops.types import StepSettings, numbered_settings
 
 # from so many pairs of request and KV head on, a kernel starts when the one before has ended: on an H200 with 8 KV
 # heads one request and two gain 3 % by an early start, 4 nothing, 6 and 8 lose 3 and 5 %
@@ -156,12 +156,11 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
         precision="ieee" if dtype == torch.float32 else "tf32",
         early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, page=N,
     )  # fmt: skip
-    weight_scale = scale if settings.weight_scale is None else settings.weight_scale
     assert rule.window is not None
     return _Launch(
         splits,
         (splits, row_tiles, R * K),
-        (K, heads, settings.num_summary, rule.chunk, settings.summary_delay, weight_scale),
+        (K, heads, settings.num_summary, rule.chunk, settings.summary_delay, scale),
         (K, heads, rule.chunk, rule.window, settings.summary_delay, scale * LOG2E, settings.bias * LOG2E),
         kind,
         {"num_warps": 4, **starts_early},

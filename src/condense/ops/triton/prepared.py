@@ -1,6 +1,6 @@
 """A decode step that a loop on the host repeats: everything but the token is worked out before the first one.
 
-Shapes as in `condense.ops.types` and `condense.ops.recall.state`.
+Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from condense.ops.extras import Extras
+from condense.ops.step.call import NewToken, StepCall
+from condense.ops.step.state import StepState
 from condense.ops.triton.host import dense_rows
-from condense.ops.types import NewToken
 
 
 class PreparedStep(ABC):
@@ -24,17 +25,17 @@ class PreparedStep(ABC):
     # no `__dict__`: `condense.caches.cache_nbytes` looks through all attributes, and compiled kernels have no end
     __slots__ = ("_is_dense", "_layout", "state")
 
-    state: tuple[Tensor, ...]
+    state: StepState
 
-    def __init__(self, token: NewToken, state: tuple[Tensor, ...], scale: float, extras: Extras) -> None:
-        """token: laid out as all that will be read. extras: as of `condense.ops.attend`."""
-        self.state = state
-        self._layout = _layout_of(token, scale, extras)
-        self._is_dense = all(dense_rows(x) is x for x in token[:3])
+    def __init__(self, call: StepCall) -> None:
+        """call: with a token that is laid out as all that will be read."""
+        self.state = call.state
+        self._layout = _layout_of(call.token, call.scale, call.extras)
+        self._is_dense = all(dense_rows(x) is x for x in call.token[:3])
 
-    def takes(self, token: NewToken, state: tuple[Tensor, ...], scale: float, extras: Extras) -> bool:
+    def takes(self, call: StepCall) -> bool:
         """True if this is the state, and the token laid out as the first one was."""
-        return state is self.state and _layout_of(token, scale, extras) == self._layout
+        return call.state is self.state and _layout_of(call.token, call.scale, call.extras) == self._layout
 
     @abstractmethod
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:

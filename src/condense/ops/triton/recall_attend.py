@@ -127,7 +127,7 @@ def attend_recall(
     return_lse: bool,
     kernels: Kernels = _KERNELS,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.recall.attend_recall`; ``pool``: entries of groups that are not open are seen.
+    """See `condense.ops.attend_recall`; ``pool``: entries of groups that are not open are seen.
 
     Where no group is open, or every one, this is attention over two sources, entries or store, and the window.
     """

@@ -1,6 +1,6 @@
-"""One decode step of Recall in Triton: five kernels, no wait for the host, no atomics but a count of programs.
+"""The kernels of a decode step that chooses among stored groups: five, and no atomics but a count of programs.
 
-Shapes as in `condense.ops.recall.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
+Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.recall.limits import step_obstacle
-from condense.ops.recall.state import RecallSettings, RecallState, check_step
+from condense.ops.step.call import NewToken, StepCall
 from condense.ops.triton.host import cdiv, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.prepared import PreparedStep
@@ -22,41 +20,9 @@ from condense.ops.triton.recall_step_kernels import recall_attend_kernel
 from condense.ops.triton.recall_step_plan import plan_of, ranked
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
-from condense.ops.types import NewToken, numbered_settings
 
 _close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
 _attend, _join = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
-
-
-def recall_step(
-    token: NewToken,
-    state: RecallState,
-    settings: RecallSettings,
-    *,
-    scale: float,
-    latent: int = 0,
-    extras: Extras = NO_EXTRAS,
-) -> Tensor:
-    """Read one token per row: attention output ``[B, H, 1, Dv]`` or ``[B, H, 1, latent]``; ``state`` advances in place.
-
-    token, state as in `condense.ops.recall.state`, the state contiguous; bfloat16, float16 or float32, one dtype; K
-    divides H. Rows without a token are not touched and give 0. latent, extras: as of `condense.ops.recall.recall_step`.
-    Raises ValueError for what `condense.ops.recall.limits.step_obstacle` names and for a state that does not fit.
-    """
-    _check(token, state, settings, latent)
-    out: Tensor = torch.ops.condense.recall_step.default(
-        *token[:3], *state, token.counter, token.real, extras.sink_logits, settings.number, scale, latent,
-        extras.softcap,
-    )  # fmt: skip
-    return out
-
-
-def _check(token: NewToken, state: RecallState, settings: RecallSettings, latent: int) -> None:
-    obstacle = step_obstacle(token, state, settings, latent=latent)
-    if obstacle is not None:
-        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-    check_step(token, state, settings)
-    assert settings.rule.window is not None
 
 
 class _Scratch(NamedTuple):
@@ -102,33 +68,25 @@ def _scratch(sizes: tuple[int, ...], device: torch.device) -> _Scratch:
     )
 
 
-class _RecallKernels(PreparedStep):
-    """The kernels of `recall_step`."""
+class RecallKernels(PreparedStep):
+    """The kernels of steps with a choice."""
 
     __slots__ = ("_attend", "_choose", "_close", "_join", "_score", "_sizes", "_width", "_words")
 
-    state: RecallState
-
-    def __init__(
-        self,
-        token: NewToken,
-        state: RecallState,
-        settings: RecallSettings,
-        *,
-        scale: float,
-        latent: int = 0,
-        extras: Extras = NO_EXTRAS,
-    ) -> None:
-        """Arguments as of `PreparedStep` and `recall_step`, which has checked them all."""
-        super().__init__(token, state, scale, extras)
+    def __init__(self, call: StepCall) -> None:
+        """Arguments as of `condense.ops.triton.step.step`, which has checked them all."""
+        super().__init__(call)
+        token, state, settings, scale, latent, extras = call
+        choice = settings.choice
+        assert choice is not None
         q, k, v = self._dense(token)
         (B, H, _, D), (_, K, _, Dv), G, S = q.shape, v.shape, state.entries_k.shape[2], state.held.shape[2]
         sizes = (G, state.ring_k.shape[2], state.store.shape[2], S, state.ring_q.shape[2])
         widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
         plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
         self._width = latent or Dv
-        self._sizes = _scratch_sizes((B * H, B * K), G, settings.quota.at(G), plan.splits, self._width)
-        self._words = state.codes if settings.index.bits == 16 else state.codes.view(torch.int16)
+        self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), plan.splits, self._width)
+        self._words = state.codes if choice.index.bits == 16 else state.codes.view(torch.int16)
         of_q = q.stride()[:2]
         self._close = _prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
         self._score = _prepared(_score, plan.score, of_q)
@@ -140,7 +98,9 @@ class _RecallKernels(PreparedStep):
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``."""
         q, k, v = self._dense(token)
-        entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen, slots, held, order, ring_q, biases = self.state
+        entries_k, entries_v, ring_k, ring_v, ring_q, seen, _, _, biases, codes, grid, store, slots, held, order = (
+            self.state
+        )
         scratch = _scratch(self._sizes, q.device)
         score, top, total, offset, part, lse, key, candidate, groups, place, arrived = scratch
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
@@ -162,68 +122,3 @@ class _RecallKernels(PreparedStep):
 def _prepared(kernel: Launcher, plan: tuple[Any, ...], strides: tuple[int, ...]) -> Prepared:
     grid, numbers, constants, options = plan
     return Prepared(kernel, grid, (*strides, *numbers), constants, options)
-
-
-def prepare_recall_step(
-    token: NewToken,
-    state: RecallState,
-    settings: RecallSettings,
-    *,
-    scale: float,
-    latent: int = 0,
-    extras: Extras = NO_EXTRAS,
-) -> PreparedStep:
-    """As `condense.ops.triton.step.prepare_step`, for `recall_step`."""
-    _check(token, state, settings, latent)
-    return _RecallKernels(token, state, settings, scale=scale, latent=latent, extras=extras)
-
-
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    entries_k: Tensor,
-    entries_v: Tensor,
-    codes: Tensor,
-    grid: Tensor,
-    store: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    seen: Tensor,
-    slots: Tensor,
-    held: Tensor,
-    order: Tensor,
-    ring_q: Tensor,
-    biases: Tensor,
-    counter: Tensor | None,
-    real: Tensor | None,
-    sink: Tensor | None,
-    settings: int,
-    scale: float,
-    latent: int,
-    softcap: float,
-) -> Tensor:
-    changed = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen, slots, held, order, ring_q, biases)
-    if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
-        torch.autograd.graph.increment_version(changed if counter is None else (*changed, counter))
-    token, state, extras = NewToken(q, k, v, real, counter), RecallState(*changed), Extras(softcap, sink)
-    of_settings: RecallSettings = numbered_settings(settings)
-    return _RecallKernels(token, state, of_settings, scale=scale, latent=latent, extras=extras)(token, sink)
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    latent = args[-2]
-    return q.new_empty(*q.shape[:3], latent or v.shape[3])
-
-
-def _register() -> torch.library.Library:
-    """Define the torch operation; not by `torch.library.custom_op`, see `condense.ops.triton.step`."""
-    library = torch.library.Library("condense", "FRAGMENT")
-    schema = torch.library.infer_schema(_step, mutates_args=(*RecallState._fields, "counter"), op_name="recall_step")
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("recall_step", _step, "CompositeExplicitAutograd")
-    torch.library.register_fake("condense::recall_step", _fake, lib=library)
-    return library
-
-
-_LIBRARY = _register()

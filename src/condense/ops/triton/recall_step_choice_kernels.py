@@ -15,6 +15,8 @@ from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+# pairs of an open group and a slot that a program compares at once; if there are more, so many at a time
+_MOST_PAIRS, _PAIRS_IN_TURN = tl.constexpr(2**17), tl.constexpr(2**14)
 
 
 class Ranking(NamedTuple):
@@ -89,7 +91,7 @@ def _best(key, valid, wanted):
 @triton.jit
 def _find_slots(lists, num_open, RANKING: tl.constexpr):
     """Where each open group is read, int32: -1 in the store, ``2 * slot`` in a slot, ``2 * slot + 1`` in the store, to
-    be put into that slot. ``held`` and ``order`` change as `condense.ops.recall.RecallState` says.
+    be put into that slot. ``held`` and ``order`` change as `condense.ops.step.StepState` says.
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
     is_slot, is_open = s < RANKING.slots, i < num_open
@@ -120,6 +122,50 @@ def _find_slots(lists, num_open, RANKING: tl.constexpr):
 
 
 @triton.jit
+def _find_slots_in_turn(lists, num_open, RANKING: tl.constexpr):
+    """As `_find_slots`, for more pairs than a program holds: the open groups in tiles, once to see which slots are used
+    and how many groups are missing, and once to say where each is read.
+    """
+    SLOTS: tl.constexpr = RANKING.slots_tile
+    N: tl.constexpr = _PAIRS_IN_TURN // SLOTS if _PAIRS_IN_TURN > SLOTS else 1
+    s = tl.arange(0, SLOTS)
+    is_slot = s < RANKING.slots
+    slot = tl.load(lists.order + s, mask=is_slot, other=0)
+    held = tl.load(lists.held + slot, mask=is_slot, other=-1)
+    is_used, num_missing = tl.zeros([SLOTS], tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, num_open, N):
+        i = start + tl.arange(0, N)
+        group = tl.load(lists.groups + i, mask=i < num_open, other=-2)
+        found = (group[:, None] == held[None, :]).to(tl.int32)
+        is_used = tl.maximum(is_used, tl.max(found, 0))
+        num_missing += tl.sum(tl.where(i < num_open, 1 - tl.max(found, 1), 0), 0)
+    is_free = tl.where(is_slot, 1 - is_used, 0)
+    num_free = tl.sum(is_free, 0)
+    num_taken = tl.minimum(num_free, num_missing)
+    free_rank = tl.cumsum(is_free, 0) - is_free
+    is_taken = (is_free > 0) & (free_rank < num_taken)
+    now, before = tl.full([SLOTS], -1, tl.int32), tl.full([], 0, tl.int32)
+    for start in range(0, num_open, N):
+        i = start + tl.arange(0, N)
+        group = tl.load(lists.groups + i, mask=i < num_open, other=-2)
+        found = group[:, None] == held[None, :]
+        is_missing = tl.where(i < num_open, 1 - tl.max(found.to(tl.int32), 1), 0)
+        missing_rank = tl.where(is_missing > 0, before + tl.cumsum(is_missing, 0) - is_missing, num_taken)
+        takes = (missing_rank[:, None] == free_rank[None, :]) & is_taken[None, :]
+        where = tl.where(found, 2 * slot[None, :], tl.where(takes, 2 * slot[None, :] + 1, -1))
+        now = tl.maximum(now, tl.max(tl.where(takes, group[:, None], -1), 0))
+        before += tl.sum(is_missing, 0)
+        tl.store(lists.place + i, tl.max(where, 1), mask=i < num_open)
+    used_rank, num_left = tl.cumsum(is_used, 0) - is_used, num_free - num_taken
+    behind = tl.where(is_used > 0, num_left + used_rank, free_rank - num_taken)
+    behind = tl.where(is_taken, num_left + tl.sum(is_used, 0) + free_rank, behind)
+    # all threads have read `order` and `held` before any writes them
+    tl.debug_barrier()
+    tl.store(lists.held + slot, now, mask=is_taken)
+    tl.store(lists.order + behind, slot, mask=is_slot)
+
+
+@triton.jit
 def _choose(lists, num_open, RANKING: tl.constexpr):
     """The open groups of a KV head in rising order: the best ``num_open`` of its candidates; their offset becomes -inf.
     With slots also where each is read, see `_find_slots`.
@@ -135,7 +181,10 @@ def _choose(lists, num_open, RANKING: tl.constexpr):
     if RANKING.slots > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()
-        _find_slots(lists, num_open, RANKING)
+        if RANKING.open_tile * RANKING.slots_tile <= _MOST_PAIRS:
+            _find_slots(lists, num_open, RANKING)
+        else:
+            _find_slots_in_turn(lists, num_open, RANKING)
 
 
 @triton.jit

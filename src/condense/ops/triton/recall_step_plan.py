@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.ops.recall.state import RecallSettings
+from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_close_kernels import Index
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
-from condense.ops.types import numbered_settings
 
 _MIN_TILE = 32
 # groups that one program ranks
@@ -99,22 +98,23 @@ def _parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
     return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
 
 
-def _form(settings: RecallSettings, dtype: torch.dtype, D: int, Dv: int, latent: int) -> Form:
+def _form(settings: StepSettings, dtype: torch.dtype, D: int, Dv: int, latent: int) -> Form:
     form, g = settings.store_format, settings.rule.chunk
     piece, unit, tiny = g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
     return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, unit, tiny)
 
 
-def _kind(settings: RecallSettings, parts: tuple[int, int, int, int], latent: int, has_real: bool, early: bool) -> Kind:
+def _kind(settings: StepSettings, parts: tuple[int, int, int, int], latent: int, has_real: bool, early: bool) -> Kind:
     """How the entry of a group is made: what `condense.ops.triton.device.entry` asks for."""
-    entries = settings.entries
+    assert settings.key_pooling is not None
+    assert settings.value_pooling is not None
     # of latents, whole entries are pooled as keys
-    of_values = entries.key_pooling if latent else entries.value_pooling
+    of_values = settings.key_pooling if latent else settings.value_pooling
     return Kind(
-        *parts, latent > 0, entries.num_summary > 0, entries.key_pooling, of_values,
+        *parts, latent > 0, settings.num_summary > 0, settings.key_pooling, of_values,
         focal=0, tile=1, period=0, has_first=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
-        joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=entries.matched,
-        entry_bits=entries.bits,
+        joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=settings.matched,
+        entry_bits=settings.entry_bits,
     )  # fmt: skip
 
 
@@ -132,12 +132,14 @@ def plan_of(
     """The launch arguments of a step with these sizes.
 
     heads: B, H, K; widths: D, Dv, latent; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
-    `condense.ops.types.Numbered.number` of the settings; scores: their scale and soft cap.
+    `condense.ops.step.settings.Numbered.number` of the settings; scores: their scale and soft cap.
     """
     (B, H, K), (D, Dv, latent), (G, W, N, S, Q), (scale, softcap) = heads, widths, sizes, scores
-    settings: RecallSettings = numbered_settings(number)
+    settings: StepSettings = numbered_settings(number)
     check_programs(B * K)
-    index, g, window = settings.index, settings.rule.chunk, settings.rule.window
+    choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
+    assert choice is not None
+    index, quota = choice.index, choice.quota
     R = H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv))
     V, parts = latent or Dv, _parts(D, Dv, latent)
@@ -148,16 +150,16 @@ def plan_of(
         _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16),
     )  # fmt: skip
     # tile columns for the bytes of a stored token
-    PS = _padded(max(D, Dv) * min(settings.store_bits, 8) // 8)
-    (_, part, of), r, GROUPS = settings.quota, settings.quota.at(G), power_of_2(max(G, 1))
+    PS = _padded(max(D, Dv) * min(choice.store.bits, 8) // 8)
+    (_, part, of), r, GROUPS = quota, quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = ranked(G, r)
     RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(16, power_of_2(g)))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K * head_tiles, cdiv(G, of_score.rows), of_score.waves)
     S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
     BC = min(64, power_of_2(V))
-    own = _own_splits(S1, weight * r * g, (G if settings.pool else 0) + W)
-    form, matched = _form(settings, dtype, D, Dv, latent), settings.entries.matched
+    own = _own_splits(S1, weight * r * g, (G if choice.pool else 0) + W)
+    form, matched = _form(settings, dtype, D, Dv, latent), settings.matched
     ranking = Ranking(
         BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), RP, power_of_2(S0),
         min(4, power_of_2(R)), matched,
@@ -167,7 +169,7 @@ def plan_of(
         (S0, S1),
         (
             # the last program of a head makes entries
-            (B * K, 4 if settings.pool else 3, 1), (K, R, G, W, N, Q, window, scale),
+            (B * K, 4 if choice.pool else 3, 1), (K, R, G, W, N, Q, window, scale),
             (P, PV, PS, of_index, form, _kind(settings, parts, latent, has_real, early)), {},
         ),
         (
@@ -177,13 +179,13 @@ def plan_of(
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (tiles, B * K, 1), (K, R, G, S0, window, settings.entries.bias * LOG2E, r, part, of),
+            (tiles, B * K, 1), (K, R, G, S0, window, settings.bias * LOG2E, r, part, of),
             (g, GROUPS, ranking, has_real, early),
             {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
         ),
         (
             (S1, B * K, head_tiles), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
-            (S, form, BR, of_attend.rows, BT, settings.pool, settings.entries.bits, own, has_real, precision,
+            (S, form, BR, of_attend.rows, BT, choice.pool, settings.entry_bits, own, has_real, precision,
              softcap * LOG2E, early),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from condense.ops.step.settings import numbered_settings
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.step_kernels import Fixed
-from condense.ops.types import numbered_settings
 
 # stands for "no limit": positions are int32
 _NEVER = 2**31 - 1
@@ -98,8 +98,8 @@ def launch_of(
 ) -> Launch:
     """The launch arguments of a step with these sizes.
 
-    number: `condense.ops.types.Numbered.number` of the settings. scores: their scale and soft cap. host_bound: the host
-    takes longer than the GPU, so one kernel is taken also where two are faster.
+    number: `condense.ops.step.settings.Numbered.number` of the settings. scores: their scale and soft cap. host_bound:
+    the host takes longer than the GPU, so one kernel is taken also where two are faster.
     """
     scale, softcap = scores
     check_programs(sizes.B * sizes.K)
@@ -135,12 +135,11 @@ def launch_of(
         entry_bits=settings.entry_bits,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
-    weight_scale = scale if settings.weight_scale is None else settings.weight_scale
     BC = min(64, power_of_2(Dv))
     starts_early = {"launch_pdl": True} if early else {}
     return Launch(
         S, (S, row_tiles, B * K),
-        (M, W, Q, window, max_chunks, settings.summary_delay, weight_scale, scale * LOG2E, settings.bias * LOG2E),
+        (M, W, Q, window, max_chunks, settings.summary_delay, scale, scale * LOG2E, settings.bias * LOG2E),
         Fixed(K, R, settings.num_summary, rule.chunk),
         kind,
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},

@@ -1,0 +1,26 @@
+"""One decode step: its settings, its state as a table of buffers, its arguments; pages, another way to find rows."""
+
+from condense.ops.step.call import NewToken, OwnEntries, StepCall
+from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.settings import ChoiceSettings, StepSettings, StoreSettings
+from condense.ops.step.state import Per, Sizes, StepState, bytes_per, clear_state, empty_state, entry_names, fields_of
+
+__all__ = [
+    "ChoiceSettings",
+    "NewToken",
+    "NewTokens",
+    "OwnEntries",
+    "PagedState",
+    "Pages",
+    "Per",
+    "Sizes",
+    "StepCall",
+    "StepSettings",
+    "StepState",
+    "StoreSettings",
+    "bytes_per",
+    "clear_state",
+    "empty_state",
+    "entry_names",
+    "fields_of",
+]

@@ -1,0 +1,121 @@
+"""The settings of a decode step: one record for every method, ring or pages, with a choice among stored groups or none.
+
+Shapes: g tokens per group.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
+
+from condense.ops.entries import EntryFormat
+from condense.ops.recall.choice import Quota
+from condense.ops.recall.index import IndexSettings
+from condense.ops.recall.store import StoreFormat
+from condense.ops.spans import UniformRule
+from condense.ops.types import Pooling
+
+
+class Numbered:
+    """Mixin for frozen dataclasses of settings: gives each a number, because a torch operation cannot take an object.
+
+    The operation gets the number and finds the settings by `numbered_settings`.
+    """
+
+    def __post_init__(self) -> None:
+        """Enter the settings into the table that `numbered_settings` reads."""
+        assert _NUMBERED.setdefault(self.number, self) == self
+
+    @functools.cached_property
+    def number(self) -> int:
+        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        """Unpickle by calling the class, so that the settings enter the table of that process."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+
+
+class StoreSettings(NamedTuple):
+    """The store of exact tokens. bits: of `condense.ops.recall.StoreFormat`. on_host: in host memory, pinned beside
+    tensors on a GPU. slots: groups that are kept on the device too, per row and KV head; 0 for a store on the device.
+    """
+
+    bits: int = 16
+    on_host: bool = False
+    slots: int = 0
+
+
+_ON_DEVICE = StoreSettings()
+
+
+@dataclass(frozen=True)
+class ChoiceSettings:
+    """The closed groups that a query opens, to see their exact tokens. An entry per group, none left out.
+
+    index: from which groups are scored. quota: how many are opened, by row. store: where their tokens are. pool:
+    entries of groups that are not open are seen.
+    """
+
+    index: IndexSettings
+    quota: Quota
+    store: StoreSettings = _ON_DEVICE
+    pool: bool = True
+
+
+@dataclass(frozen=True)
+class StepSettings(Numbered):
+    """The settings of a method that a decode step needs.
+
+    key_pooling, value_pooling: how a chunk's last entry is made; None if only ``represent`` can make it.
+    bias: added to the scaled score of every pooled entry, 0.0 for none.
+    num_focal: how many tokens of a chunk become entries of their own: those with the highest scores, ties to the
+    earlier; they come first, in order of position. The others are pooled. has_first: True if rows may have first
+    entries, so that ``StepState.first`` is read.
+    matched: each entry has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
+    entry_bits: of `condense.ops.entries.EntryFormat`; of 8 or 4 bits, an entry is rounded when it is made.
+    choice: the groups whose exact tokens a query sees; None for a method that keeps no tokens of closed groups.
+    """
+
+    rule: UniformRule
+    summary_delay: int
+    num_summary: int
+    key_pooling: Pooling | None
+    value_pooling: Pooling | None
+    bias: float
+    num_focal: int = 0
+    has_first: bool = False
+    matched: bool = False
+    entry_bits: int = 16
+    choice: ChoiceSettings | None = None
+
+    @property
+    def entry_format(self) -> EntryFormat:
+        """How entries are kept."""
+        return EntryFormat(self.entry_bits)
+
+    @property
+    def store_format(self) -> StoreFormat:
+        """How the tokens of closed groups are kept; only with a ``choice``."""
+        assert self.choice is not None
+        return StoreFormat(self.choice.store.bits, self.rule.chunk)
+
+    @property
+    def sees_entries(self) -> bool:
+        """True if queries see entries."""
+        return self.choice is None or self.choice.pool
+
+    @property
+    def bias_differs(self) -> bool:
+        """True if some entries have ``bias`` and others none."""
+        return self.bias != 0.0 and (self.num_focal > 0 or self.has_first)
+
+
+_NUMBERED: dict[int, Any] = {}
+
+
+def numbered_settings(number: int) -> Any:
+    """The settings that have this number (`Numbered`)."""
+    return _NUMBERED[number]

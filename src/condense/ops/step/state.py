@@ -1,0 +1,258 @@
+"""The state of one layer in buffers: one table says what it holds, by which it is made, checked, cleared and counted.
+
+Shapes: B rows, K KV heads, M entries of capacity, W and Q slots of the rings of tokens and of queries, N tokens that
+the store has room for, S slots of the store, g tokens per group, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.recall.index import GroupIndex
+from condense.ops.step.settings import StepSettings
+
+
+class Per(Enum):
+    """What a row of a buffer stands for; of all but ``ROW`` there is a number for each KV head."""
+
+    ENTRY = auto()
+    TOKEN = auto()  # of the window
+    QUERY = auto()
+    STORED = auto()  # token of a closed group
+    COPIED = auto()  # token of a group in a slot of the store
+    SLOT = auto()
+    ROW = auto()
+
+
+class Field(NamedTuple):
+    """One buffer of a state. width: columns, () for none; those that a method does not need are 0 wide.
+
+    fill: of a new buffer; None counts 0, 1, 2, ... on_host: in host memory, which is pinned beside a GPU.
+    """
+
+    name: str
+    per: Per
+    width: tuple[int, ...]
+    dtype: torch.dtype
+    fill: int | None = 0
+    on_host: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row of this buffer."""
+        return math.prod(self.width) * self.dtype.itemsize
+
+
+class Sizes(NamedTuple):
+    """Sizes of a layer's keys and values, and of what is kept of them: rows B, KV heads K, widths D and Dv, M, W, Q and
+    N; S is in the settings.
+    """
+
+    rows: int
+    heads: int
+    widths: tuple[int, int]
+    entries: int = 0
+    tokens: int = 0
+    queries: int = 0
+    stored: int = 0
+
+    def shape(self, field: Field, settings: StepSettings) -> tuple[int, ...]:
+        """The shape of a buffer."""
+        if field.per is Per.ROW:
+            return (self.rows, *field.width)
+        slots = 0 if settings.choice is None else settings.choice.store.slots
+        counts = {
+            Per.ENTRY: self.entries, Per.TOKEN: self.tokens, Per.QUERY: self.queries, Per.STORED: self.stored,
+            Per.SLOT: slots, Per.COPIED: slots * settings.rule.chunk,
+        }  # fmt: skip
+        return self.rows, self.heads, counts[field.per], *field.width
+
+
+class StepState(NamedTuple):
+    """Buffers of decode steps, at fixed addresses. All their values are finite, also those that no query sees.
+
+    entries_k ``[B, K, M, D]``, entries_v ``[B, K, M, Dv]``: entries, left-aligned, made by the step that pools a chunk;
+    with fewer than 16 ``entry_bits`` rows of bytes, uint8 ``[B, K, M, C]`` (`condense.ops.entries.EntryFormat`); of
+    width 0 where no query sees them.
+    ring_k ``[B, K, W, D]``, ring_v ``[B, K, W, Dv]``: the token at position t of its row stands in slot ``t % W``;
+    W is at least window + chunk, or the most tokens that a row can have if that is less.
+    ring_q ``[B, K, Q, D]``: head-mean queries in the dtype of q, position t in slot ``t % Q``; Q >= num_summary.
+    With larger rings, up to ``W - window - chunk`` tokens and ``Q - num_summary + 1`` queries can be taken back by
+    lowering ``seen``: slots and entries past it are overwritten before they are seen again.
+    seen int64 ``[B]`` on the device: real tokens per row, but for those of first entries; positions count them.
+    first int64 ``[B, 2]`` on the device: the first entries, which stand before those of chunk 0, and how many of these
+    stand for single tokens and have no bias (`condense.methods.FirstEntries`); zeros for most methods.
+    arrived int32 ``[B, K + 1]`` on the device: counters of the parts of a step that are done; 0 between steps.
+    biases float32 or wider ``[B, K, M, 1]``: each entry's own bias, only if matched.
+
+    With a `ChoiceSettings` also the following, and neither ``first`` nor ``arrived``:
+
+    codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for M.
+    store ``[B, K, N, C]``, N >= M * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
+    16 bits a key and its value side by side, C = D + Dv. On the device of the other buffers or in pinned host memory.
+    slots ``[B, K, S * g, C]``: copies of groups that were open lately, for a store in host memory; S may be 0.
+    held int32 ``[B, K, S]``: the group in each slot, -1 for none. order int32 ``[B, K, S]``: all slots, the one whose
+    group was open the longest ago first. A step reads an open group from its slot if it has one. The other open groups,
+    in ascending order, each take the first slot of ``order`` whose group is not open now, while there is one. Then the
+    slots that were read move to the end of ``order``, and behind them those that were taken. A row that is not real
+    leaves all as it is. Slots decide from where numbers are read, never which numbers.
+    """
+
+    entries_k: Tensor
+    entries_v: Tensor
+    ring_k: Tensor
+    ring_v: Tensor
+    ring_q: Tensor
+    seen: Tensor
+    first: Tensor
+    arrived: Tensor
+    biases: Tensor
+    codes: Tensor
+    grid: Tensor
+    store: Tensor
+    slots: Tensor
+    held: Tensor
+    order: Tensor
+
+    def entries(self, settings: StepSettings) -> tuple[Tensor, ...]:
+        """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
+        return tuple(getattr(self, name) for name in entry_names(settings))
+
+    @property
+    def group_index(self) -> GroupIndex:
+        """The index of all groups."""
+        return GroupIndex(self.codes, self.grid)
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the store lies in host memory and the other buffers do not."""
+        return self.store.device != self.seen.device
+
+
+def entry_names(settings: StepSettings) -> tuple[str, ...]:
+    """Names of the buffers that hold what `condense.Method.represent` makes, in its order; the store is the last."""
+    of_groups = () if settings.choice is None else ("codes", "grid", "store")
+    return "entries_k", "entries_v", *(("biases",) if settings.matched else ()), *of_groups
+
+
+def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Field, ...]:
+    """The buffers of a layer, in the order of `StepState`. heads: K; widths: D and Dv; dtype: of the tokens.
+
+    Raises ValueError for widths that the index or the store cannot hold.
+    """
+    (D, Dv), form, choice = widths, settings.entry_format, settings.choice
+    of_entry, wide = form.dtype(dtype), torch.promote_types(dtype, torch.float32)
+    C, Cv = (form.width(x, dtype.itemsize) if settings.sees_entries else 0 for x in widths)
+    of_all = (
+        Field("entries_k", Per.ENTRY, (C,), of_entry),
+        Field("entries_v", Per.ENTRY, (Cv,), of_entry),
+        Field("ring_k", Per.TOKEN, (D,), dtype),
+        Field("ring_v", Per.TOKEN, (Dv,), dtype),
+        Field("ring_q", Per.QUERY, (D,), dtype),
+        Field("seen", Per.ROW, (), torch.int64),
+        Field("first", Per.ROW, (2,) if choice is None else (0,), torch.int64),
+        Field("arrived", Per.ROW, (heads + 1,) if choice is None else (0,), torch.int32),
+        Field("biases", Per.ENTRY, (1,), wide) if settings.matched else Field("biases", Per.ROW, (0,), wide),
+    )
+    if choice is None:
+        return (*of_all, *(Field(name, Per.ROW, (0,), dtype) for name in StepState._fields[len(of_all) :]))
+    (codes, grid), store = choice.index.widths(D), settings.store_format
+    stored, of_store = store.width(D, Dv, dtype.itemsize), store.dtype(dtype)
+    return (
+        *of_all,
+        Field("codes", Per.ENTRY, (codes,), dtype if choice.index.bits == 16 else torch.uint8),
+        Field("grid", Per.ENTRY, (grid,), wide),
+        Field("store", Per.STORED, (stored,), of_store, on_host=choice.store.on_host),
+        Field("slots", Per.COPIED, (stored,), of_store),
+        Field("held", Per.SLOT, (), torch.int32, fill=-1),
+        Field("order", Per.SLOT, (), torch.int32, fill=None),
+    )
+
+
+def bytes_per(settings: StepSettings, heads: int, widths: tuple[int, int], dtype: torch.dtype) -> dict[Per, int]:
+    """Bytes that a state takes for one entry, one token, ... of one KV head; per row without heads."""
+    total = dict.fromkeys(Per, 0)
+    for field in fields_of(settings, heads, widths, dtype):
+        total[field.per] += field.nbytes
+    return total
+
+
+def empty_state(k: Tensor, settings: StepSettings, sizes: Sizes) -> StepState:
+    """New buffers in the dtype and on the device of the keys k, full of zeros.
+
+    Raises ValueError, no memory taken, as `fields_of`; RuntimeError where the host cannot pin what a store needs.
+    """
+    fields = fields_of(settings, sizes.heads, sizes.widths, k.dtype)
+    return StepState._make(_new(field, sizes.shape(field, settings), k.device) for field in fields)
+
+
+def _new(field: Field, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if field.on_host and device.type == "cuda":
+        return pinned_zeros(shape, field.dtype)
+    new = torch.zeros(shape, dtype=field.dtype, device=device)
+    _fill(new, field)
+    return new
+
+
+def _fill(x: Tensor, field: Field) -> None:
+    """Give a buffer the values of a new one."""
+    if field.fill is None:
+        x.copy_(torch.arange(x.shape[2], device=x.device))
+    else:
+        x.fill_(field.fill)
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros of a store in pinned host memory. Raises RuntimeError where the host does not give so much."""
+    try:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"store='host' wants {math.prod(shape) * dtype.itemsize:,} bytes of pinned host memory for a layer of "
+            f"{shape[2]:,} tokens, which the host does not give: use store='device', a shorter cache or fewer rows"
+        ) from error
+
+
+def _filled(state: StepState, settings: StepSettings) -> Iterator[tuple[Field, Tensor, tuple[int, ...]]]:
+    """Each field with its buffer, and the shape that it is to have beside the others."""
+    (B, K, W, D), Dv = state.ring_k.shape, state.ring_v.shape[3]
+    M, g = state.entries_k.shape[2], settings.rule.chunk
+    queries, stored = max(settings.num_summary, state.ring_q.shape[2]), 0
+    if settings.choice is not None:
+        stored = max(M * g, state.store.shape[2])
+    sizes = Sizes(B, K, (D, Dv), M, W, queries, stored)
+    for field, x in zip(fields_of(settings, K, (D, Dv), state.ring_k.dtype), state, strict=True):
+        yield field, x, sizes.shape(field, settings)
+
+
+def clear_state(state: StepState, settings: StepSettings) -> None:
+    """Give all buffers the values of new ones, in place.
+
+    Pinned memory keeps its values, because clearing it takes seconds and no kernel reads groups that are not closed.
+    """
+    for field, x, _ in _filled(state, settings):
+        if x.device == state.seen.device:
+            _fill(x, field)
+
+
+def check_state(state: StepState, settings: StepSettings) -> None:
+    """Raise ValueError for buffers that do not fit together, or that kernels cannot read for their strides."""
+    device = state.seen.device
+    for field, x, shape in _filled(state, settings):
+        is_pinned = field.on_host and x.device.type == "cpu" and (x.numel() == 0 or x.is_pinned())
+        if x.shape != shape or x.dtype != field.dtype or not (x.device == device or is_pinned):
+            raise ValueError(
+                f"{field.name} must be {shape} in {field.dtype} on {device}, got {tuple(x.shape)} in {x.dtype} on "
+                f"{x.device}"
+            )
+        by_rows = settings.choice is None and x.dtype != torch.uint8 and field.name != "biases"
+        if by_rows and x.dim() == 4 and x.stride(3) != 1 and x.shape[3] > 1:
+            raise ValueError(f"{field.name} must be contiguous in its last dimension, got strides {x.stride()}")
+        if not by_rows and not x.is_contiguous():
+            raise ValueError(f"{field.name} must be contiguous, got strides {x.stride()}")

@@ -1,0 +1,81 @@
+"""The kernels of a decode step over rings of tokens and entries, without a choice: one kernel or two.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W and Q slots of the rings of tokens and
+of queries, S splits, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from condense.ops.step.call import NewToken, StepCall
+from condense.ops.step.state import StepState
+from condense.ops.triton.host import on_device_of
+from condense.ops.triton.launch import Launcher, Prepared
+from condense.ops.triton.prepared import PreparedStep
+from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
+from condense.ops.triton.step_plan import Sizes, launch_of
+
+_step_kernel, _join_kernel = Launcher(step_kernel), Launcher(step_join_kernel)
+# the buffers that the kernel takes: the first ones of a state, up to the biases; the first five with strides
+_NUM_BUFFERS, _NUM_STRIDED = 9, 5
+
+
+class RingKernels(PreparedStep):
+    """The kernels of steps without a choice."""
+
+    __slots__ = ("_join", "_latent", "_num_splits", "_step")
+
+    def __init__(self, call: StepCall, *, host_bound: bool = False) -> None:
+        """host_bound: as of `launch_of`. Others as of `condense.ops.triton.step.step`, which has checked them all."""
+        super().__init__(call)
+        token, state, settings, scale, latent, extras = call
+        q, k, v = self._dense(token)
+        (B, H, _, D), self._latent = q.shape, latent
+        sizes = Sizes(B, H, k.shape[1], D, latent or v.shape[3], *_columns(state))
+        has_real = token.real is not None
+        launch = launch_of(
+            settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, has_real, host_bound
+        )
+        has_token = state.seen if token.real is None else token.real
+        strides = (
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            *(n for x in state[:_NUM_STRIDED] for n in x.stride()[:3]),
+            state.seen.stride(0), *state.first.stride(), *state.arrived.stride(), has_token.stride(0),
+        )  # fmt: skip
+        self._num_splits = launch.num_splits
+        self._step = Prepared(
+            _step_kernel, launch.grid, strides + launch.numbers, (launch.fixed, launch.kind), launch.options
+        )
+        self._join: Prepared | None = None
+        if launch.join_grid is not None:
+            numbers = (state.seen.stride(0), has_token.stride(0), H, launch.num_splits)
+            self._join = Prepared(_join_kernel, launch.join_grid, numbers, launch.join_constants, launch.join_options)
+
+    def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
+        """Attention ``[B, H, 1, Dv]``."""
+        q, k, v = self._dense(token)
+        state, real, counter = self.state, token.real, token.counter
+        Dv = self._latent or v.shape[3]
+        part, lse = _scratch(q, self._num_splits, Dv)
+        out = torch.empty(*q.shape[:3], Dv, dtype=q.dtype, device=q.device)
+        has_token = state.seen if real is None else real
+        # kernels start on the current device, which may not be that of the tensors in a model spread over several
+        with on_device_of(q):
+            self._step((q, k, v, *state[:_NUM_BUFFERS], has_token, sink, counter, part, lse, out))
+            if self._join is not None:
+                self._join((part, lse, out, state.seen, has_token, sink, counter))
+        return out
+
+
+def _columns(state: StepState) -> tuple[int, int, int]:
+    """Columns of entries, tokens and queries."""
+    return state.entries_k.shape[2], state.ring_k.shape[2], state.ring_q.shape[2]
+
+
+def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, S, Dv]`` and log-sum-exp ``[B, H, S]`` of every split."""
+    B, H = q.shape[:2]
+    part = torch.empty(B, H, S, Dv, dtype=torch.float32, device=q.device)
+    return part, torch.empty(B, H, S, dtype=torch.float32, device=q.device)

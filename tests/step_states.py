@@ -1,0 +1,98 @@
+"""States and calls of decode steps, for tests of any backend.
+
+Shapes: B rows, K KV heads, M entries of capacity, D and Dv widths.
+"""
+
+import dataclasses
+
+import torch
+
+import condense
+from condense.caches.buffers import static_bias
+from condense.methods import step_settings
+from condense.ops import NewToken, OwnEntries
+from condense.ops.step import Sizes, StepCall, empty_state
+
+_RECALL = condense.Recall(group_size=4, window=5, index_size=2, num_recall=2)
+RECALLS = {
+    "bounds-16": _RECALL.replace(index_bits=16),
+    "bounds-8": _RECALL.replace(window=9, num_recall=3),
+    "bounds-4": _RECALL.replace(window=3, index_size=4, index_bits=4),
+    "sub_means-8": _RECALL.replace(group_size=6, index="sub_means"),
+    "window-0-opened": _RECALL.replace(window=0),
+    "g-1-opened": _RECALL.replace(group_size=1, window=3, index_size=1, index_bits=16, num_recall=5),
+    "none-open": _RECALL.replace(num_recall=0),
+    "all-open": _RECALL.replace(num_recall=99),
+    "a-third": _RECALL.replace(num_recall=1 / 3),
+}
+
+
+def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, entries=None, device="cpu"):
+    """Buffers for ``length`` tokens, or for ``entries`` entries; ``spare`` more slots in the rings."""
+    rule, Q = settings.rule, settings.num_summary + spare
+    W = length if rule.window is None else min(length, rule.window + rule.chunk + spare)
+    M = rule.pooled(length, settings.summary_delay) * rule.entries if entries is None else entries
+    stored = 0 if settings.choice is None else M * rule.chunk
+    sizes = Sizes(rows, K, widths, M, W, Q, stored)
+    return empty_state(torch.empty(0, dtype=dtype, device=device), settings, sizes)
+
+
+def with_store(settings, **changes):
+    """The settings with another store; one with slots stays on the device, so that PyTorch can read it."""
+    choice = dataclasses.replace(settings.choice, store=settings.choice.store._replace(**changes))
+    return dataclasses.replace(settings, choice=choice)
+
+
+def call_of(settings, state, token, **options):
+    """The arguments of a step that reads ``token``, `NewToken` or a list of q, k and v."""
+    token = token if isinstance(token, NewToken) else NewToken(*token)
+    return StepCall(token, state, settings, **options)
+
+
+def own_of(method, rows, state, latent=0):
+    """How a method makes entries, as a static layer has it."""
+    bias = static_bias(method, rows, state.entries_k.shape[2], state.seen.device)
+    return OwnEntries((method.for_latents(latent) if latent else method).represent, bias)
+
+
+def own_by(settings):
+    """As `own_of`, for settings of Recall alone."""
+    choice = settings.choice
+    method = condense.Recall(
+        group_size=settings.rule.chunk, window=settings.rule.window, index=choice.index.kind,
+        index_size=choice.index.size, index_bits=choice.index.bits, key_pooling=settings.key_pooling,
+        value_pooling=settings.value_pooling, rep_bias="matched" if settings.matched else "none",
+        unchosen="pool" if choice.pool else "drop", store_bits=choice.store.bits,
+    )  # fmt: skip
+    return OwnEntries(method.represent)
+
+
+def token_at(qkv, t, real=None):
+    """Token t of every row; real bool ``[B, L]``."""
+    return NewToken(*(x[:, :, t : t + 1] for x in qkv), None if real is None else real[:, t].to(qkv[0].device))
+
+
+def check_slots(state, g):
+    """Every slot holds the tokens of its group, no two the same group, and each slot stands once in the order."""
+    for held, order, slots, store in zip(
+        *(x.flatten(0, 1) for x in (state.held, state.order, state.slots, state.store)), strict=True
+    ):
+        assert order.sort().values.tolist() == list(range(len(order)))
+        groups = held[held >= 0].tolist()
+        assert len(set(groups)) == len(groups)
+        for slot, group in enumerate(held.tolist()):
+            if group >= 0:
+                assert torch.equal(slots[slot * g : (slot + 1) * g], store[group * g : (group + 1) * g])
+
+
+__all__ = [
+    "RECALLS",
+    "call_of",
+    "check_slots",
+    "empty",
+    "own_by",
+    "own_of",
+    "step_settings",
+    "token_at",
+    "with_store",
+]
