@@ -152,14 +152,24 @@ def test_attention_dropout_is_seeded_and_for_training_only(name, changes, method
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
 def test_autocast_trains_and_generates(name):
-    model = _trainable(name, "streaming-select-log", dtype=torch.float32, **NO_DROPOUT.get(name, {}))
-    exact = _gradients(model)[0]
+    model = _trainable(name, "streaming-6", dtype=torch.float32, **NO_DROPOUT.get(name, {}))
+
+    def error():
+        """Of the logits, which autocast rounds, root mean squares over those of float32."""
+        want = model(IDS, use_cache=False).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = model(IDS, use_cache=False).logits
+        assert got.dtype == torch.bfloat16
+        return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss, gradients = _gradients(model)
-        assert model(IDS, use_cache=False).logits.dtype == torch.bfloat16
+        _, gradients = _gradients(model)
     assert all(bool(grad.isfinite().all()) for grad in gradients.values())
-    torch.testing.assert_close(loss, exact, rtol=0.05, atol=0)
     model.eval()
+    with torch.no_grad(), condense.use(model, condense.Dense()):
+        of_dense = error()
+    with torch.no_grad():
+        assert error() <= 2 * of_dense + torch.finfo(torch.bfloat16).eps
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cache = tiny.filled(model, IDS)
         assert tiny.generate(model, IDS).shape == (2, tiny.LENGTH + tiny.NEW)

@@ -160,6 +160,14 @@ def exact(model: Any) -> dict[str, float]:
     return ROUNDED if model.config.model_type == "deepseek_v2" else EXACT
 
 
+def rounds_alike(got: Tensor, plain: Tensor, exact: Tensor) -> bool:
+    """True if ``got`` is at most twice as far from float64 as ``plain`` of the same dtype, as root mean squares, and a
+    unit in the last place.
+    """
+    distance, budget, size = (x.double().square().mean().sqrt() for x in (got - exact, plain - exact, exact))
+    return bool(distance <= 2 * budget + torch.finfo(got.dtype).eps * size)
+
+
 def sharpen(stock: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
