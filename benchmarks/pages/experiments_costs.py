@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from small_models import WINDOW, Runs, named, of_seeds
+from small_runs import WINDOW, Runs, named, of_seeds
 
 from condense import DGA, LCA, Method
 from condense.plots import plot_lines

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments_costs import costs_table, dga_costs_table, plot_costs, setting_costs
 from experiments_tables import TABLES
-from small_models import SEEDS, Runs, figures_of, learned_at, named, spread
+from small_runs import SEEDS, Runs, figures_of, learned_at, named, spread
 from stored import Documents, described
 
 from condense.ops import POOLINGS

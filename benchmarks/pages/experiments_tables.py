@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from small_models import WINDOW
+from small_runs import WINDOW
 
 FLEXIBLE = tuple(
     (f"{name} {value}", "mla-lca", f"{name}={value}" if value not in (16, WINDOW) else "own")

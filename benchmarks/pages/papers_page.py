@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import kda_figures
-from small_models import figures_of, of_seeds, spread
+from small_runs import figures_of, of_seeds, spread
 from stored import Documents, described
 
 from condense.bench import milliseconds
