@@ -134,6 +134,6 @@ def page(paths: Sequence[Path]) -> str:
             sizes = " | ".join(
                 "" if (size := record.get(key)) is None else f"{size:.1%}" for key in ("device", "host_store", "read")
             )
-            kl = np.mean([text["kl"] for text in record["prose"]])
+            kl = np.mean([text.get("kl", np.nan) for text in record["prose"]])
             lines.append(f"| {name} | {sizes} | {shown} | {kl:.4f} |")
     return "\n".join(lines) + "\n"

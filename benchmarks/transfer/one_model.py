@@ -13,6 +13,7 @@ from typing import Any
 import exact
 import torch
 from contenders import arms, claims, costs
+from evict import Eviction, evicting
 from makes import STAGES, new_model, replaced, train
 from reading import Reference, forced, generated, under
 from texts import HeldOut, Texts, held_out, unpacked
@@ -61,6 +62,8 @@ def run(options: argparse.Namespace) -> None:
             place.diagnose(held[length])
         if number == 1:
             place.generate(held[lengths[0]], lengths[0], share=0.35)
+    if time.time() < options.until:
+        place.evict(lengths[0], held[lengths[0]])
     for length in lengths:
         place.measure(length, sizes[length][1], held[length], references[length])
     note({"measured_seconds": time.time() - began})
@@ -98,6 +101,17 @@ class _Place:
                 self.note({"diagnosis": index, "layers": layers})
             except Exception:
                 self.note({"diagnosis": index, "error": traceback.format_exc()[-3000:]})
+
+    def evict(self, length: int, held: HeldOut) -> None:
+        """SnapKV and KVzip at two sizes, on half of the texts."""
+        began, kinds = time.time(), (("snapkv", False), ("kvzip", True))
+        ways = {f"{name} {share:.0%}": Eviction(share, again) for name, again in kinds for share in (0.1, 0.25)}
+        try:
+            for name, record in evicting(self.model, ways, held, max(2, len(held.asked) // 2)).items():
+                place = {"length": length, "arm": name, "device": ways[name].share, "read": ways[name].share}
+                self.note(place | record | {"seconds": round(time.time() - began, 2)})
+        except Exception:
+            self.note({"length": length, "arm": "evictions", "error": traceback.format_exc()[-3000:]})
 
     def generate(self, held: HeldOut, length: int, share: float) -> None:
         """The claimed settings through caches; none begins after ``share`` of the time that is left."""

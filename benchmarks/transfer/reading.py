@@ -126,11 +126,11 @@ def forced(
             row = _of_text(logits, ids, text, reference.logits[index], reference.needs_far[index])
             result[kind].append(row)
         for text in held.asked[: max(1, len(held.asked) // 2)] if fewer else held.asked:
-            result["asked"].append(_answered(model, text))
+            result["asked"].append(answered(model, text))
     return result
 
 
-def _answered(model: PreTrainedModel, text: Drawn) -> dict[str, str]:
+def answered(model: PreTrainedModel, text: Drawn) -> dict[str, str]:
     """Per kind a 1 for every answer of which each token is the most likely one, else a 0."""
     ids = torch.from_numpy(text.ids).to(model.device)
     first = text.asked

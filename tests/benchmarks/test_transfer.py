@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "transfer"))
 
 import cells
 import contenders
+import evict
 import exact
 import makes
 import one_model
@@ -190,3 +191,24 @@ def test_arms_of_each_length_close_something():
                 or not isinstance(arm, Recall)
                 or arm.num_recall * arm.group_size < length - arm.window
             )
+
+
+def test_evictions_keep_what_is_read_again(held):
+    model, ids = tiny("llama-77m").float(), torch.from_numpy(held.asked[0].ids)
+    n = 200
+    snap, zipped, whole = evict.kept_tokens(
+        model, ids, n, [evict.Eviction(0.5, False), evict.Eviction(0.25, True), evict.Eviction(1.0, True)]
+    )
+    for layer, kept in snap.items():
+        assert (kept.sum(1) == n // 2).all()
+        assert kept[:, -evict._OBSERVING :].all()
+        assert whole[layer].all()
+    shares = [float(kept.float().mean()) for kept in zipped.values()]
+    assert np.mean(shares) == pytest.approx(0.25, abs=0.01)
+    with torch.no_grad():
+        dense = model(input_ids=ids[None], use_cache=False).logits
+        for kept, same in ((whole, True), (snap, False)):
+            with makes.replaced(evict._seeing(kept, n)):
+                logits = model(input_ids=ids[None], use_cache=False).logits
+            assert torch.allclose(logits[:, :n], dense[:, :n], atol=1e-4)
+            assert torch.allclose(logits, dense, atol=1e-4) == same
