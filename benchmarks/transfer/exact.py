@@ -98,7 +98,8 @@ def diagnosis(
 
     Of queries in the second half, means over heads. far, closed, best: attention mass of closed groups, of those that
     the bounds of half groups leave unopened, and that the best choice leaves so. mass_*: what entries of the unopened
-    weigh, as shares of the true total, with ln g (log), without bias (none). error_*: change of the output over its
+    weigh, as shares of the true total, with ln g (log), without bias (none), and what the index says of them (bounds,
+    middles of the bounds). error_*: change of the output over its
     norm: with these entries, with entries that weigh exactly what their tokens do (exact), without any (drop), and
     with ln g where groups of the 64 tokens that draw most attention have no entry (log_without). strong_*: of these
     tokens the share of the far mass, and norms of key and value over the mean. spread: of scores within a group.
@@ -117,7 +118,9 @@ def diagnosis(
         mass = p[..., : G * group].unflatten(-1, (G, group)).sum(-1) * closed
         halves = keys[:, : G * group].unflatten(1, (2 * G, group // 2))
         low, high = halves.amin(2)[:, None], halves.amax(2)[:, None]
-        bound = (heads.relu() @ high.mT + heads.clamp(max=0) @ low.mT).unflatten(-1, (G, 2)).amax(-1) * s
+        bounds = (heads.relu() @ high.mT + heads.clamp(max=0) @ low.mT).unflatten(-1, (G, 2)) * s
+        middles = (heads @ ((low + high) / 2).mT).unflatten(-1, (G, 2)) * s
+        bound = bounds.amax(-1)
         ranks = bound.masked_fill(~closed, -math.inf).softmax(-1)
         opened = _choosing(ranks, closed, num)
         shut = (closed & ~opened)[:, None]
@@ -143,10 +146,15 @@ def diagnosis(
 
         inside = scores[..., : G * group].unflatten(-1, (G, group)).std(-1)
         weights = {"log": entry * group, "none": entry, "exact": mass * shut, "drop": entry * 0}
+        guesses = {
+            name: ((x - total[..., None]).exp().sum(-1) * shut).sum(-1) * group / 2
+            for name, x in (("bounds", bounds), ("middles", middles))
+        }
         record.append({
             "layer": int(module.layer_idx), "far": float(mass.sum(-1).mean()),  # type: ignore[arg-type]
             "closed": float((mass * shut).sum(-1).mean()), "best": float(best.sum(-1).mean()),
             **{f"mass_{name}": float(weights[name].sum(-1).mean()) for name in ("log", "none")},
+            **{f"mass_{name}": float(guess.mean()) for name, guess in guesses.items()},
             **{f"error_{name}": error(value) for name, value in weights.items()},
             "error_log_without": error(entry * group * ~holds),
             "strong_share": float(drawn.gather(1, strong).sum() / drawn.sum()),

@@ -104,6 +104,7 @@ def test_a_diagnosis_of_exact_entries(drawn):
     for layer in layers:
         assert layer["best"] <= layer["closed"] <= layer["far"] <= 1
         assert layer["error_exact"] <= layer["error_drop"]
+        assert layer["mass_bounds"] >= layer["closed"]
 
 
 def test_sliding_layers_see_their_window():
