@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -259,6 +260,11 @@ PARAGRAPH = (
     "“Who goes there?” cried the watchman;\tnobody answered him.\n\n"
     "In the year 1894 a letter came, written in a small careful hand.\n"
 )
+
+
+def pytest_configure() -> None:
+    # tests pool random models on purpose; the test of the line that says so asks for it
+    logging.getLogger("condense.models.adapted").setLevel(logging.ERROR)
 
 
 @pytest.fixture(scope="session")

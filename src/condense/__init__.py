@@ -1,8 +1,11 @@
-"""Condensed attention: far tokens pooled in groups into one entry each, near tokens exact, one softmax over both.
+"""Attention over long contexts in a fraction of the cache, on a model's own weights.
 
 model = AutoModelForCausalLM.from_pretrained(name)
-condense.apply(model, condense.CCA(group_size=16, window=1024))
+condense.apply(model, "recall-device")  # Recall, which needs no training; `condense methods` lists other names
 model.generate(**inputs)
+
+`Recall` keeps every token and opens for each query the few groups that matter to it. Pooling (`CCA`, `LCA`, `DGA`) is
+for models that were adapted to it (`condense train adapt`): one entry stands for a group of far tokens.
 """
 
 from condense.baselines import AShape, BlockSparse, FlexPrefill, MInference, SnapKV, VerticalSlash

@@ -96,7 +96,7 @@ def test_model_runs_a_saved_model_as_it_was_saved(saved: Path, tmp_path: Path) -
     # one of two layers is condensed
     assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]  # type: ignore[operator]
     model = condense.apply(LlamaForCausalLM.from_pretrained(saved), condense.LCA(group_size=4, window=8))
-    for name, expected in (("whole", "LCA(group_size=4, window=8)"), ("stock", "cca")):
+    for name, expected in (("whole", "LCA(group_size=4, window=8)"), ("stock", "recall-device")):
         model.save_pretrained(tmp_path / name)
         done = run_here(*command, "--model", str(tmp_path / name), "--results", str(tmp_path / "results" / name))
         assert done.returncode == 0, done.stderr

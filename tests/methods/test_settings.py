@@ -122,7 +122,7 @@ def test_a_removed_setting_is_read_where_it_says_what_holds_now():
 
 @pytest.mark.parametrize("thing", [None, ["cca"], CCA, 3, object()], ids=lambda x: type(x).__name__)
 def test_only_a_method_is_a_method(thing):
-    with pytest.raises(ValueError, match=r"^method must be a condense method such as condense.CCA\(\), got "):
+    with pytest.raises(ValueError, match=r"^method must be a condense method such as condense.Recall\(\), got "):
         Method.parse(thing)
 
 

@@ -118,7 +118,7 @@ def calibrate(
 def _check_steps(model: PreTrainedModel, method: Method) -> None:
     """Raise ValueError for a candidate that reads whole texts, but cannot keep a cache here."""
     try:
-        with use(model, method):
+        with use(model, chosen_methods(model, method)):
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
     except ValueError as error:
         raise ValueError(f"candidates: {method}: {error}") from error

@@ -34,6 +34,7 @@ QUICK_LENGTHS = (4096, 32768)
 CPU_LENGTHS = (256, 1024)
 DECODE_BATCHES = (4, 8, 32)
 METHODS = ("cca", "lca")
+MODEL_METHOD = "recall-device"
 FAILED = 1
 LOG_WIDTH = 160  # in a file or a pipe
 
@@ -114,7 +115,7 @@ def model_command(
     lengths: LengthsOption = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"{CHOICES_HELP} Default: what the model was saved with, or {METHODS[0]}."),
+        typer.Option(help=f"{CHOICES_HELP} Default: what the model was saved with, or {MODEL_METHOD}."),
     ] = None,
     runners: Annotated[
         str | None, typer.Option(help="Such as dense,condensed_graph. Default: all that are not compiled.")
@@ -151,7 +152,7 @@ def model_command(
     where = parse_device(device)
     torch_dtype = parse_dtype(dtype, where)
     prompts = _lengths(lengths, where, quick)
-    methods = {text: choice_from_text(text) for text in method or METHODS[:1]}
+    methods = {text: choice_from_text(text) for text in method or (MODEL_METHOD,)}
     saved = None if model is None else saved_choice(read_skeleton(model))
     plan = bench.ModelPlan(
         prompts,

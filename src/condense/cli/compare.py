@@ -93,7 +93,7 @@ def compare_command(
         outcomes = compare(
             loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=lambda: bar.advance(task)
         )
-    warn_of_defaults(methods, saved, bundled=model is None)
+    warn_of_defaults(loaded, methods, saved)
     warn_of_length(loaded, outcomes[0].text_tokens)
     dtype_name = str(loaded.dtype).removeprefix("torch.")
     _print(plain_console(), prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")

@@ -77,7 +77,7 @@ def generate_command(
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     with attention_of(loaded, chosen), progress() as bar:
-        warn_of_defaults([chosen], saved, bundled=model is None)
+        warn_of_defaults(loaded, [chosen], saved)
         bar.add_task(f"reading {ids.shape[1]} tokens", total=None)
         loaded.generate(
             ids,

@@ -172,8 +172,8 @@ def read_skeleton(model: str | None, shape: str | None = None) -> PreTrainedMode
         config = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
     with torch.device("meta"):
         if model is None:
-            return AutoModelForCausalLM.from_config(config)
-        return read_saved(model, lambda _: AutoModelForCausalLM.from_config(config))
+            return AutoModelForCausalLM.from_config(config).eval()
+        return read_saved(model, lambda _: AutoModelForCausalLM.from_config(config).eval())
 
 
 def parse_device(name: str | None) -> torch.device:
@@ -258,15 +258,18 @@ def warn_of_length(model: PreTrainedModel, length: int) -> None:
         print(f"condense: {length} tokens are more than the {limit} the model was made for", file=sys.stderr)
 
 
-def warn_of_defaults(choices: Iterable[MethodChoice], saved: MethodChoice | None, *, bundled: bool) -> None:
+def warn_of_defaults(model: PreTrainedModel, choices: Iterable[MethodChoice], saved: MethodChoice | None) -> None:
     """Say on stderr which CCA or LCA has its defaults although the model was adapted to other settings.
 
-    saved: the choice that the model was saved with; not looked at for the bundled model, which learned `DEMO_METHOD`.
+    saved: the choice that the model was saved with, which counts where its configuration does not say more.
     """
+    from condense.methods import methods_in
     from condense.methods.grouped import GroupPooling
-    from condense.models import choice_from_text, described, methods_of
+    from condense.models import described, methods_of
+    from condense.models.adapted import ADAPTED
 
-    learned = choice_from_text(DEMO_METHOD) if bundled else saved
+    mark = getattr(model.config.get_text_config(decoder=True), ADAPTED, None)
+    learned = methods_in(mark, f"config.{ADAPTED}") if mark else saved
     known = [] if learned is None else methods_of(learned)
     if learned is None or not any(isinstance(method, GroupPooling) for method in known):
         return

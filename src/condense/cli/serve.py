@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,16 +36,9 @@ def serve_command(
         raise ValueError("serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'")
     skeleton = read_skeleton(model)
     config: Any = skeleton.config
-    if getattr(config, "condense", None) is None:
-        if not method:
-            raise ValueError(
-                f"model must be saved condensed, got {model}, which is not: name a method with --method, such as "
-                "cca:summary=streaming"
-            )
-        print(
-            f"condense: {model} was not saved condensed. A model that was not adapted to entries loses its far text: "
-            "adapt it first (condense train adapt)",
-            file=sys.stderr,
+    if getattr(config, "condense", None) is None and not method:
+        raise ValueError(
+            f"model must be saved condensed, got {model}, which is not: name a method with --method, such as pooled"
         )
     if method:
         apply(restore(skeleton), choose(choice_from_text(*method), layers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -142,11 +142,9 @@ def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 @contextmanager
 def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]:
     """Condense the model as chosen for the length of the block; layers with Dense stay stock."""
-    if isinstance(choice, Dense):
-        yield
-        return
-    chosen = {i: method for i, method in chosen_methods(model, choice).items() if not isinstance(method, Dense)}
-    with use(model, chosen) if chosen else nullcontext():
+    if isinstance(choice, Mapping):
+        choice = {i: method for i, method in chosen_methods(model, choice).items() if not isinstance(method, Dense)}
+    with nullcontext() if isinstance(choice, Dense) or not choice else use(model, choice):
         yield
 
 

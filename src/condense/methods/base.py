@@ -205,7 +205,7 @@ class Method(MethodConfig):
         elif isinstance(settings, str):
             method = method_from_text(settings)
         if not isinstance(method, Method):
-            raise ValueError(f"method must be a condense method such as condense.CCA(), got {method!r}")
+            raise ValueError(f"method must be a condense method such as condense.Recall(), got {method!r}")
         check_layout(method.layout)
         return method
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from condense.methods import Method, check_names, methods_in, settings_of
+from condense.models.adapted import warn_of_pooling
 from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
 from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
 from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window, transformers_model
@@ -35,7 +36,8 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     a file that `condense calibrate` wrote.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
     count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
-    sliding window. If ``layers`` is None, all of these are logged.
+    sliding window. If ``layers`` is None, all of these are logged; so is, once per process, one method that pools a
+    model in evaluation mode whose configuration does not say that it was adapted (`condense.models.adapted`).
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
     ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
     `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches
@@ -49,6 +51,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     chosen = _chosen(base, attentions, method, layers)
     check_names(chosen.values())
     _assign(attentions, _methods(attentions) | chosen, _owner(attentions))
+    _warn_of_pooling(base, attentions, method)
     if layers is None:
         others = sorted(set(attentions) - set(chosen))
         sliding = [i for i in others if sliding_window(attentions[i]) is not None]
@@ -111,11 +114,17 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
         owner, before = _owner(attentions), _methods(attentions)
         implementation = _config(attentions)._attn_implementation
         _assign(attentions, before | _chosen(base, attentions, method, layers), threading.get_ident())
+    _warn_of_pooling(base, attentions, method)
     try:
         yield model
     finally:
         _assign(attentions, before, owner)
         _config(attentions)._attn_implementation_internal = implementation
+
+
+def _warn_of_pooling(base: PreTrainedModel, attentions: dict[int, nn.Module], method: MethodChoice | str) -> None:
+    if not base.training:  # a model in training is being adapted
+        warn_of_pooling(_config(attentions), parse_choice(method))
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:

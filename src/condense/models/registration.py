@@ -77,7 +77,7 @@ def _prove(base: PreTrainedModel, layers: list[int]) -> None:
     for method in _STOCK:
         with use(base, method, layers):
             _check(_whole(base, ids), stock, budget, f"under {method}, which pools nothing, it is not the stock model")
-    with use(base, _POOLED, layers):
+    with use(base, dict.fromkeys(layers, _POOLED)):
         whole = _whole(base, ids)
         if _apart(whole, stock) <= budget:
             raise ValueError("pooling changes nothing: its attention is not the function that transformers registers")

@@ -25,8 +25,9 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback, is_tensorboard_available
 
 from condense.files import whole_folder
-from condense.methods.base import check_trainable
-from condense.models import condensed_layers, restore, use
+from condense.methods import check_trainable, settings_of
+from condense.models import attention_layers, chosen_methods, condensed_layers, restore, use
+from condense.models.adapted import ADAPTED
 from condense.models.families import max_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
@@ -205,6 +206,9 @@ def _write_phase(
 ) -> None:
     """Write a phase's report and model, ``weights`` if they are not None; then drop its checkpoints."""
     write_results(folder / REPORT, report, seed=config.seed, overwrite=True)
+    if phase.method is not None and phase.mix != "dense":
+        attention: Any = next(iter(attention_layers(model).values()))
+        setattr(attention.config, ADAPTED, settings_of(chosen_methods(model, phase.method)))
     condensed = config.save_condensed and phase is config.phases[-1]
     with whole_folder(folder / "model") as path:
         with use(model, phase.method) if condensed and phase.method is not None else contextlib.nullcontext():

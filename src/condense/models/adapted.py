@@ -1,0 +1,41 @@
+"""Whether a model was adapted to pooling: what its configuration says, and the line for one that says nothing.
+
+``config.condense_adapted`` has the form of ``config.condense``: the methods that the weights learned. `condense train`
+writes it, and it stays when attention is restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from condense.methods import DGA
+from condense.methods.grouped import GroupPooling
+from condense.models.choice import MethodChoice, methods_of
+
+logger = logging.getLogger(__name__)
+ADAPTED = "condense_adapted"
+
+
+def warn_of_pooling(config: Any, choice: MethodChoice) -> None:
+    """Log, once per process, that one method pools a model whose configuration does not say that it was adapted.
+
+    Whoever names methods layer by layer, as `condense calibrate` does, has looked and is told nothing; one method for a
+    range of layers, given as text, is none of these.
+    """
+    by_layer = isinstance(choice, Mapping) and not all(isinstance(layers, str) for layers in choice)
+    method, *others = methods_of(choice)
+    if isinstance(method, GroupPooling | DGA) and not (others or by_layer or getattr(config, ADAPTED, None)):
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "condense: the model's configuration does not say that it was adapted to pooling (CCA, LCA, DGA), without "
+        "which it loses text behind the window: use 'recall-host' or 'recall-device', which need no training, adapt it "
+        "(condense train adapt), or, if that was done elsewhere, set model.config.condense_adapted = "
+        "model.config.condense before it is saved"
+    )
