@@ -1,4 +1,4 @@
-"""The pages: their Python runs, on models of two layers, their commands parse, and what they name exists."""
+"""The pages: their Python runs, their commands parse, and what they name exists."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import condense
 from condense import config
@@ -36,50 +36,24 @@ RESULTS = {
 }
 COMMANDS = sorted({line for text in PAGES.values() for line in re.findall(r"^condense [a-z].*", text, re.MULTILINE)})
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-LLAMA = LlamaConfig(**SIZES)
-DEEPSEEK = DeepseekV3Config(
-    **SIZES,
-    num_key_value_heads=2,
-    first_k_dense_replace=2,
-    q_lora_rank=None,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-)
+# of which page the code names a model that is not here, and what it names it
+ELSEWHERE = "docs/start-here.md"
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-@pytest.fixture
-def names(request, tmp_path, monkeypatch):
-    """What a guide's code may use: ``name`` and ``path``, folders of a model and for one, and ``inputs`` for it."""
-    torch.manual_seed(0)
-    sizes = DEEPSEEK if request.param.endswith("latents.md") else LLAMA
-    if request.param == TRAINERS:
-        _, tokenizer = condense.demo_model()
-        tokenizer.save_pretrained(tmp_path / "model")
-        sizes = LlamaConfig(**SIZES | {"vocab_size": len(tokenizer), "hidden_size": 64})
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_runs_as_it_stands(page, tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "_REGISTRY", dict(config._REGISTRY))  # a guide's method is known to its guide alone
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # which takes minutes on a CPU
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "guide"}
+    if page == TRAINERS:
         store = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
         for key, value in store.items():  # the variables that torchrun sets
             monkeypatch.setenv(key, value)
-    AutoModelForCausalLM.from_config(sizes).save_pretrained(tmp_path / "model")
-    ids = torch.randint(2, 64, (1, 40))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return {"__name__": "guide", "name": tmp_path / "model", "path": tmp_path / "adapted", "inputs": inputs}
-
-
-@pytest.mark.parametrize(("page", "names"), [(page, page) for page in WITH_PYTHON], indirect=["names"], ids=WITH_PYTHON)
-def test_python_runs_as_it_stands(page, names, monkeypatch):
-    monkeypatch.setattr(config, "_REGISTRY", dict(config._REGISTRY))  # a guide's method is known to its guide alone
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # which takes minutes on a CPU
+    if page == ELSEWHERE:
+        AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained("model")
+        names |= {"name": "model", "path": "here", "inputs": {"input_ids": torch.randint(2, 64, (1, 40))}}
     for block in BLOCK.finditer(PAGES[page]):
         line = PAGES[page].count("\n", 0, block.start(1))
         exec(compile("\n" * line + block.group(1), ROOT / page, "exec"), names)
