@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 import tomllib
 
 import pytest
@@ -103,6 +104,13 @@ def test_bad_input_is_one_line(arguments, said):
     assert shown.returncode == 2
     assert said in shown.stderr
     assert shown.stderr.count("\n") == 1
+
+
+def test_eval_without_the_harness_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    shown = run_here("eval", "--task", "gsm8k", "--output", str(tmp_path / "run"))
+    assert shown.returncode == 2
+    assert "pip install 'lm-eval[" in shown.stderr
 
 
 def test_recipes_says_what_each_setting_of_adapt_is(monkeypatch):

@@ -7,10 +7,15 @@ import contextlib
 import functools
 import importlib.util
 import io
+import json
 import os
 import sys
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from condense.demo import demo_text
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 collect_ignore_glob = [] if HAS_LM_EVAL else ["test_*.py"]
@@ -32,15 +37,61 @@ def one_index():
 
 
 @pytest.fixture
-def command(monkeypatch):
-    """`condense eval ARGUMENTS` in this process: its exit code, its output and its messages."""
+def condense_line(monkeypatch):
+    """`condense ARGUMENTS` in this process: its exit code, its output and its messages."""
     from condense.cli.main import main
 
     def run(*arguments):
         out, err = io.StringIO(), io.StringIO()
-        monkeypatch.setattr(sys, "argv", ["condense", "eval", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["condense", *map(str, arguments)])
+        monkeypatch.setattr(sys, "path", list(sys.path))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as done:
             main()
         return done.value.code or 0, out.getvalue(), err.getvalue()
 
     return run
+
+
+@pytest.fixture
+def command(condense_line):
+    """`condense eval ARGUMENTS`."""
+    return functools.partial(condense_line, "eval")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A random stock model in a folder, with a tokenizer made from the bundled text."""
+    from condense.train import train_tokenizer
+
+    tokenizer = train_tokenizer([demo_text().text], vocab_size=1000, max_positions=8192)
+    tokenizer.chat_template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}"
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=8192, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def copy_of_a_hub(folder, repository, configurations):
+    """A data set's repository as a hub has it: a list of files in its card, and rows by configuration and split."""
+    card = ["---", "configs:"]
+    for name, splits in configurations.items():
+        card += [f"- config_name: {name}", "  data_files:"]
+        for split, rows in splits.items():
+            write_lines(folder / repository / name / f"{split}.jsonl", rows)
+            card += [f"  - split: {split}", f"    path: {name}/{split}.jsonl"]
+    (folder / repository / "README.md").write_text("\n".join([*card, "---", ""]))
+
+
+def scores(folder):
+    found = json.loads((folder / "metrics.json").read_text())["results"]["scores"]
+    return {(x["method"], x["task"], x["metric"], json.dumps(x["by"])): x for x in found}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from condense.tasks import corpus as corpus_module
-from condense.tasks import encode_corpus, load_corpus, read_documents
+from condense.tasks import encode_corpus, load_corpus, read_documents, read_json_lines
 from condense.tasks.documents import Skipped
 
 DOCUMENTS = ["One line.\nA second,\u2028not a third.\n", "Code:\n\tx = 1\n"]
@@ -80,6 +80,13 @@ def test_bad_records_are_counted_and_named(
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"data: wanted a Parquet file with a column text, got .*{name}"):
             list(read_documents([tmp_path / name]))
+
+
+def test_lines_that_are_no_objects_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n\n[2]\n')
+    with pytest.raises(ValueError, match="line 3"):
+        list(read_json_lines(path))
 
 
 def test_compressed_text_is_one_document(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,13 +45,13 @@ def eval_command(
     ] = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens, for tasks that come in several lengths; repeatable. Default: 4096."),
+        typer.Option(help="Tokens, for tasks that come in several lengths; repeatable. Default: the task's."),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="First documents of each task only.", min=1)] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(help="Examples in the prompt. Default: the task's own.", min=0)
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Halved once if it does not fit into memory.", min=1)] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts at a time.", min=1)] = 1,
     max_length: Annotated[int | None, typer.Option(help="Tokens the model may read. Default: its own.", min=2)] = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
@@ -66,24 +65,18 @@ def eval_command(
 ) -> None:
     """Score a model on lm-evaluation-harness's tasks under several methods, side by side.
 
-    The output folder holds predictions.jsonl, metrics.json, env.json and report.html.
+    The output folder holds predictions.jsonl, metrics.json and env.json.
     """
-    from condense.evaluate.harness import Settings, evaluate
-    from condense.evaluate.harness.tasks import require_harness
+    from condense.evaluate.harness import Settings, check_names, evaluate
     from condense.methods import Dense, Method
     from condense.models import choice_from_text, described, restore
     from condense.results import refuse_existing
 
-    require_harness()
+    check_names(task)
     if not resume:
         if output.exists():
             raise ValueError(f"output: wanted a folder that does not exist yet, got {output}; --resume goes on with it")
         refuse_existing(output / "env.json", "output")
-    elif (output / "metrics.json").exists():
-        if (output / "report.html").exists():
-            raise ValueError(f"output: the run in {output} is complete")
-        _show(output, model)  # all that an interruption after the last score can have left out
-        return
     if data is not None and not data.is_dir():
         raise ValueError(f"data: wanted a folder, got {data}")
     methods: dict[str, MethodChoice] = {text: choose(choice_from_text(text), layers) for text in method or ()}
@@ -100,10 +93,9 @@ def eval_command(
         methods |= {DEMO_METHOD: Method.parse(DEMO_METHOD)} if model is None else {}
     settings = Settings(
         tasks=tuple(dict.fromkeys(task)),
-        lengths=tuple(dict.fromkeys(length or (4096,))),
+        lengths=tuple(dict.fromkeys(length or ())),
         limit=limit,
         num_fewshot=num_fewshot,
-        batch_size=batch_size,
         max_length=max_length,
         chat=chat,
         data=data,
@@ -111,42 +103,32 @@ def eval_command(
         trust_remote_code=trust_remote_code,
     )
     err = plain_console(stderr=True)
-    evaluate(
+    scores = evaluate(
         loaded,
         tokenizer,
         methods,
         settings,
         output,
+        batch_size=batch_size,
         resume=resume,
         on_method=lambda label: err.print(label, style="dim"),
     )
-    _show(output, model)
-
-
-def _show(output: Path, model: str | None) -> None:
-    """Print the scores in a run's folder, and draw its page."""
-    from condense.evaluate.harness import saved_scores, write_report
-
-    scores, where = saved_scores(output)
     _print(scores)
-    facts = {
-        "model": model or "bundled",
-        **{key: where[key] for key in ("device", "condense", "torch", "commit", "date")},
-    }
-    page = write_report(output / "report.html", f"Evaluation of {model or 'the bundled model'}", scores, facts)
-    plain_console().print(str(page), soft_wrap=True)
+    plain_console().print(str(output), soft_wrap=True)
 
 
 def _print(scores: list[Score]) -> None:
+    """A row per figure and a column per method, with standard errors."""
     table = plain_table()
-    for heading in ("task", "metric", "method"):
+    for heading in ("task", "metric"):
         table.add_column(heading, overflow="fold")
-    for heading in ("score", "95 %", "n"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in (*dict.fromkeys(score.method for score in scores), "n"):
+        table.add_column(heading, justify="right", overflow="fold")
+    rows: dict[tuple[str, str], list[Score]] = {}
     for score in scores:
-        interval = score.interval
-        if not score.by:
-            ends = f"{interval.low:.3f} to {interval.high:.3f}" if math.isfinite(interval.low) else ""
-            metric = score.metric.removesuffix(",none")
-            table.add_row(score.task, metric, score.method, f"{interval.value:.3f}", ends, str(interval.n))
+        part = "".join(f" {field} {value}" for field, value in score.by.items())
+        rows.setdefault((score.task + part, score.metric.removesuffix(",none")), []).append(score)
+    for (task, metric), row in rows.items():
+        cells = [f"{s.value:.3f}" + ("" if s.stderr is None else f" ± {s.stderr:.3f}") for s in row]
+        table.add_row(task, metric, *cells, str(row[0].n))
     plain_console().print(table)

@@ -1,15 +1,14 @@
 """`condense eval`: lm-evaluation-harness runs the tasks, once per method, and every answer is kept as it comes.
 
 The folder of a run holds ``env.json`` (what was run, on what), ``responses/`` (one database per method: the model's
-answers, by which an interrupted run goes on), and at the end ``predictions.jsonl``, ``metrics.json``, ``report.html``.
+answers, by which an interrupted run goes on), and at the end ``predictions.jsonl`` and ``metrics.json``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.evaluate.bootstrap import Interval, bootstrap
 from condense.evaluate.compare import attention_of
-from condense.evaluate.harness.tasks import LoadedTasks, load_tasks, require_harness
+from condense.evaluate.harness.tasks import load_tasks
 from condense.evaluate.modes import in_eval_mode
 from condense.files import whole_file
 from condense.models import MethodChoice, methods_of
@@ -31,18 +29,17 @@ class Settings:
     """The settings of a run, which are the same for every method.
 
     tasks: names of the harness's tasks, groups and tags, and of our own. lengths: numbers of tokens, for tasks that
-    make documents of several lengths. limit: number of documents of each task, the first ones; None: all. num_fewshot:
-    None: each task's own number. max_length: tokens that the model may read, None: as its configuration says. chat:
-    prompts are put into the tokenizer's chat template. data: folder of local files. run_generated_code: allow tasks
-    that run programs written by the model. trust_remote_code: tasks that load the tokenizer may run code that comes
-    with it.
+    make documents of several lengths; empty: the tasks' own. limit: number of documents of each task, the first ones;
+    None: all. num_fewshot: None: each task's own number. max_length: tokens that the model may read, None: as its
+    configuration says. chat: prompts are put into the tokenizer's chat template. data: folder of local files.
+    run_generated_code: allow tasks that run programs written by the model. trust_remote_code: tasks that load the
+    tokenizer may run code that comes with it.
     """
 
     tasks: tuple[str, ...]
-    lengths: tuple[int, ...] = (4096,)
+    lengths: tuple[int, ...] = ()
     limit: int | None = None
     num_fewshot: int | None = None
-    batch_size: int = 1
     max_length: int | None = None
     chat: bool = False
     data: Path | None = None
@@ -52,18 +49,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Score:
-    """One figure of one task under one method.
+    """One figure of one task or group under one method.
 
-    metric: name and filter as the harness gives them. by: the values of the fields that the samples were split by,
-    empty for all samples. harness: the harness's own figure, None for a part of the samples.
+    metric: name and filter as the harness gives them. by: the value of a field that the documents were split by, empty
+    for all documents. stderr: the harness's standard error, None where it has none. n: number of documents.
     """
 
     method: str
     task: str
     metric: str
     by: dict[str, Any]
-    interval: Interval
-    harness: float | None
+    value: float
+    stderr: float | None
+    n: int
 
 
 def evaluate(
@@ -73,6 +71,7 @@ def evaluate(
     settings: Settings,
     output: Path,
     *,
+    batch_size: int = 1,
     resume: bool = False,
     on_method: Callable[[str], None] = lambda label: None,
 ) -> list[Score]:
@@ -83,27 +82,29 @@ def evaluate(
     only the missing answers are computed.
     Raises ValueError as `load_tasks`, for a tokenizer without a chat template if one is wanted, for a method that the
     model cannot take, for a folder that exists or belongs to another run, and for a batch of methods that read a prompt
-    at once; torch.OutOfMemoryError if half the batch does not fit either.
+    at once; torch.OutOfMemoryError if a batch does not fit.
     """
-    require_harness()
     if settings.chat and tokenizer.chat_template is None:
         raise ValueError(
             f"chat: wanted a tokenizer with a chat template, got that of {tokenizer.name_or_path}: leave it out"
         )
     for label, choice in methods.items():
-        if settings.batch_size > 1 and any(each.layout.lookahead is not None for each in methods_of(choice)):
+        if batch_size > 1 and any(each.layout.lookahead is not None for each in methods_of(choice)):
             raise ValueError(
                 f"batch size must be 1 for {label}, which reads whole prompts at once, padding behind them too, "
-                f"got {settings.batch_size}"
+                f"got {batch_size}"
             )
         with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass
-    metadata = {"tokenizer": tokenizer.name_or_path, "max_seq_lengths": list(settings.lengths)}
-    metadata |= {"data": str(settings.data)} if settings.data else {}
-    metadata["trust_remote_code"] = settings.trust_remote_code
     source = {"settings": plain(settings), "methods": {k: plain(v) for k, v in methods.items()}}
     source["model"] = fingerprint(model)
-    tasks = load_tasks(settings.tasks, metadata, data=settings.data, run_generated_code=settings.run_generated_code)
+    # tasks are loaded in the folder of data
+    folder, name = settings.data and settings.data.absolute(), Path(tokenizer.name_or_path)
+    metadata = {"tokenizer": str(name.absolute()) if name.is_dir() else tokenizer.name_or_path}
+    metadata |= {"max_seq_lengths": list(settings.lengths)} if settings.lengths else {}
+    metadata |= {"data": str(folder)} if folder else {}
+    metadata["trust_remote_code"] = settings.trust_remote_code
+    manager, tasks = load_tasks(settings.tasks, metadata, data=folder, run_generated_code=settings.run_generated_code)
     _open(output, source, resume=resume)
     scores: list[Score] = []
     lines: list[dict[str, Any]] = []
@@ -111,26 +112,14 @@ def evaluate(
         for number, (label, choice) in enumerate(methods.items()):
             on_method(label)
             with attention_of(model, choice):
-                results = _run(model, tokenizer, settings, tasks, output / "responses" / str(number))
-            lines += [_line(label, task, sample) for task, found in results["samples"].items() for sample in found]
-            scores += _scores(label, results, tasks.loaded)
-    # an interrupted run may have left predictions, but never metrics
+                responses = output / "responses" / str(number)
+                results = _run(model, tokenizer, tasks, manager, settings, batch_size, responses)
+            scores.extend(_scores(label, results))
+            lines.extend(_line(label, task, each) for task, found in results["samples"].items() for each in found)
     with whole_file(output / "predictions.jsonl", overwrite=True) as file:
         file.writelines(json.dumps(plain(line), ensure_ascii=False).encode() + b"\n" for line in lines)
     write_results(output / "metrics.json", {"run": source, "scores": scores}, device=model.device)
     return scores
-
-
-def saved_scores(output: Path) -> tuple[list[Score], dict[str, Any]]:
-    """The scores of a finished run, from the ``metrics.json`` in its folder, and the provenance that it names."""
-    document = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
-
-    def score(saved: dict[str, Any]) -> Score:
-        interval = saved["interval"]
-        value, low, high = (math.nan if interval[key] is None else interval[key] for key in ("value", "low", "high"))
-        return Score(**saved | {"interval": Interval(value, low, high, interval["n"])})  # JSON has no NaN
-
-    return [score(saved) for saved in document["results"]["scores"]], document["provenance"]
 
 
 def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
@@ -161,65 +150,41 @@ def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
 def _run(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    tasks: list[Any],
+    manager: Any,
     settings: Settings,
-    tasks: LoadedTasks,
+    batch_size: int,
     responses: Path,
 ) -> Any:
     """The harness's results under the attention that the model has now."""
-    size = settings.batch_size
-    try:
-        return _simple_evaluate(model, tokenizer, settings, tasks, responses, size)
-    except torch.OutOfMemoryError:
-        if size == 1:
-            raise torch.OutOfMemoryError(_out_of_memory(responses, size)) from None
-    torch.cuda.empty_cache()
-    try:
-        return _simple_evaluate(model, tokenizer, settings, tasks, responses, size // 2)
-    except torch.OutOfMemoryError:
-        raise torch.OutOfMemoryError(_out_of_memory(responses, size // 2)) from None
-
-
-def _out_of_memory(responses: Path, size: int) -> str:
-    return (
-        f"out of memory with batches of {size}; the answers so far are kept in {responses.parent}: go on with "
-        "--resume on a larger device, or begin again with a smaller --max-length or another method"
-    )
-
-
-def _simple_evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Settings,
-    tasks: LoadedTasks,
-    responses: Path,
-    batch_size: int,
-) -> Any:
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=settings.max_length)
     responses.parent.mkdir(exist_ok=True)
+    log = logging.getLogger("lm_eval")
+    log.setLevel(logging.ERROR)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=settings.max_length)
     # from here on the harness warns of things that a user must know, such as prompts that it cuts
-    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    log.setLevel(logging.WARNING)
     # git would be asked for the commit of the current folder, and say "fatal" where that is no repository
     evaluator.get_git_commit_hash = lambda: None
-    return evaluator.simple_evaluate(
-        lm,
-        tasks=[*tasks.loaded["groups"].values(), *_alone(tasks.loaded)],
-        task_manager=tasks.manager,
-        num_fewshot=settings.num_fewshot,
-        limit=settings.limit,
-        use_cache=str(responses),
-        bootstrap_iters=0,
-        apply_chat_template=settings.chat,
-        confirm_run_unsafe_code=settings.run_generated_code,
-    )
-
-
-def _alone(loaded: Any) -> list[Any]:
-    """Tasks that belong to no group."""
-    grouped = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
-    return [task for name, task in loaded["tasks"].items() if name not in grouped]
+    try:
+        return evaluator.simple_evaluate(
+            lm,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=settings.num_fewshot,
+            limit=settings.limit,
+            use_cache=str(responses),
+            bootstrap_iters=1000,
+            apply_chat_template=settings.chat,
+            confirm_run_unsafe_code=settings.run_generated_code,
+        )
+    except torch.OutOfMemoryError:
+        raise torch.OutOfMemoryError(
+            f"out of memory with batches of {batch_size}; the answers so far are kept in {responses.parent}: go on "
+            "with --resume and a smaller --batch-size or a larger device"
+        ) from None
 
 
 def _line(label: str, task: str, sample: dict[str, Any]) -> dict[str, Any]:
@@ -236,44 +201,23 @@ def _line(label: str, task: str, sample: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _scores(label: str, results: Any, loaded: dict[str, Any]) -> list[Score]:
-    """All figures of one method: of tasks, of their parts, and of groups, for which there is no interval."""
-    scores = []
-    for name, samples in results["samples"].items():
-        task, figures = loaded["tasks"][name], results["results"][name]
-        fields = (task.config.metadata or {}).get("by", [])
+def _scores(label: str, results: Any) -> Iterator[Score]:
+    """The harness's figures of one method: of tasks and groups, and of each value of the fields that split a task."""
+    from lm_eval.api.metrics import mean_stderr
+
+    for name, figures in results["results"].items():
+        samples = results["samples"].get(name, [])
+        fields = results["configs"].get(name, {}).get("metadata", {}).get("by", [])
         for key, value in figures.items():
-            metric, _, filter_key = key.partition(",")
-            if not filter_key or metric.endswith("_stderr") or not isinstance(value, int | float):
+            metric, _, kind = key.partition(",")
+            if not kind or metric.endswith("_stderr") or value == -1:  # RULER's -1: a length that was not asked for
                 continue
-            found = [sample for sample in samples if sample["filter"] == filter_key and metric in sample]
-            # RULER has a metric for each length, which is -1 in samples of other lengths
-            found = [sample for sample in found if not (metric.isdecimal() and sample[metric] == -1)]
-            if not found:
-                continue
-            figure = _figure(task, metric)
-            scores.append(Score(label, name, key, {}, _interval(found, metric, figure), float(value)))
+            found = [each for each in samples if each["filter"] == kind and each.get(metric, -1) != -1]
+            error = figures.get(f"{metric}_stderr,{kind}")
+            n = len(found) or figures["sample_len"]
+            yield Score(label, name, key, {}, value, error if isinstance(error, float) else None, n)
             for field in fields:
                 for each in dict.fromkeys(sample["doc"][field] for sample in found):
-                    part = [sample for sample in found if sample["doc"][field] == each]
-                    scores.append(Score(label, name, key, {field: each}, _interval(part, metric, figure), None))
-    for name, figures in results.get("groups", {}).items():
-        members = loaded["groups"][name].get_all_tasks()
-        for key, value in figures.items():
-            metric, _, filter_key = key.partition(",")
-            if filter_key and not metric.endswith("_stderr") and isinstance(value, int | float) and value != -1:
-                n = sum(results["n-samples"][task.task_name]["effective"] for task in members)
-                scores.append(Score(label, name, key, {}, Interval(float(value), math.nan, math.nan, n), float(value)))
-    return scores
-
-
-def _figure(task: Any, metric: str) -> Callable[[Sequence[Any]], float] | None:
-    """The function by which the harness aggregates a metric over samples; None for the mean."""
-    from lm_eval.api.metrics import mean
-
-    figure = task.aggregation().get(metric, mean)
-    return None if figure is mean or metric.isdecimal() else figure
-
-
-def _interval(samples: Sequence[dict[str, Any]], metric: str, figure: Any) -> Interval:
-    return bootstrap([sample[metric] for sample in samples], figure)
+                    part = [sample[metric] for sample in found if sample["doc"][field] == each]
+                    error = mean_stderr(part) if len(part) > 1 else None
+                    yield Score(label, name, key, {field: each}, sum(part) / len(part), error, len(part))

@@ -8,43 +8,102 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import math
 import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from condense.evaluate.harness.local import find, rows
-from condense.tasks import draw_keys, hide, load_words, question_prompt, read_documents
+from condense.tasks import draw_keys, hide, load_words, question_prompt, read_documents, read_json_lines
 
 LENGTHS = (4096,)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MULTIDOC_ROOM = 100  # tokens kept free for the answer over documents, as many as may be written
 KEYS = 8  # numbers hidden in every text
 ANSWER_ROOM = 16  # tokens kept free for the question's answer
 STRETCH = 256  # tokens that are scored, at the end of every length
 SEED = 1234
 
 
-def multidoc(data: str | None = None, **_: Any) -> dict[str, datasets.Dataset]:
+def multidoc(
+    data: str | None = None,
+    tokenizer: str = "",
+    max_seq_lengths: Sequence[int] = (),
+    *,
+    trust_remote_code: bool = False,
+    **_: Any,
+) -> dict[str, datasets.Dataset]:
     """Questions over many documents, one of which holds the answer, in the form of "Lost in the Middle".
 
-    Needs ``nq-open-*.jsonl[.zst]`` with ``question``, ``answers`` and ``ctxs`` (``title``, ``text``).
+    Needs ``nq-open-*.jsonl[.zst]`` with ``question``, ``answers`` and ``ctxs`` (``title``, ``text``, ``isgold``).
+    Without lengths every line is asked as it stands. With lengths every question is asked once at each: documents of
+    other questions, without its answer, fill the prompt, and the one with the answer stands at a depth of `DEPTHS`,
+    which take turns.
     """
-    files = find(data, "multidoc_em", "nq-open-*docs*", "nq-open-multidoc*")
+    files = _find(data, "nq-open-*")
+    rows = [row for file in files for row in read_json_lines(file)]
+    if not files:
+        raise ValueError(
+            "multidoc_em: no data: wanted nq-open-*.jsonl or .jsonl.zst in --data FOLDER: download and unpack those of "
+            "github.com/nelson-liu/lost-in-the-middle (qa_data)"
+        )
+    if not max_seq_lengths:
+        return _dataset(_asked(row, row["ctxs"], f"{len(row['ctxs'])} documents", _gold(row)) for row in rows)
+    questions: dict[str, dict[str, Any]] = {}
+    for row in rows:  # files may ask a question several times, over more or fewer documents
+        if len(row["ctxs"]) > len(questions.get(row["question"], {"ctxs": ()})["ctxs"]):
+            questions[row["question"]] = row
+    pool = {each["text"]: each for row in rows for each in row["ctxs"]}
+    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+    shown = encoder([_shown(9999, each) for each in pool.values()], add_special_tokens=False, verbose=False)
+    tokens = {text: len(ids) for text, ids in zip(pool, shown["input_ids"], strict=True)}
     return _dataset(
-        {
-            "prompt": _multidoc_prompt(row),
-            "answers": row["answers"],
-            "total_documents": len(row["ctxs"]),
-            "gold_index": row.get("gold_index", _gold_index(row["ctxs"])),
-        }
-        for file in files
-        for row in rows(file)
+        _filled(row, list(pool.values()), tokens, encoder, length, index)
+        for index, row in enumerate(questions.values())
+        for length in max_seq_lengths
     )
+
+
+def _filled(
+    row: dict[str, Any],
+    pool: Sequence[dict[str, Any]],
+    tokens: Mapping[str, int],
+    encoder: PreTrainedTokenizerBase,
+    length: int,
+    index: int,
+) -> dict[str, Any]:
+    """A question over as many documents as ``length`` tokens take: its own first, then others in random order."""
+    gold, depth = row["ctxs"][_gold(row)], DEPTHS[index % len(DEPTHS)]
+    answers = [f" {_normalised(answer)} " for answer in row["answers"]]
+    room = length - MULTIDOC_ROOM - len(encoder(_multidoc_prompt(row["question"], [gold]))["input_ids"])
+    others: dict[str, dict[str, Any]] = {}
+    order = np.random.default_rng([SEED, index]).permutation(len(pool))
+    for each in chain(row["ctxs"], (pool[i] for i in order)):
+        text = each["text"]
+        if text in others or text == gold["text"] or any(answer in f" {_normalised(text)} " for answer in answers):
+            continue
+        room -= tokens[text]
+        if room < 0:
+            break
+        others[text] = each
+    else:
+        raise ValueError(
+            f"multidoc_em: the documents in --data fill {length - room} tokens, wanted {length}: add nq-open files, or "
+            "choose a smaller --length"
+        )
+    place = round(depth * len(others))
+    documents = list(others.values())
+    return _asked(row, [*documents[:place], gold, *documents[place:]], str(length), depth)
+
+
+def _asked(row: Any, documents: Sequence[dict[str, Any]], length: str, depth: float) -> dict[str, Any]:
+    prompt = _multidoc_prompt(row["question"], documents)
+    return {"prompt": prompt, "answers": row["answers"], "length": length, "depth": depth}
 
 
 def multidoc_scores(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -117,29 +176,31 @@ def stretches(
 def stretch_scores(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
     """nats_per_token: minus the log-likelihood of the stretch, over its tokens."""
     (log_likelihood, _), *_ = results
-    loss = -log_likelihood / doc["tokens"]
-    return {"nats_per_token": loss, "perplexity": loss}
-
-
-def perplexity(losses: Sequence[float]) -> float:
-    """e to the mean loss in nats."""
-    return math.exp(sum(losses) / len(losses))
+    return {"nats_per_token": -log_likelihood / doc["tokens"]}
 
 
 def _dataset(found: Any) -> dict[str, datasets.Dataset]:
     return {"test": datasets.Dataset.from_list(list(found))}
 
 
-def _multidoc_prompt(row: dict[str, Any]) -> str:
-    found = "\n".join(f"Document [{n}](Title: {x['title']}) {x['text']}" for n, x in enumerate(row["ctxs"], start=1))
+def _multidoc_prompt(question: str, documents: Sequence[dict[str, Any]]) -> str:
     return (
         "Write a high-quality answer for the given question using only the provided search results (some of which "
-        f"might be irrelevant).\n\n{found}\n\nQuestion: {row['question']}\nAnswer:"
+        f"might be irrelevant).\n\n{''.join(_shown(n, each) for n, each in enumerate(documents, start=1))}\n"
+        f"Question: {question}\nAnswer:"
     )
 
 
-def _gold_index(ctxs: Sequence[dict[str, Any]]) -> int:
-    return next((index for index, each in enumerate(ctxs) if each.get("isgold")), -1)
+def _shown(number: int, document: dict[str, Any]) -> str:
+    return f"Document [{number}](Title: {document['title']}) {document['text']}\n"
+
+
+def _gold(row: dict[str, Any]) -> int:
+    """The place of the document with the answer. Raises ValueError if none is marked."""
+    place = row.get("gold_index", next((i for i, each in enumerate(row["ctxs"]) if each.get("isgold")), None))
+    if place is None:
+        raise ValueError(f"multidoc_em: wanted a document with isgold for {row['question']!r}, got none")
+    return int(place)
 
 
 def _normalised(text: str) -> str:
@@ -148,8 +209,14 @@ def _normalised(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
+def _find(folder: str | None, *patterns: str) -> list[Path]:
+    """Files in the folder that fit a pattern; one without an ending fits ``.jsonl`` and ``.jsonl.zst``."""
+    names = [p + ending for p in patterns for ending in ([""] if "." in p else [".jsonl", ".jsonl.zst"])]
+    return sorted({path for name in names for path in Path(folder).glob(name)}) if folder else []
+
+
 def _documents(data: str | None) -> Iterator[str]:
-    files = find(data, "text_loss", "corpus-test*", "*.txt", required=False)
+    files = _find(data, "corpus-test*", "*.txt")
     if files:
         yield from read_documents(files)
     else:
