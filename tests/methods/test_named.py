@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from models import tiny
 from small_models import random_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,6 +29,17 @@ def test_a_name_is_a_method_with_all_settings(name):
     assert condense.Method.parse(f"{name}:window=96") == method.replace(window=96)
     assert condense.Method.parse({"method": name, "window": 96}) == method.replace(window=96)
     assert README.count(f"| `{name}` |") == 1
+
+
+@pytest.mark.parametrize("name", NAMED_SETTINGS)
+def test_whole_chunks_and_steps_agree(name):
+    """With a window, and a number of open groups if there are any, that 150 tokens leave behind."""
+    small = "window=16" if name == "pooled" else "window=16,num_recall=2"
+    model = condense.apply(random_llama().double(), f"{name}:{small}")
+    ids = tiny.tokens(2, 150)
+    whole = tiny.logits(model, ids)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (70, 3, *[1] * 40, 37)), whole)
+    assert (whole - tiny.logits(condense.restore(model), ids)).abs().max() > 1e-2  # some tokens are not seen
 
 
 def test_a_method_is_labelled_by_the_name_of_its_settings():

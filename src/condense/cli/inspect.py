@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +17,6 @@ from condense.cli.options import (
     ModelOption,
     OverwriteOption,
     choose,
-    parse_bytes,
     parse_dtype,
     parse_tokens,
     plain_console,
@@ -72,7 +72,7 @@ def inspect_command(
     check_int("batch", 1 if batch is None else batch, 1)
     tokens, where = parse_tokens("length", length), torch.device(device)
     texts = {"memory": memory, "host_memory": host_memory}
-    room = {name: None if text is None else parse_bytes(name, text) for name, text in texts.items()}
+    room = {name: None if text is None else _parse_bytes(name, text) for name, text in texts.items()}
     torch_dtype = parse_dtype(dtype, where)
     if to_json is not None:
         refuse_existing(to_json, "json", overwrite=overwrite)
@@ -108,6 +108,14 @@ def inspect_command(
         content = {"model": name, "length": tokens, "dtype": dtype, "backend": backend, "layers": reports}
         content |= {"weight_bytes": weights, **room, "batch": batch, "settings": fits}
         write_results(to_json, content, overwrite=overwrite)
+
+
+def _parse_bytes(name: str, text: str) -> int:
+    """Bytes, of text such as 80GB (billions) or 512GiB (of 2**30). Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B", text.strip())
+    if found is None:
+        raise ValueError(f"{name}: wanted bytes, such as 80GB or 512GiB, got {text!r}")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** (2 + "MGT".index(found[2])))
 
 
 def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -208,14 +207,6 @@ def parse_tokens(name: str, text: str) -> int:
     if number < 1:
         raise ValueError(f"{name}: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got {text!r}")
     return number
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """Bytes, of text such as 80GB (billions) or 512GiB (of 2**30). Raises ValueError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B", text.strip())
-    if found is None:
-        raise ValueError(f"{name}: wanted bytes, such as 80GB or 512GiB, got {text!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** (2 + "MGT".index(found[2])))
 
 
 def read_text(source: str) -> str:

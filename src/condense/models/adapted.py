@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from typing import Any
+
+from transformers import PreTrainedModel
 
 from condense.methods import DGA
 from condense.methods.grouped import GroupPooling
@@ -19,15 +20,16 @@ logger = logging.getLogger(__name__)
 ADAPTED = "condense_adapted"
 
 
-def warn_of_pooling(config: Any, choice: MethodChoice) -> None:
+def warn_of_pooling(model: PreTrainedModel, choice: MethodChoice) -> None:
     """Log, once per process, that one method pools a model whose configuration does not say that it was adapted.
 
-    Whoever names methods layer by layer, as `condense calibrate` does, has looked and is told nothing; one method for a
-    range of layers, given as text, is none of these.
+    Nothing is said of a model in training mode, nor where methods are named layer by layer, by indices, as `condense
+    calibrate` does. Layers given as text, such as "2-31", get one method.
     """
+    adapted = model.training or getattr(model.config.get_text_config(decoder=True), ADAPTED, None)
     by_layer = isinstance(choice, Mapping) and not all(isinstance(layers, str) for layers in choice)
     method, *others = methods_of(choice)
-    if isinstance(method, GroupPooling | DGA) and not (others or by_layer or getattr(config, ADAPTED, None)):
+    if isinstance(method, GroupPooling | DGA) and not (others or by_layer or adapted):
         _warn_once()
 
 

@@ -36,8 +36,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     a file that `condense calibrate` wrote.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
     count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
-    sliding window. If ``layers`` is None, all of these are logged; so is, once per process, one method that pools a
-    model in evaluation mode whose configuration does not say that it was adapted (`condense.models.adapted`).
+    sliding window. If ``layers`` is None, all of these are logged; so is, once, pooling without adaptation.
     The choice is written to ``config.condense`` and saved by save_pretrained; the saved model loads condensed with any
     ``attn_implementation`` given to from_pretrained, and `restore` then returns to that one. Transformers without
     `condense` refuse it, unless an ``attn_implementation`` is given. ``model.set_attn_implementation("sdpa")`` switches
@@ -51,7 +50,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     chosen = _chosen(base, attentions, method, layers)
     check_names(chosen.values())
     _assign(attentions, _methods(attentions) | chosen, _owner(attentions))
-    _warn_of_pooling(base, attentions, method)
+    warn_of_pooling(base, parse_choice(method))
     if layers is None:
         others = sorted(set(attentions) - set(chosen))
         sliding = [i for i in others if sliding_window(attentions[i]) is not None]
@@ -114,17 +113,12 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
         owner, before = _owner(attentions), _methods(attentions)
         implementation = _config(attentions)._attn_implementation
         _assign(attentions, before | _chosen(base, attentions, method, layers), threading.get_ident())
-    _warn_of_pooling(base, attentions, method)
+    warn_of_pooling(base, parse_choice(method))
     try:
         yield model
     finally:
         _assign(attentions, before, owner)
         _config(attentions)._attn_implementation_internal = implementation
-
-
-def _warn_of_pooling(base: PreTrainedModel, attentions: dict[int, nn.Module], method: MethodChoice | str) -> None:
-    if not base.training:  # a model in training is being adapted
-        warn_of_pooling(_config(attentions), parse_choice(method))
 
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
