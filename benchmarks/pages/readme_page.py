@@ -85,10 +85,12 @@ def claims(documents: Documents) -> list[str]:
     return [
         f"lie in groups of {recall['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
+        "and sees no others" if recall["unchosen"] == "drop" else "and sees the others as one entry each",
+        f"groups stay on the GPU, in {Method.parse('recall-device').to_dict()['store_bits']} bits",
         f"models of {parameters / 1e6:.0f} million parameters",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
-        f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token there",
+        f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token after {LENGTHS[-1]:,} tokens",
     ]
 
 
