@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 import condense
 from condense.bench.model_gate import ModelGate
 from condense.bench.model_shapes import random_model
-from condense.bench.runners import Reading, read_by_loop
+from condense.bench.runners import TimedRun, read_by_loop
 from condense.results import refuse_existing, write_results
 
 SHAPE = "llama-3.1-8b"
@@ -65,7 +65,7 @@ class Cell(NamedTuple):
         return None if self.attention == "dense" else condense.Method.parse(self.attention)
 
 
-def read(model: PreTrainedModel, cell: Cell, steps: int) -> Reading:
+def read(model: PreTrainedModel, cell: Cell, steps: int) -> TimedRun:
     """The cell's prompt and ``steps`` tokens more."""
     condense.restore(model)
     if cell.method is not None:

@@ -20,7 +20,7 @@ from torch import nn
 from condense.files import whole_file
 from condense.version import __version__
 
-# an integer dtype for each number of bytes that a parameter's numbers can have
+# integer dtype by bytes per number
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 2**24  # numbers that are widened to 64 bits at a time
 
@@ -28,7 +28,7 @@ _EXISTS = "{}: wanted a path that does not exist yet, got {}"
 
 
 def provenance(seed: int | None = None, device: torch.device | None = None) -> dict[str, Any]:
-    """Where a number comes from: versions, device, git commit, seed and the date (UTC, ISO 8601).
+    """The origin of a number: versions, device, git commit, seed and the date (UTC, ISO 8601).
 
     seed: the seed that the run was started with; ``None`` if it drew no random numbers. device: where it ran; by
     default the current CUDA device if there is one.

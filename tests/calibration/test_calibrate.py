@@ -16,7 +16,7 @@ import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
 from condense.calibration import default_candidates
 from condense.calibration.curve import Curve, choose, decide, verify
-from condense.calibration.measure import Meter, Reading
+from condense.calibration.measure import Measured, Meter
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
 from condense.calibration.times import Times, TimeTable
@@ -173,7 +173,7 @@ class _Needle:
     def read(self, sample, allocations):
         needed = {1, 2} if self.held_out_too and sample in self.held_out else {1}
         return [
-            Reading(0.01, 0.01, (not any(allocation.get(i) for i in needed),) * 2 if sample % 2 else ())
+            Measured(0.01, 0.01, (not any(allocation.get(i) for i in needed),) * 2 if sample % 2 else ())
             for allocation in allocations
         ]
 

@@ -20,7 +20,7 @@ from condense.train import phase as phase_module
 from condense.train import run as run_module
 from condense.train.loss import token_loss
 from condense.train.phase import part_size
-from condense.train.plan import plan_of
+from condense.train.plan import forecast
 from condense.train.trained import projections, set_trained
 from condense.train.trainer import MixedTrainer
 
@@ -249,14 +249,14 @@ def test_the_plan_counts_bytes():
     ).to(torch.bfloat16)
     count = sum(weight.numel() for weight in model.parameters())
     phase = PhaseConfig("p", 10, 128, 8, distill=1.0, gradient_accumulation_steps=2)
-    plan = plan_of(model, phase)
+    plan = forecast(model, phase)
     assert (plan.parameters, plan.trained, plan.tokens) == (count, count, 10 * 8 * 128)
     assert (plan.weights, plan.gradients, plan.optimizer, plan.teacher) == (2 * count, 2 * count, 12 * count, 2 * count)
     assert plan.logits == 2 * 4 * 128 * 100 * 2
-    spread = plan_of(model, phase, processes=4, sharded=True, sharded_teacher=True)
+    spread = forecast(model, phase, processes=4, sharded=True, sharded_teacher=True)
     assert (spread.weights, spread.gradients, spread.optimizer) == (count, count, 2 * count)
     assert (spread.teacher, spread.logits) == (count // 2, plan.logits // 4)
-    assert plan_of(model, phase, processes=4, sharded=True).teacher == 2 * count
+    assert forecast(model, phase, processes=4, sharded=True).teacher == 2 * count
     assert "trains 5.81K of 5.81K parameters, 10 steps, 10.2K tokens" in str(plan)
 
 

@@ -16,7 +16,7 @@ from condense.bench.budget import Verdict
 from condense.bench.model_gate import ModelGate, random_tokens
 from condense.bench.rows import Row, first_line, speedups
 from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
-from condense.bench.timing import Times
+from condense.bench.timing import Quantiles
 from condense.models import MethodChoice, use
 from condense.results import plain
 
@@ -143,8 +143,8 @@ def _row(
             _, *readings = (read(model, ids, plan.steps, plan.prefill_chunk) for _ in range(1 + plan.repeats))
         last = readings[-1]
         row |= {
-            "first": Times.of([reading.first_s for reading in readings]),
-            "step": Times.of([step for reading in readings for step in reading.steps_s]),
+            "first": Quantiles.of([reading.first_s for reading in readings]),
+            "step": Quantiles.of([step for reading in readings for step in reading.steps_s]),
             "cache_bytes": last.cache_bytes,
             "host_bytes": last.host_bytes,
             "setup_s": last.setup_s,

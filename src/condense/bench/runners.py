@@ -15,7 +15,7 @@ from condense.models.stopwatch import Stopwatch, now, timed_generate
 
 
 @dataclass(frozen=True)
-class Reading:
+class TimedRun:
     """One prompt: seconds to the first token, of each further one, to prepare; bytes of the cache after the prompt, and
     those of them that do not lie on the model's device.
     """
@@ -29,7 +29,7 @@ class Reading:
 
 def read_by_loop(
     model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None, *, cache: str | None = None
-) -> Reading:
+) -> TimedRun:
     """Plain ``model.generate``, greedy; ids ``[B, L]``. chunk: its ``prefill_chunk_size``.
 
     A condensed model on CUDA replays its steps (`condense.models.replay`), a stock one takes Hugging Face's loop over a
@@ -54,7 +54,7 @@ def read_by_loop(
 
 def read_by_graph(
     model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None, *, compile: bool = False
-) -> Reading:
+) -> TimedRun:
     """A static cache and a replayed CUDA graph, ids ``[B, L]``; the first token's time is without preparing them."""
     start = now(ids.device)
     decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps, compile=compile)
@@ -68,9 +68,9 @@ def read_by_graph(
     return _reading(watch, decoder.cache, ids.device, watch.times[0] - start)
 
 
-def _reading(watch: Stopwatch, cache: Cache, device: torch.device, setup_s: float = 0.0) -> Reading:
+def _reading(watch: Stopwatch, cache: Cache, device: torch.device, setup_s: float = 0.0) -> TimedRun:
     nbytes = cache_nbytes(cache)
-    return Reading(watch.first_s, watch.further_s, nbytes, nbytes - cache_nbytes(cache, device.type), setup_s)
+    return TimedRun(watch.first_s, watch.further_s, nbytes, nbytes - cache_nbytes(cache, device.type), setup_s)
 
 
 class Runner(NamedTuple):
@@ -82,7 +82,7 @@ class Runner(NamedTuple):
     compile: bool | None
     cache: str | None = None
 
-    def read(self, model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> Reading:
+    def read(self, model: PreTrainedModel, ids: Tensor, steps: int, chunk: int | None) -> TimedRun:
         """Read ids ``[B, L]`` in pieces of ``chunk`` tokens (None: at once) and make ``steps`` further tokens."""
         if self.compile is None:
             return read_by_loop(model, ids, steps, chunk, cache=self.cache)

@@ -22,8 +22,8 @@ _MOST = 200
 
 
 @dataclass(frozen=True)
-class Times:
-    """Quantiles of single calls, milliseconds."""
+class Quantiles:
+    """Times of single calls, milliseconds: the median, and the 20th and 80th percentile."""
 
     median_ms: float
     p20_ms: float
@@ -31,7 +31,7 @@ class Times:
     runs: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Times:
+    def of(cls, seconds: Sequence[float]) -> Quantiles:
         """Quantiles of single measurements in seconds."""
         samples = torch.tensor(seconds, dtype=torch.float64) * 1e3
         median, p20, p80 = samples.quantile(samples.new_tensor([0.5, 0.2, 0.8])).tolist()
@@ -58,7 +58,7 @@ class Clock:
         """True on CUDA, where there are events and graphs."""
         return self.device.type == "cuda"
 
-    def time(self, call: Callable[[], Any], parts: int = 1) -> Times:
+    def time(self, call: Callable[[], Any], parts: int = 1) -> Quantiles:
         """Times of single calls, divided by ``parts``; the first one (compiling, allocating) is not counted."""
         call()
         start = now(self.device)
@@ -66,9 +66,9 @@ class Clock:
         seconds = [now(self.device) - start]
         if seconds[0] <= _LONG_S:
             seconds = self._on_cuda(call) if self.is_cuda else self._on_cpu(call)
-        return Times.of([each / parts for each in seconds])
+        return Quantiles.of([each / parts for each in seconds])
 
-    def time_rotating(self, calls: Sequence[Callable[[], Any]]) -> Times:
+    def time_rotating(self, calls: Sequence[Callable[[], Any]]) -> Quantiles:
         """Time per call when each has its own inputs, larger together than the caches; one graph on CUDA."""
         if not self.is_cuda:
             return self.time(lambda: [call() for call in calls], len(calls))

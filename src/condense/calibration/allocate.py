@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-_UNITS = 2**14  # in which `best_within` counts bytes
+_UNITS = 2**14  # `best_within` divides the bytes that are left into so many parts
 
 
 def greedy_path(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequence[int]]) -> list[dict[int, int]]:
@@ -33,7 +33,7 @@ def greedy_path(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequen
 
 
 def best_within(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequence[int]], room: int) -> dict[int, int]:
-    """Of all allocations that keep at most ``room`` bytes, the one that loses least.
+    """The allocation that loses least, of all that keep at most ``room`` bytes.
 
     costs, sizes: as of `greedy_path`; the smallest candidates must fit. By dynamic programming over the layers (the
     multiple-choice knapsack problem) in whole units: a 16,384th of what the smallest candidates leave over, to which
@@ -43,7 +43,7 @@ def best_within(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequen
     least = {layer: min(size) for layer, size in sizes.items()}
     unit = max(1, -(-(room - sum(least.values())) // _UNITS))
     units = (room - sum(least.values())) // unit
-    lost = np.zeros(units + 1)  # by units that may be taken, the least that the layers so far lose
+    lost = np.zeros(units + 1)  # lost[u]: the least that the layers so far lose, with at most u units
     taken = []
     for layer, of in costs.items():
         beyond = [-(-(size - least[layer]) // unit) for size in sizes[layer]]

@@ -1,4 +1,4 @@
-"""What a calibration is to reach, and on what it measures."""
+"""Goals, candidates and texts of a calibration."""
 
 from __future__ import annotations
 

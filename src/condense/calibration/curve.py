@@ -12,9 +12,9 @@ from condense.models.inspect import LayerReport
 
 # points that are measured whatever the goals are
 NUM_POINTS = 9
-# nats for which all hidden numbers stand, where allocations of one size are tried until one finds enough of them
+# Weights tried for hidden numbers: losing all of them counts as this many nats.
 _NUMBERS_AS_NATS = (0.1, 1.0, 10.0)
-# share of the numbers by which allocations may find fewer than others and still count as equal
+# Two allocations count as equal if their shares of numbers found differ by no more than this.
 _SLACK = 0.01
 
 
@@ -42,7 +42,7 @@ class Curve:
         layers = list(dict.fromkeys(loss.layer for loss in losses))
 
         def figures(read: Callable[[LayerLoss], float]) -> dict[int, list[float]]:
-            """Of each candidate by layer; 0 for dense attention, which was not measured."""
+            """A figure of each candidate, by layer; 0 for dense attention, which was not measured."""
             return {i: [read(known[i, m]) if (i, m) in known else 0.0 for m in methods] for i in layers}
 
         self._lost, self._kl = figures(lambda loss: loss.total), figures(lambda loss: loss.kl.mean)

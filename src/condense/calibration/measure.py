@@ -1,4 +1,4 @@
-"""How far a model's predictions under an allocation lie from its dense ones, text by text; measured once and kept.
+"""Distances of a model's predictions under an allocation from its dense ones, text by text; measured once and kept.
 
 Shapes: n tokens whose predictions are compared, V vocabulary.
 """
@@ -32,7 +32,7 @@ _SLICE = 1024  # rows of logits that are held in float32 at a time
 Allocation = Mapping[int, int]
 
 
-class Reading(NamedTuple):
+class Measured(NamedTuple):
     """One text under one allocation. kl: mean divergence of the dense predictions from these, in nats. nats: mean loss
     of the text's own tokens above the dense model's. right: of each hidden number, whether it was found.
     """
@@ -42,13 +42,13 @@ class Reading(NamedTuple):
     right: tuple[bool, ...]
 
 
-class Store:
+class MeasuredFile:
     """Readings by text and allocation, kept in a file that is whole at any time, or in memory only."""
 
     def __init__(self, path: Path | None, fingerprint: str) -> None:
         """path: a file of the same fingerprint is gone on with. Raises ValueError for any other, and for a folder."""
         self._path, self._fingerprint = path, fingerprint
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, Measured] = {}
         if path is None or not path.exists():
             return
         try:
@@ -63,11 +63,11 @@ class Store:
             )
         self._readings = held
 
-    def get(self, sample: int, allocation: Allocation) -> Reading | None:
+    def get(self, sample: int, allocation: Allocation) -> Measured | None:
         """The reading of a text (by its number) under an allocation, None if there is none yet."""
         return self._readings.get(_key(sample, allocation))
 
-    def put(self, sample: int, allocation: Allocation, reading: Reading) -> None:
+    def put(self, sample: int, allocation: Allocation, reading: Measured) -> None:
         """Keep a reading."""
         self._readings[_key(sample, allocation)] = reading
         if self._path is not None:
@@ -76,11 +76,11 @@ class Store:
                 file.write(json.dumps(content).encode())
 
 
-def _checked(kl: Any, nats: Any, right: Any) -> Reading:
+def _checked(kl: Any, nats: Any, right: Any) -> Measured:
     """A reading of numbers from a file. Raises ValueError for others, TypeError for what are none."""
     if not (math.isfinite(kl) and math.isfinite(nats) and all(type(x) is bool for x in right)):
         raise ValueError(f"wanted finite numbers, got {kl} and {nats}")
-    return Reading(kl, nats, tuple(right))
+    return Measured(kl, nats, tuple(right))
 
 
 def _key(sample: int, allocation: Allocation) -> str:
@@ -101,12 +101,12 @@ class Meter:
         path: Path | None = None,
         on_forward: Callable[[], None] = lambda: None,
     ) -> None:
-        """path: where readings are kept, see `Store`. on_forward: called after each forward."""
+        """path: where readings are kept, see `MeasuredFile`. on_forward: called after each forward."""
         self._model, self._candidates, self._on_forward = model, candidates, on_forward
         self._samples = [*samples.measured, *samples.held_out]
         self.measured = range(len(samples.measured))
         self.held_out = range(len(samples.measured), len(self._samples))
-        self._store = Store(path, _conditions(model, candidates, self._samples))
+        self._store = MeasuredFile(path, _conditions(model, candidates, self._samples))
 
     def missing(self, sample: int, allocations: Sequence[Allocation]) -> int:
         """Forwards that `read` would take."""
@@ -126,7 +126,7 @@ class Meter:
         return seconds / len(allocations)
 
     @torch.no_grad()
-    def read(self, sample: int, allocations: Sequence[Allocation]) -> list[Reading]:
+    def read(self, sample: int, allocations: Sequence[Allocation]) -> list[Measured]:
         """One reading of a text per allocation, from the store where it has them.
 
         Raises ValueError for predictions that are not finite: what a layer loses by them cannot be compared.
@@ -164,7 +164,7 @@ class Meter:
         return logits[0][(compared - first).to(logits.device)]
 
 
-def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Reading:
+def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Measured:
     """dense, logits ``[n, V]``."""
     targets = sample.ids[sample.compared].to(logits.device)
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -175,7 +175,7 @@ def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Reading:
         nats.append((log_p - log_q).gather(-1, target[:, None])[:, 0])
     right = (logits.argmax(-1) == targets).tolist()
     found = tuple(all(right[start:stop]) for start, stop in sample.answers)
-    return Reading(float(torch.cat(kl).double().mean()), float(torch.cat(nats).double().mean()), found)
+    return Measured(float(torch.cat(kl).double().mean()), float(torch.cat(nats).double().mean()), found)
 
 
 def _conditions(model: PreTrainedModel, candidates: Sequence[Method], samples: Sequence[Sample]) -> str:

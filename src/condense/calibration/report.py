@@ -1,4 +1,4 @@
-"""What a calibration found: the loss of each layer, the curve of quality against cache, and the allocation."""
+"""Results of a calibration: the loss of each layer, the curve of quality against cache, and the allocation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from condense.calibration.config import CalibrationConfig
-from condense.calibration.measure import Reading
+from condense.calibration.measure import Measured
 from condense.calibration.times import Times
 from condense.files import whole_file
 from condense.methods import Method, settings_of
@@ -52,12 +52,12 @@ class LayerLoss:
 
     @property
     def total(self) -> float:
-        """What counts when methods are handed out: both divergences."""
+        """The loss by which methods are handed out: the sum of both divergences."""
         return self.kl.mean + (0.0 if self.answers_kl is None else self.answers_kl.mean)
 
     @property
     def share_lost(self) -> float:
-        """Of the numbers that the dense model finds, the share by which fewer are found."""
+        """The share of the numbers found by the dense model by which fewer are found."""
         if self.found is None or self.found[1] == 0:
             return 0.0
         return max(0.0, 1 - self.found[0] / self.found[1])
@@ -91,12 +91,12 @@ class CurvePoint:
         return self.found is None or self.found[0] >= config.min_found * self.found[1]
 
     def quality(self) -> str:
-        """What it loses and finds, in words."""
+        """Its losses and the numbers that it finds, in words."""
         found = "" if self.found is None else f", finds {self.found[0]} of {self.found[2]} (dense {self.found[1]})"
         return f"loses {self.kl} nats{found}"
 
 
-def found_of(readings: Sequence[Reading], dense: Sequence[Reading]) -> tuple[int, int, int] | None:
+def found_of(readings: Sequence[Measured], dense: Sequence[Measured]) -> tuple[int, int, int] | None:
     """Hidden numbers found under an allocation and under dense attention, and all; None if there are none."""
     total = sum(len(reading.right) for reading in dense)
     return (sum(sum(x.right) for x in readings), sum(sum(x.right) for x in dense), total) if total > 0 else None

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.calibration.config import CalibrationConfig, default_candidates
 from condense.calibration.curve import NUM_POINTS, Curve, check_cache, decide
-from condense.calibration.measure import Meter, Reading
+from condense.calibration.measure import Measured, Meter
 from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean, found_of
 from condense.calibration.samples import draw_samples
 from condense.calibration.times import TimeTable
@@ -23,7 +23,7 @@ from condense.models.inspect import inspect
 
 
 class Estimate(NamedTuple):
-    """What a calibration takes: forwards of one text, and seconds for each, timed.
+    """Work of a calibration: forwards of one text, and seconds for each, timed.
 
     More are made only where several allocations that met the goals fail them on held-out texts.
     """
@@ -81,10 +81,10 @@ def calibrate(
     alone = [{layer: n} for layer in layers for n in numbers if not isinstance(config.candidates[n], Dense)]
 
     forwards = sum(meter.missing(i, [{}, *uniform, *alone]) for i in meter.measured)
-    # then the points of the curve, a search between two of them and two that are verified, which read the dense one too
+    # forwards still to come per text: the curve's grid, a bisection, two verifications, each with the dense model
     later = 1 + NUM_POINTS + 2 * len(alone).bit_length() + 4
     if config.cache is not None and config.hidden_numbers:
-        later += 8  # allocations of that size in which numbers count more and more
+        later += 8  # allocations of that size, found with a growing weight of hidden numbers
     on_estimate(Estimate(forwards + later * len(meter.measured), meter.seconds_each(uniform)))
     readings = [meter.read(i, [{}, *uniform, *alone]) for i in meter.measured]
     dense = [of_text[0] for of_text in readings]
@@ -124,7 +124,7 @@ def _check_steps(model: PreTrainedModel, method: Method) -> None:
         raise ValueError(f"candidates: {method}: {error}") from error
 
 
-def _loss(layer: int, method: Method, readings: Sequence[Reading], dense: Sequence[Reading]) -> LayerLoss:
+def _loss(layer: int, method: Method, readings: Sequence[Measured], dense: Sequence[Measured]) -> LayerLoss:
     """The loss of one candidate in one layer, from one reading per text, and the dense ones."""
     plain, asked = ([reading.kl for reading in readings if bool(reading.right) is kind] for kind in (False, True))
     return LayerLoss(layer, method, Mean.of(plain), Mean.of(asked) if asked else None, found_of(readings, dense))

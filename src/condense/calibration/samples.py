@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What is measured, and what verifies the result; with hidden numbers, the plain texts come first."""
+    """Texts to measure and texts to verify the result; with hidden numbers, the plain texts come first."""
 
     measured: list[Sample]
     held_out: list[Sample]

@@ -1,4 +1,4 @@
-"""How long a model takes under an allocation: to its first token after a prompt, and for each further one."""
+"""Times of a model under an allocation: to its first token after a prompt, and for each further one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from condense.methods import Method
 from condense.models import use
 from condense.models.stopwatch import timed_generate
 
-STEPS = 16  # tokens after the first, of which the median is taken
-_LONG_S = 3.0  # after one reading to warm up, prompts that take longer are read once, others three times
+STEPS = 16  # tokens after the first; their median time counts
+_LONG_S = 3.0  # a prompt that takes longer is timed once, others three times; one reading before warms up
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
-from condense.train.plan import plan_of
+from condense.train.plan import forecast
 from condense.train.trainer import COMPLETE, MixedTrainer
 from condense.train.watch import Watch
 
@@ -102,7 +102,7 @@ def train_phase(
             "or unset it"
         )
     if arguments.process_index == 0:
-        plan = plan_of(
+        plan = forecast(
             model, phase, processes=arguments.world_size, sharded=sharded or deepspeed, sharded_teacher=sharded
         )
         print(plan, flush=True)

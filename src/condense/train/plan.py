@@ -1,4 +1,4 @@
-"""What a phase will take, said before its first step."""
+"""Memory, work and disk space that a phase will take, said before its first step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Plan:
+class Forecast:
     """Sizes of a phase, per process (GPU) where they are bytes; activations are not among them.
 
-    name: of the phase. parameters, trained: numbers of weights. steps, tokens: of the whole phase. processes: that
+    name: of the phase. parameters, trained: numbers of weights. steps, tokens: of the whole phase. processes: their number,
     share it. weights, gradients, optimizer, teacher: bytes. logits: bytes of one part's logits and their gradient or
     the teacher's logits.
     """
@@ -44,17 +44,17 @@ class Plan:
         )
 
 
-def plan_of(
+def forecast(
     model: nn.Module,
     phase: PhaseConfig,
     *,
     processes: int = 1,
     sharded: bool = False,
     sharded_teacher: bool = False,
-) -> Plan:
-    """The plan of a phase for a model whose trained weights are marked by ``requires_grad``.
+) -> Forecast:
+    """Sizes of a phase for a model whose trained weights are marked by ``requires_grad``.
 
-    processes: that share each step. sharded: whether they share weights, gradients and optimizer too (FSDP2, ZeRO-3),
+    processes: their number. sharded: whether they share weights, gradients and optimizer too (FSDP2, ZeRO-3),
     whose trained weights are float32. sharded_teacher: and the teacher (FSDP2).
     """
     parameters = list(model.parameters())
@@ -67,7 +67,7 @@ def plan_of(
     sequences = phase.batch_size // phase.gradient_accumulation_steps // processes
     causal_lm: Any = model
     vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
-    return Plan(
+    return Forecast(
         name=phase.name,
         parameters=total,
         trained=trained,

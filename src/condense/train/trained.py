@@ -1,4 +1,4 @@
-"""Which weights are trained: all, the attention's projections, or adapters (LoRA) beside frozen weights."""
+"""Marking the weights that are trained: all, the attention's projections, or adapters (LoRA) beside frozen ones."""
 
 from __future__ import annotations
 

@@ -196,5 +196,5 @@ class MixedTrainer(Trainer):
 
 
 def _of_model(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model takes of a batch: tokens, and positions if documents are packed."""
+    """The model's inputs in a batch: tokens, and positions if documents are packed."""
     return {name: inputs[name] for name in ("input_ids", "position_ids") if name in inputs}
