@@ -14,13 +14,12 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
 OLDEST = OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS) tests/models tests/caches
 ALL = -m "slow or not slow"
 
-# while working: style, types, and six cells of every grid of the core
+# while working: style, types, and four cells of every grid of the core
 quick: .venv/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy
-	$(PYTEST) --cells 6 tests/analysis tests/bench/test_rows.py tests/methods tests/ops \
-	  tests/tasks tests/test_functional.py tests/test_imports.py tests/test_latent.py tests/test_readme.py
+	.venv/bin/mypy & types=$$!; $(PYTEST) --cells 4 tests/bench/test_rows.py tests/methods tests/ops tests/tasks \
+	  tests/test_functional.py tests/test_imports.py tests/test_latent.py && wait $$types
 
 # before a merge: everything but slow sweeps; with the oldest transformers one cell of every grid and each model,
 # but nothing that is compiled or runs on two ranks, nor methods of ours that look the same to it (Recall, selections);

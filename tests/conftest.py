@@ -7,24 +7,20 @@ file before it starts them, and then waits for nothing.
 from __future__ import annotations
 
 import gc
-import hashlib
-import itertools
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from grids import covering
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from condense.tasks import Corpus
 
-# Tests whose grid of parameters is slow as a whole, and how many of its cells (one value for each parameter) are in
-# `make test`: first those with the most values that no cell before them has, then those with the most new pairs of
-# values (`covering`). All other cells are marked `slow` and left to `make test-all`.
+# Cells per grid of caches, steps and kernels in `make test`, chosen by `grids.covering`; at night and on a GPU all run.
 DEAR = {
     "caches/test_cache_bytes.py::test_bytes_after_prefill_and_decode": 3,
     "caches/test_condensed_layer.py::test_crop_is_exact_for_every_count_at_every_boundary": 7,
@@ -37,70 +33,7 @@ DEAR = {
     "caches/test_static_recall.py::test_many_steps_and_chunks_equal_the_growing_layer_and_the_whole": 4,
     "cli/test_commands.py::test_an_interrupted_adaptation_is_resumed": 1,
     "cli/test_commands.py::test_inspect_counts_what_a_cache_allocates": 2,
-    "methods/test_causality.py::test_a_changed_token_leaves_earlier_outputs_bit_equal": 36,
-    "methods/test_causality.py::test_gradients_of_later_tokens_are_exactly_zero": 24,
-    "methods/test_counting.py::test_groups_of_one_are_dense": 36,
-    "methods/test_dga.py::test_importance_is_the_papers": 5,
-    "methods/test_dga.py::test_padded_prompts": 12,
-    "methods/test_dga.py::test_prompts_of_every_length": 7,
-    "methods/test_parity.py::test_extend_after_a_prompt_follows_the_streaming_rule": 24,
-    "methods/test_parity.py::test_extend_any_chunks_equal_one_call": 36,
-    "methods/test_parity.py::test_extend_prefill_of_every_length_then_tokens": 12,
-    "methods/test_parity.py::test_extend_ragged_rows": 36,
-    "models/test_generate.py::test_assistants_equal_greedy": 8,
-    "models/test_generate.py::test_beams_with_cache_equal_without": 4,
-    "models/test_generate.py::test_modes_with_cache_equal_without": 6,
-    "models/test_generate.py::test_padded_batch_equals_single_rows_and_no_cache": 5,
-    "models/test_generate.py::test_prefill_in_chunks": 4,
-    "models/test_generate.py::test_prompt_lookup_equals_greedy": 8,
-    "models/test_gradients.py::test_every_parameter_learns_with_and_without_cache": 21,
-    "models/test_gradients.py::test_gradient_checkpointing_changes_nothing": 8,
-    "models/test_graph.py::test_tokens_of_generate_prompt_after_prompt": 2,
-    "models/test_inspect.py::test_flops_and_the_length_from_which_it_pays": 16,
-    "models/test_inspect.py::test_recalls_bytes_are_those_of_its_cache": 12,
-    "models/test_latent.py::test_many_steps_give_what_one_forward_gives": 3,
-    "models/test_latent.py::test_projections_that_only_run": 4,
-    "models/test_latent.py::test_some_layers_stay_dense": 5,
-    "models/test_matched.py::test_full_forward_chunks_and_steps_agree": 8,
-    "models/test_mixed_layers.py::test_full_forward_chunks_and_steps_agree": 5,
-    "models/test_mixed_layers.py::test_graph_decoder_gives_the_tokens_of_generate": 2,
-    "models/test_mixed_layers.py::test_right_padding_and_holes": 4,
-    "models/test_mixed_layers.py::test_static_and_growing_caches_give_the_tokens_of_none": 6,
-    "models/test_padding.py::test_rows_equal_their_compacted_sequences": 16,
-    "models/test_parity.py::test_a_later_token_leaves_earlier_logits_bit_equal": 20,
-    "models/test_parity.py::test_differs_from_dense_only_where_something_is_condensed": 37,
-    "models/test_parity.py::test_restore_brings_the_stock_model_back": 21,
-    "models/test_peft.py::test_lora": 8,
-    "models/test_recall.py::test_a_store_in_host_memory_gives_the_same_tokens": 2,
-    "models/test_recall.py::test_full_forward_chunks_and_steps_agree": 4,
-    "models/test_recall.py::test_graph_decoder_gives_the_tokens_of_generate": 2,
-    "models/test_recall.py::test_right_padding_and_holes": 3,
-    "models/test_recall.py::test_static_and_growing_caches_give_the_tokens_of_none": 3,
-    "models/test_replay.py::test_layers_of_other_kinds_keep_their_state_where_it_is": 4,
-    "models/test_replay.py::test_rows_that_have_ended_are_passed_over": 2,
-    "models/test_select.py::test_a_padded_batch_in_a_static_cache": 6,
-    "models/test_select.py::test_beams_of_a_padded_batch_equal_single_rows": 6,
-    "models/test_select.py::test_padded_batch_equals_single_rows": 6,
-    "models/test_select.py::test_prefill_with_and_without_a_cache_and_decode_in_any_steps": 6,
-    "models/test_sliding.py::test_padded_rows_equal_single_ones": 4,
-    "models/test_static.py::test_a_padded_batch": 8,
-    "models/test_static.py::test_compiled_decode_is_one_graph": 1,
-    "models/test_static.py::test_generate_compiles_its_decode": 1,
-    "models/test_static.py::test_modes": 5,
-    "models/test_static.py::test_right_padding_and_holes_in_direct_calls": 3,
-    "ops/test_attend.py::test_attend_array_spans": 42,
-    "ops/test_documents.py::test_gradients_are_the_slopes": 1,
-    "ops/test_error_budget.py::test_gradients_within_twice_the_eager_error": 6,
-    "ops/test_error_budget.py::test_output_within_twice_the_eager_error": 18,
-    "ops/test_gradients.py::test_gradcheck": 24,
-    "ops/test_gradients.py::test_gradcheck_every_entry": 3,
-    "ops/test_gradients.py::test_gradients_equal_the_definitions": 24,
-    "ops/test_gradients.py::test_huge_logits": 24,
-    "ops/test_gradients.py::test_layouts": 24,
-    "ops/test_gradients.py::test_poisoned_padding_reaches_nothing": 24,
     "ops/test_hopper_compiles.py::test_two_part_keys_fit_into_shared_memory": 1,
-    "ops/test_recall.py::test_against_plain_loops": 8,
-    "ops/test_recall.py::test_gradients": 1,
     "ops/test_step.py::test_entries_are_those_of_the_growing_path_to_the_bit": 16,
     "ops/test_step.py::test_many_steps_equal_the_whole": 16,
     "ops/test_step.py::test_one_graph_for_all_steps": 4,
@@ -110,25 +43,6 @@ DEAR = {
     "serving/test_paged.py::test_a_shared_prefix_is_exact_and_never_written": 8,
     "serving/test_paged.py::test_equal_to_the_whole": 24,
     "serving/test_paged.py::test_many_requests_at_different_lengths": 8,
-    "test_compile.py::test_attention": 1,
-    "test_compile.py::test_attention_by_the_default_compiler": 1,
-    "test_compile.py::test_training_forward_of_a_model": 1,
-    "test_functional.py::test_a_past_is_its_own": 30,
-    "test_functional.py::test_attention_blocks_of_real_size": 2,
-    "test_functional.py::test_attention_every_plan_and_length": 120,
-    "test_functional.py::test_attention_gradients_through_a_prompt_summary_need_consent": 15,
-    "test_functional.py::test_attention_heads_and_widths": 45,
-    "test_functional.py::test_attention_left_padding": 36,
-    "test_functional.py::test_attention_num_summary_queries": 60,
-    "test_functional.py::test_attention_packed": 45,
-    "test_functional.py::test_attention_pooling_grid": 72,
-    "test_latent.py::test_a_changed_token_leaves_earlier_outputs_bit_equal": 24,
-    "test_latent.py::test_any_chunks_absorbed_or_expanded_equal_one_call": 24,
-    "test_latent.py::test_latent_attention_every_plan_and_length": 120,
-    "test_latent.py::test_latent_attention_left_padding": 36,
-    "test_latent.py::test_latent_attention_num_summary_queries": 36,
-    "test_latent.py::test_latent_attention_pooling_grid": 48,
-    "test_latent.py::test_prefill_of_every_length_then_tokens": 12,
     "train/test_adapt.py::test_adapters_resume_load_condensed_and_merge": 1,
     "train/test_training.py::test_a_resumed_run_equals_an_uninterrupted_one": 1,
     "triton_kernels/test_attend.py::test_any_number_of_sources_within_budget": 1,
@@ -180,9 +94,8 @@ DEAR = {
 }
 
 
-# Grids of which `make test` has every value, however few cells `--cells` asks for. This one reads every model, and is
-# run with each version of transformers.
-EVERY_VALUE = {"models/test_parity.py::test_full_forward_chunks_and_steps_agree"}
+# runs over every model, however few cells `--cells` asks for: with each version of transformers
+EACH_MODEL = {"models/test_parity.py::test_full_forward_chunks_and_steps_agree"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -217,33 +130,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec"):
             grids.setdefault(item.nodeid.partition("[")[0].removeprefix("tests/"), []).append(item)
     for name, cells in grids.items():
-        most = min(DEAR.get(name, len(cells)), config.getoption("cells") or len(cells))
-        if name in EVERY_VALUE or most < len(cells):
-            kept = set(covering(cells, None if name in EVERY_VALUE else most))
-            for cell in cells:
-                if cell not in kept:
+        most = min(DEAR.get(name, len(cells)), (name not in EACH_MODEL and config.getoption("cells")) or len(cells))
+        if most < len(cells):
+            kept = set(covering([cell.nodeid for cell in cells], list(map(_values, cells)), most))
+            for i, cell in enumerate(cells):
+                if i not in kept:
                     cell.add_marker(pytest.mark.slow)
-
-
-def covering(cells: Sequence[pytest.Item], count: int | None) -> list[pytest.Item]:
-    """``count`` cells of a grid: each has the most values that no cell before it has, of equals the most new pairs.
-
-    count None: as many as it takes for every value.
-    """
-    # a mixed but fixed order decides among equals
-    left = sorted(cells, key=lambda cell: hashlib.sha256(cell.nodeid.encode()).digest())
-    values = {cell: _values(cell) for cell in left}
-    pairs = {cell: set(itertools.combinations(sorted(values[cell]), 2)) for cell in left}
-    kept: list[pytest.Item] = []
-    while any(values[cell] for cell in left) if count is None else len(kept) < count:
-        best = max(left, key=lambda cell: (len(values[cell]), len(pairs[cell])))
-        seen, seen_pairs = values[best].copy(), pairs[best].copy()
-        for cell in left:
-            values[cell] -= seen
-            pairs[cell] -= seen_pairs
-        left.remove(best)
-        kept.append(best)
-    return kept
 
 
 def _values(cell: pytest.Item) -> set[tuple[str, str]]:

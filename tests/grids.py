@@ -5,19 +5,23 @@ import itertools
 
 import pytest
 
-BACKENDS = ("reference", "torch", "torch-blocks")
+CPU_BACKENDS = ("reference", "torch", "torch-blocks")
 
 
 def grid(count, /, *fixtures, **axes):
-    """Parametrize a test by ``count`` cells of the product of ``axes``: names of arguments with a list of values, or a
-    mapping of ids to values. fixtures: the arguments that are fixtures, beside `backend`; these get a value as parameter.
+    """Parametrize a test by ``count`` cells of the product of ``axes``.
+
+    axes: arguments, each with a list of values or a mapping of ids to values. fixtures: those that are fixtures and get
+    the value as their parameter, beside `backend`.
     """
     named = {name: x if isinstance(x, dict) else {str(value): value for value in x} for name, x in axes.items()}
     product = list(itertools.product(*named.values()))
     assert count < len(product), f"{count} of {len(product)} cells: parametrize by all of them"
     names = ["-".join(map(str, ids)) for ids in product]
     cells = [(names[i], product[i]) for i in sorted(covering(names, [set(enumerate(ids)) for ids in product], count))]
-    values = [pytest.param(*(named[axis][x] for axis, x in zip(named, ids, strict=True)), id=name) for name, ids in cells]
+    values = [
+        pytest.param(*(named[axis][x] for axis, x in zip(named, ids, strict=True)), id=name) for name, ids in cells
+    ]
     return pytest.mark.parametrize(list(named), values, indirect=[x for x in named if x in ("backend", *fixtures)])
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 
 import condense
@@ -31,7 +32,7 @@ def out_and_gradients(function, inputs):
     return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-@pytest.mark.parametrize("return_lse", [False, True])
+@grid(1, "method", method=METHODS, return_lse=[False, True])
 def test_attention(method, return_lse):
     """One compiled function for two lengths; the second is longer than a block of queries and computes blocks again."""
 
@@ -47,6 +48,7 @@ def test_attention(method, return_lse):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
+@grid(1, "method", method=METHODS)
 def test_attention_by_the_default_compiler(method):
     """On a CPU, where it makes other code than for a GPU: at most twice as far from float64 as what is not compiled.
 
@@ -71,6 +73,7 @@ def _compiled_loss(model):
     return loss, torch.compile(loss, fullgraph=True, backend="aot_eager")
 
 
+@grid(1, "method", method=METHODS)
 def test_training_forward_of_a_model(method):
     """As one graph, beside a stock layer, with what a data collator gives: labels, and padding on the right."""
     model, ids = condense.apply(tiny.model("llama", num_hidden_layers=2), method, layers=[1]), tiny.tokens()

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from oracles import cases, oracle
 
 import condense
@@ -59,27 +60,29 @@ def check(backend, shape, method, *, padding=None, cu_seqlens=None, scale=None):
     torch.testing.assert_close(condense.attention(q, k, v, **arguments), want_out, **EXACT)
 
 
-@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@grid(120, backend=CPU_BACKENDS, method=METHODS, length=LENGTHS)
 def test_attention_every_plan_and_length(backend, method, length):
     check(backend, (1, 2, 1, length, 4, 4), method)
 
 
-@pytest.mark.parametrize("method", cases.GRID.values(), ids=cases.GRID)
+@grid(72, backend=CPU_BACKENDS, method=cases.GRID)
 def test_attention_pooling_grid(backend, method):
     check(backend, (1, 2, 1, 31, 4, 3), method)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 9], ids=["1", "3", "g", "2g+1"])
-@pytest.mark.parametrize("window", [0, 2, 4, 7, 40])
-@pytest.mark.parametrize("summary", ["streaming", "prompt"])
+@grid(
+    60,
+    backend=CPU_BACKENDS,
+    summary=["streaming", "prompt"],
+    window=[0, 2, 4, 7, 40],
+    count={"1": 1, "3": 3, "g": 4, "2g+1": 9},
+)
 def test_attention_num_summary_queries(backend, summary, window, count):
     method = condense.LCA(group_size=4, window=window, summary=summary, num_summary_queries=count)
     check(backend, (1, 2, 2, 33, 4, 4), method)
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca-log_size", "lca", "lca-9-queries"])
+@grid(45, backend=CPU_BACKENDS, name=["dense", "streaming_llm", "cca-log_size", "lca", "lca-9-queries"], heads=HEADS)
 def test_attention_heads_and_widths(backend, name, heads):
     B, H, K, D, Dv = heads
     check(backend, (B, H, K, 29, D, Dv), METHODS[name], scale=0.7)
@@ -94,8 +97,7 @@ PADDING = {
 }
 
 
-@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@grid(36, backend=CPU_BACKENDS, method=METHODS, padding=PADDING)
 def test_attention_left_padding(backend, method, padding):
     check(backend, (4, 4, 2, 37, 4, 5), method, padding=padding)
 
@@ -109,8 +111,12 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("cu_seqlens", PACKED.values(), ids=PACKED)
-@pytest.mark.parametrize("name", ["dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt"])
+@grid(
+    45,
+    backend=CPU_BACKENDS,
+    name=["dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt"],
+    cu_seqlens=PACKED,
+)
 def test_attention_packed(backend, name, cu_seqlens):
     check(backend, (1, 4, 2, cu_seqlens[-1], 4, 5), METHODS[name], cu_seqlens=cu_seqlens)
 
@@ -124,7 +130,7 @@ def test_attention_index_dtypes(integer):
     torch.testing.assert_close(packed[:, :, 10:], padded[:, :, 10:], **EXACT)
 
 
-@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries"])
+@grid(2, name=["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries"])
 def test_attention_blocks_of_real_size(name):
     method = METHODS[name]
     q, k, v = oracle.random_qkv(2, 4, 2, 1300, 8, 8)
@@ -242,8 +248,7 @@ def test_attention_bad_cu_seqlens(marks):
         condense.attention(q, k, v, method=condense.Dense(), cu_seqlens=marks)
 
 
-@pytest.mark.parametrize("needs", ["q", "k", "v"])
-@pytest.mark.parametrize("method", cases.PROMPTS.values(), ids=cases.PROMPTS)
+@grid(15, backend=CPU_BACKENDS, method=cases.PROMPTS, needs=["q", "k", "v"])
 def test_attention_gradients_through_a_prompt_summary_need_consent(backend, method, needs):
     arguments = inputs(method=method, backend=backend)
     arguments[needs].requires_grad_()
@@ -276,8 +281,7 @@ def test_attention_on_the_meta_device():
     assert lse.shape == (2, 4, 700)
 
 
-@pytest.mark.parametrize("length", [1, 5, 21])
-@pytest.mark.parametrize("name", METHODS)
+@grid(30, name=[*METHODS], length=[1, 5, 21])
 def test_a_past_is_its_own(name, length):
     """Whatever becomes of the tensors that were read: buffers are used again."""
     method = METHODS[name]

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cases, latent_oracle
@@ -54,20 +55,17 @@ def check(backend, shape, method, *, padding=None, cu_seqlens=None, scale=None):
     torch.testing.assert_close(condense.latent_attention(*x, **arguments), want_out, **EXACT)
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 11, 12, 13, 41], ids=lambda n: f"L{n}")
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@grid(120, backend=CPU_BACKENDS, method=METHODS, length=[1, 3, 4, 11, 12, 13, 41])
 def test_latent_attention_every_plan_and_length(backend, method, length):
     check(backend, (1, 2, length, WIDTHS), method)
 
 
-@pytest.mark.parametrize("method", GRID.values(), ids=GRID)
+@grid(48, backend=CPU_BACKENDS, method=GRID)
 def test_latent_attention_pooling_grid(backend, method):
     check(backend, (1, 3, 31, WIDTHS), method)
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 40])
-@pytest.mark.parametrize("window", [0, 4, 7])
-@pytest.mark.parametrize("summary", ["streaming", "prompt"])
+@grid(36, backend=CPU_BACKENDS, summary=["streaming", "prompt"], window=[0, 4, 7], count=[1, 3, 4, 40])
 def test_latent_attention_num_summary_queries(backend, summary, window, count):
     method = LCA(group_size=4, window=window, summary=summary, num_summary_queries=count)
     check(backend, (1, 3, 30, WIDTHS), method)
@@ -80,9 +78,11 @@ def test_latent_attention_heads_and_widths(backend, name, shape):
     check(backend, (B, H, 29, widths), METHODS[name], scale=0.7)
 
 
-@pytest.mark.parametrize("padding", [(0, 5, 36), (9, 9, 9), (37, 0, 36), (37, 37, 37), (0, 0, 0)])
-@pytest.mark.parametrize(
-    "name", ["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries", "prompt-select", "dga"]
+@grid(
+    36,
+    backend=CPU_BACKENDS,
+    name=["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries", "prompt-select", "dga"],
+    padding=[(0, 5, 36), (9, 9, 9), (37, 0, 36), (37, 37, 37), (0, 0, 0)],
 )
 def test_latent_attention_left_padding(backend, name, padding):
     check(backend, (3, 3, 37, WIDTHS), METHODS[name], padding=padding)
@@ -142,9 +142,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(24, method=cases.PLANS, absorb={"absorbed": True, "expanded": False, "chosen": None}, steps=STEPS)
 def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
     shape = (2, 3, 41, WIDTHS)
     want, _ = wanted(shape, method, None, None, None)
@@ -159,7 +157,7 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(12, method=cases.PLANS)
 def test_prefill_of_every_length_then_tokens(method):
     shape = (1, 2, 18, WIDTHS)
     want, _ = wanted(shape, method, None, None, None)
@@ -208,8 +206,7 @@ def test_a_step_is_absorbed_and_whole_sequences_are_not(monkeypatch):
 # --- causality, gradients, numbers
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(24, backend=CPU_BACKENDS, method=cases.PLANS, dtype={"float64": torch.float64, "bfloat16": torch.bfloat16})
 def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
     x = latent_oracle.random(2, 3, 45, WIDTHS, dtype)
     arguments = {"method": method, "backend": backend, "padding": torch.tensor([0, 6]), "return_lse": True}

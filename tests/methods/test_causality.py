@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from oracles import cases, oracle
 
 import condense
@@ -14,8 +15,7 @@ def run(method, backend, q, k, v):
     return condense.attention(q, k, v, method=method, backend=backend, padding=PADDING, return_lse=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(36, backend=CPU_BACKENDS, method=cases.PLANS, dtype={"float64": torch.float64, "bfloat16": torch.bfloat16})
 def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
     inputs = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=dtype)
     before = run(method, backend, *inputs)
@@ -40,7 +40,7 @@ def test_a_changed_token_leaves_earlier_outputs_bit_equal_without_lse(backend, n
         assert torch.equal(before[:, :, :t], after[:, :, :t])
 
 
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(24, backend=CPU_BACKENDS, method=cases.PLANS)
 def test_gradients_of_later_tokens_are_exactly_zero(backend, method):
     inputs = [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, LENGTH, 4, 4)]
     out, lse = run(method, backend, *inputs)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cases, oracle
@@ -107,9 +108,7 @@ def test_dense_is_ordinary_causal_attention(backend, length):
     torch.testing.assert_close(condense.attention(q, k, v, method=Dense(), backend=backend), dense(q, k, v), **EXACT)
 
 
-@pytest.mark.parametrize("pooling", cases.POOLINGS)
-@pytest.mark.parametrize("summary", ["last", "streaming", "prompt"])
-@pytest.mark.parametrize("window", [0, 3, 100])
+@grid(36, backend=CPU_BACKENDS, window=[0, 3, 100], summary=["last", "streaming", "prompt"], pooling=cases.POOLINGS)
 def test_groups_of_one_are_dense(backend, window, summary, pooling):
     q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
     method = CCA(

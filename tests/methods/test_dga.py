@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.test_counting import dense, weights
@@ -100,7 +101,7 @@ def test_the_oracle_sees_each_token_once():
             assert sorted(exact + [i for group in groups for i in group.members]) == list(range(t + 1))
 
 
-@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
+@grid(7, backend=CPU_BACKENDS, method=cases.SELECTIONS)
 def test_prompts_of_every_length(backend, method):
     """Remainders of every size, and prompts that are all focal."""
     for length in range(1, 30):
@@ -110,8 +111,7 @@ def test_prompts_of_every_length(backend, method):
         torch.testing.assert_close(got, want, **EXACT)
 
 
-@pytest.mark.parametrize("pads", [(0, 0), (0, 11), (40, 1)], ids=str)
-@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
+@grid(12, backend=CPU_BACKENDS, method=cases.SELECTIONS, pads=[(0, 0), (0, 11), (40, 1)])
 def test_padded_prompts(backend, method, pads):
     q, k, v = oracle.random_qkv(2, 4, 2, 40, 3, 2)
     got = condense.attention(q, k, v, method=method, backend=backend, padding=torch.tensor(pads), return_lse=True)
@@ -233,9 +233,9 @@ def test_importance_finds_what_the_queries_look_at():
         assert torch.equal(past.entries[0][0, head, past.entries[0][0, head, :, 0] == 20], k[0, head, needles])
 
 
-@pytest.mark.parametrize("block", [1, 1000, 1 << 24])
-@pytest.mark.parametrize(("recent", "random"), [(1, 0), (3, 4), (64, 64)])
-def test_importance_is_the_papers(backend, monkeypatch, block, recent, random):
+@grid(5, backend=CPU_BACKENDS, block=[1, 1000, 1 << 24], sampled=[(1, 0), (3, 4), (64, 64)])
+def test_importance_is_the_papers(backend, monkeypatch, block, sampled):
+    recent, random = sampled
     monkeypatch.setattr(torch_importance, "_BLOCK", block)
     L, pads = 30, (0, 11, 30)
     q, k, _ = oracle.random_qkv(3, 4, 2, L, 3, 1)

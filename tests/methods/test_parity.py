@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cases, oracle
@@ -117,13 +118,12 @@ CHUNKINGS = {
 }
 
 
-@pytest.mark.parametrize("sizes", CHUNKINGS.values(), ids=CHUNKINGS)
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(36, backend=CPU_BACKENDS, method=cases.PLANS, sizes=CHUNKINGS)
 def test_extend_any_chunks_equal_one_call(backend, method, sizes):
     check_rows(method, cut(43, sizes), backend)
 
 
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(12, method=cases.PLANS)
 def test_extend_prefill_of_every_length_then_tokens(method):
     for first in range(1, 18):
         check_rows(method, cut(18, [first, 1]), "torch")
@@ -139,17 +139,20 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("steps", RAGGED.values(), ids=RAGGED)
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(36, backend=CPU_BACKENDS, method=cases.PLANS, steps=RAGGED)
 def test_extend_ragged_rows(backend, method, steps):
     check_rows(method, steps, backend)
 
 
-@pytest.mark.parametrize("method", AHEAD.values(), ids=AHEAD)
-@pytest.mark.parametrize(
-    "steps",
-    [[(22, 9)] + [(1, 1)] * 15, [(17, 30), (13, 1), (2, 8), (0, 3)], [(0, 25), (30, 0), (4, 9)]],
-    ids=["tokens", "chunks", "a row without a prompt"],
+@grid(
+    24,
+    backend=CPU_BACKENDS,
+    method=AHEAD,
+    steps={
+        "tokens": [(22, 9)] + [(1, 1)] * 15,
+        "chunks": [(17, 30), (13, 1), (2, 8), (0, 3)],
+        "a row without a prompt": [(0, 25), (30, 0), (4, 9)],
+    },
 )
 def test_extend_after_a_prompt_follows_the_streaming_rule(backend, method, steps):
     check_rows(method, steps, backend, prompt=True)

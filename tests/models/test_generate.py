@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from transformers import DynamicCache
 
@@ -54,6 +55,7 @@ def _same_seed(model, *args, **kwargs):
     return tiny.generate(model, *args, **kwargs)
 
 
+@grid(5, "model", model=PAIRS)
 def test_padded_batch_equals_single_rows_and_no_cache(model):
     ids, mask = tiny.left_padded(ROWS)
     batch = tiny.generate(model, ids, attention_mask=mask)
@@ -73,14 +75,14 @@ def test_condensing_changes_the_tokens(few):
     assert not torch.equal(condensed, tiny.generate(condense.restore(few), ROWS[0][None]))
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+@grid(6, "few", few=FEW, mode=MODES)
 def test_modes_with_cache_equal_without(few, mode):
     ids, mask = tiny.left_padded(ROWS)
     cached = _same_seed(few, ids, attention_mask=mask, **mode)
     assert torch.equal(cached, _same_seed(few, ids, attention_mask=mask, use_cache=False, **mode))
 
 
-@pytest.mark.parametrize("name", tiny.OTHERS)
+@grid(4, name=tiny.OTHERS)
 def test_beams_with_cache_equal_without(name):
     model = _condensed((name, "streaming-6"))
     ids, mask = tiny.left_padded(ROWS)
@@ -102,7 +104,7 @@ def test_guidance_keeps_a_second_cache(few):
     assert torch.equal(cached, tiny.generate(few, ROWS[0][None], use_cache=False, **settings))
 
 
-@pytest.mark.parametrize("size", [1, 4, 7, 64])
+@grid(4, "few", few=FEW, size=[1, 4, 7, 64])
 def test_prefill_in_chunks(few, size):
     # 13 pads: with size 4 a row is all padding for three chunks
     ids, mask = tiny.left_padded(ROWS)
@@ -183,7 +185,7 @@ def test_inputs_embeds(few):
     assert torch.equal(few.generate(inputs_embeds=embeds, **settings), expected)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 10, 20])
+@grid(8, "few", few=FEW, num_tokens=[1, 3, 10, 20])
 def test_prompt_lookup_equals_greedy(few, num_tokens):
     # a text that repeats itself, so that candidates are found, and refused after a while
     ids = torch.cat([ROWS[0][:13]] * 3)[None]
@@ -191,7 +193,7 @@ def test_prompt_lookup_equals_greedy(few, num_tokens):
     assert torch.equal(tiny.generate(few, ids, prompt_lookup_num_tokens=num_tokens), greedy)
 
 
-@pytest.mark.parametrize("assistant", ["dense", "condensed", "itself"])
+@grid(8, "few", few=FEW, assistant=["dense", "condensed", "itself"])
 def test_assistants_equal_greedy(few, assistant):
     helper = copy.deepcopy(few)
     if assistant == "dense":

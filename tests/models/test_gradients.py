@@ -2,15 +2,11 @@
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 
 import condense
 
-PAIRS = {
-    **{f"llama-{name}": ("llama", name) for name in tiny.METHODS},
-    **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
-    **{f"{name}-dga": (name, "dga") for name in tiny.OTHERS},
-}
 FEW = {
     "llama": ("llama", "cca"),
     "qwen3": ("qwen3", "streaming-6"),
@@ -43,14 +39,16 @@ def _assert_same(a, b):
 
 
 # dropout would differ between calls; it has its own test
+_GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 NO_DROPOUT = {
-    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2": _GPT2,
+    "gpt2-layer-scale": _GPT2,
     "opt": {"dropout": 0.0, "attention_dropout": 0.0},
     "phi3": {"resid_pdrop": 0.0},
 }
 
 
-@pytest.mark.parametrize(("name", "method"), PAIRS.values(), ids=PAIRS.keys())
+@pytest.mark.parametrize(("name", "method"), tiny.PAIRS.values(), ids=tiny.PAIRS)
 def test_every_parameter_learns_with_and_without_cache(name, method):
     model = _trainable(name, method, **NO_DROPOUT.get(name, {}))
     loss, gradients = _gradients(model)
@@ -61,9 +59,9 @@ def test_every_parameter_learns_with_and_without_cache(name, method):
     _assert_same(_gradients(model, use_cache=True), (loss, gradients))
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize(("name", "method"), FEW.values(), ids=FEW.keys())
-def test_gradient_checkpointing_changes_nothing(name, method, reentrant):
+@grid(8, pair=FEW, reentrant={"reentrant": True, "non-reentrant": False})
+def test_gradient_checkpointing_changes_nothing(pair, reentrant):
+    name, method = pair
     model = _trainable(name, method, **NO_DROPOUT.get(name, {}))
     ids, mask = tiny.left_padded([tiny.tokens(1, 40)[0], tiny.tokens(1, 61)[0]])
     plain, padded = _gradients(model), _gradients(model, ids, attention_mask=mask)

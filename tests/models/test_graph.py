@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 
 import condense
@@ -44,6 +45,7 @@ def _wanted(model, ids=IDS, mask=MASK, **kwargs):
     return tiny.generate(model, ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
 
 
+@grid(2, "model", model=METHODS)
 def test_tokens_of_generate_prompt_after_prompt(model):
     decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
     others = tiny.tokens(3, 44, seed=8)

@@ -1,7 +1,7 @@
 """What `inspect` says in closed form, counted query by query here."""
 
-import pytest
 import torch
+from grids import grid
 from models import tiny
 
 import condense
@@ -69,9 +69,9 @@ STORED = RECALLS | {
 COUNTED = [(method, flops) for method in METHODS.values()] + [(method, recall_flops) for method in RECALLS.values()]
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-@pytest.mark.parametrize(("method", "count"), COUNTED, ids=[*METHODS, *RECALLS])
-def test_flops_and_the_length_from_which_it_pays(name, method, count):
+@grid(16, name=["llama", "deepseek_v3"], counted=dict(zip([*METHODS, *RECALLS], COUNTED, strict=True)))
+def test_flops_and_the_length_from_which_it_pays(name, counted):
+    method, count = counted
     model, lengths = tiny.model(name), range(1, 200)
     counted = [count(name, method, length) for length in lengths]
     dense = [flops(name, condense.Dense(), length) for length in lengths]
@@ -88,9 +88,7 @@ def test_a_billion_tokens():
     assert 8 * 10**9 * 128 < report.flops < 14 * 10**9 * 128
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", STORED.values(), ids=STORED)
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@grid(12, name=["llama", "deepseek_v3"], method=STORED, dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_recalls_bytes_are_those_of_its_cache(name, method, dtype):
     model, ids = tiny.model(name, dtype), tiny.tokens(1, 100)
     for length in (3, 57, 100):

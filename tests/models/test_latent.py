@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from oracles import latent_oracle
 from torch import nn
@@ -77,8 +78,7 @@ def test_the_cache_holds_latents_and_rope_keys_alone(name):
     assert condense.cache_nbytes(cache) == 2 * sum(report.bytes for report in expected)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
-@NAMES
+@grid(3, name=tiny.LATENT, static={"growing": False, "static": True})
 def test_many_steps_give_what_one_forward_gives(name, static):
     check_steps(name, static, 100)
 
@@ -158,8 +158,7 @@ class Gathered(nn.Linear):
         return linear
 
 
-@pytest.mark.parametrize("kind", [Quantized, Gathered])
-@NAMES
+@grid(4, name=tiny.LATENT, kind={"quantized": Quantized, "gathered": Gathered})
 def test_projections_that_only_run(name, kind):
     model = condense.apply(tiny.model(name), LCA)
     for layer in model.model.layers:
@@ -223,8 +222,7 @@ def test_experts_as_models_run_them_by_default(name):
 # --- layers, prompts, refusals
 
 
-@pytest.mark.parametrize("cache", [None, DynamicCache], ids=["model's", "bare"])
-@NAMES
+@grid(5, name=tiny.LATENT, cache={"model's": None, "bare": DynamicCache})
 def test_some_layers_stay_dense(name, cache):
     model = tiny.model(name)
     stock = tiny.logits(model, IDS)

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 
 import condense
@@ -49,7 +50,7 @@ def model(request):
     return condense.apply(tiny.model(name), method)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+@grid(16, "model", model=PAIRS, mask=MASKS)
 def test_rows_equal_their_compacted_sequences(model, mask):
     mask, ids = torch.stack(mask), tiny.tokens(3)
     positions = (mask.cumsum(1) - 1).clamp(min=0)

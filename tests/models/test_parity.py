@@ -4,24 +4,15 @@ import copy
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import condense
 
-PAIRS = {
-    **{f"llama-{name}": ("llama", name) for name in tiny.METHODS},
-    **{f"{name}-cca": (name, "cca") for name in tiny.OTHERS},
-    **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
-    **{f"{name}-streaming-select-log": (name, "streaming-select-log") for name in tiny.OTHERS},
-    **{f"{name}-dga": (name, "dga") for name in tiny.OTHERS},
-    **{f"{name}-streaming-llm": (name, "streaming-llm") for name in tiny.OTHERS},
-    "gpt2-layer-scale": ("gpt2-layer-scale", "cca"),
-}
 
-
-@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
+@pytest.fixture(params=tiny.PAIRS.values(), ids=tiny.PAIRS)
 def pair(request):
     name, method = request.param
     return tiny.model(name), tiny.METHODS[method]
@@ -52,7 +43,7 @@ def test_differs_from_dense_only_where_something_is_condensed(pair):
     assert first == tiny.LENGTH or difference[first:].max() > 1
 
 
-@pytest.mark.parametrize("t", [1, 11, 12, 40, 60])
+@grid(26, "pair", pair=tiny.PAIRS, t=[1, 11, 12, 40, 60])
 def test_a_later_token_leaves_earlier_logits_bit_equal(pair, t):
     model, method = pair
     condense.apply(model, method)
@@ -64,6 +55,7 @@ def test_a_later_token_leaves_earlier_logits_bit_equal(pair, t):
     assert not torch.equal(before[:, t:], after[:, t:])
 
 
+@grid(13, "pair", pair=tiny.PAIRS)
 def test_restore_brings_the_stock_model_back(pair):
     model, method = pair
     ids = tiny.tokens()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
@@ -39,8 +40,7 @@ def _with_adapter(name, order):
     return wrapped
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("name", TARGETS)
+@grid(8, name=[*TARGETS], order=["before", "after"])
 def test_lora(name, order):
     model = _with_adapter(name, order)
     assert set(condensed_layers(model)) == {0, 1, 2}

@@ -1,41 +1,19 @@
-"""Recall in models: one forward is any number of forwards, every way of generating gives the same tokens, and what
-saving and restoring bring back.
-"""
+"""Recall in models, beside the laws of `test_laws`: rows, crops, stores in host memory."""
 
 import copy
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
-from transformers import AutoModelForCausalLM, StaticCache
 
 import condense
-from condense.caches import RecallLayer, StaticRecallLayer
-from condense.models import condensed_layers
+from condense.caches import RecallLayer
 
 METHOD = condense.Recall(group_size=4, window=8, num_recall=2)
-METHODS = {
-    "bounds": METHOD,
-    "bounds-4-drop": METHOD.replace(index_bits=4, num_recall=3, unchosen="drop"),
-    "means-16": METHOD.replace(index="sub_means", index_bits=16, window=5),
-}
 MODELS = ("llama", "gpt2", "deepseek_v2")
-PAIRS = {f"{model}-{name}": (model, method) for model in MODELS for name, method in METHODS.items()}
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
 IDS, MASK = tiny.left_padded(ROWS)
-MODES = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
-    "three-beams": {"num_beams": 3, "num_return_sequences": 2},
-    "chunks-of-padding": {"prefill_chunk_size": 4},
-    "token-by-token": {"prefill_chunk_size": 1},
-}
-
-
-@pytest.fixture(params=PAIRS.values(), ids=PAIRS)
-def pair(request):
-    name, method = request.param
-    return condense.apply(tiny.model(name), method)
 
 
 @pytest.fixture(params=MODELS)
@@ -48,15 +26,6 @@ def _generate(model, **kwargs):
     return tiny.generate(model, IDS, attention_mask=MASK, **kwargs)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
-def test_full_forward_chunks_and_steps_agree(pair, static):
-    ids = tiny.tokens()
-    full = tiny.logits(pair, ids)
-    for sizes in (tiny.CHUNKS, (17, *[1] * 44), (1,) * tiny.LENGTH):
-        cache = StaticCache(pair.config, max_cache_len=tiny.LENGTH) if static else None
-        torch.testing.assert_close(tiny.in_chunks(pair, ids, sizes, cache), full, **tiny.exact(pair))
-
-
 def test_differs_from_dense_only_once_some_group_stays_closed(model):
     ids = tiny.tokens()
     condensed = tiny.logits(model, ids)
@@ -64,26 +33,6 @@ def test_differs_from_dense_only_once_some_group_stays_closed(model):
     first = METHOD.window + 3 * METHOD.group_size - 1
     assert bool((difference[:first] < tiny.exact(model)["atol"]).all())
     assert difference[first:].max() > 1
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
-def test_right_padding_and_holes(model, static):
-    ids = tiny.tokens(2, 50)
-    mask = torch.ones(2, 50, dtype=torch.long)
-    mask[0, 9:13] = mask[0, 30:33] = mask[1, :6] = mask[1, 17:20] = mask[1, 40] = 0
-    cache = StaticCache(model.config, max_cache_len=64) if static else None
-    got = tiny.in_chunks(model, ids, (17, 1, 1, 1, 12, *[1] * 18), cache, mask=mask)
-    for row, real, out in zip(ids, mask.bool(), got, strict=True):
-        torch.testing.assert_close(out[real], tiny.logits(model, row[None, real])[0], **tiny.exact(model))
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_static_and_growing_caches_give_the_tokens_of_none(model, mode):
-    want = _generate(model, **mode, **({} if "prefill_chunk_size" in mode else {"use_cache": False}))
-    assert torch.equal(_generate(model, **mode), want)
-    out = _generate(model, cache_implementation="static", return_dict_in_generate=True, **mode)
-    assert torch.equal(out.sequences, want)
-    assert {type(layer) for layer in out.past_key_values.layers} == {StaticRecallLayer}
 
 
 def test_each_row_is_what_it_is_alone(model):
@@ -119,15 +68,7 @@ def test_crop_goes_back_to_what_was(model):
     )
 
 
-def test_graph_decoder_gives_the_tokens_of_generate(model):
-    decoder = condense.GraphDecoder(model, batch_size=3, max_length=60)
-    others = tiny.tokens(3, 44, seed=8)
-    for chunk in (None, 7):
-        assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=tiny.NEW, chunk=chunk), _generate(model))
-        want = tiny.generate(model, others)
-        assert torch.equal(decoder.generate(others, max_new_tokens=tiny.NEW, chunk=chunk), want)
-
-
+@grid(2, "model", model=MODELS)
 def test_a_store_in_host_memory_gives_the_same_tokens(model):
     """Growing, static, and by a decoder whose prompt comes in chunks; beams are refused."""
     want = _generate(model)
@@ -160,26 +101,3 @@ def test_dropout_is_refused_before_a_token_is_stored():
     with torch.no_grad(), pytest.raises(ValueError, match="has no attention dropout"):
         model.train()(ids[:, :5], past_key_values=cache, use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
-
-
-def test_some_layers_alone():
-    model = condense.apply(tiny.model("llama"), METHOD, layers=[0])
-    condense.apply(model, tiny.CCA, layers=[2])
-    want = _generate(model, use_cache=False)
-    assert torch.equal(_generate(model), want)
-    assert torch.equal(_generate(model, cache_implementation="static"), want)
-
-
-def test_save_and_load(model, tmp_path):
-    model.float().save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert condensed_layers(loaded) == dict.fromkeys(range(tiny.NUM_LAYERS), METHOD)
-    ids = tiny.tokens()
-    # loaded weights lie at other addresses, where some fused loops round the last bit differently
-    torch.testing.assert_close(tiny.logits(loaded, ids), tiny.logits(model, ids), rtol=0, atol=1e-4)
-
-
-def test_restore_brings_the_stock_model_back_bit_for_bit(model):
-    ids, name = tiny.tokens(), model.config.model_type
-    assert torch.equal(tiny.logits(condense.restore(model), ids), tiny.logits(tiny.model(name), ids))
-    assert condensed_layers(model) == {}

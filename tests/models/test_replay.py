@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import grid
 from models import small, tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -124,9 +125,11 @@ def _ends(model, prompts=IDS):
     return end, int((free[0] == end).nonzero()[0])
 
 
-@pytest.mark.parametrize("captured", [_Recorded, _Traced], indirect=True)
-@pytest.mark.parametrize(
-    "method", [tiny.CCA, condense.Recall(group_size=4, window=8, num_recall=2)], ids=["cca", "recall"]
+@grid(
+    2,
+    "captured",
+    captured=[_Recorded, _Traced],
+    method={"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_recall=2)},
 )
 def test_rows_that_have_ended_are_passed_over(captured, monkeypatch, method):
     """They read no more tokens; the other row's are the same, and so is what is returned."""
@@ -157,8 +160,7 @@ def test_every_call_has_a_cache_of_its_own(captured, monkeypatch, method):
     assert len(set(map(id, captured))) == 2
 
 
-@pytest.mark.parametrize("captured", [_Traced], indirect=True)
-@pytest.mark.parametrize("name", HYBRIDS)
+@grid(4, "captured", captured=[_Traced], name=[*HYBRIDS])
 def test_layers_of_other_kinds_keep_their_state_where_it_is(captured, monkeypatch, name):
     """Linear attention, convolutions and sliding windows: what a step writes is what the next one reads."""
     stock = small.model(name)

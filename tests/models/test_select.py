@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -35,6 +36,7 @@ def llama():
     return condense.apply(tiny.model("llama"), tiny.SELECT)
 
 
+@grid(6, "model", model=PAIRS)
 def test_prefill_with_and_without_a_cache_and_decode_in_any_steps(model):
     ids = tiny.tokens()
     full = tiny.logits(model, ids)
@@ -47,6 +49,7 @@ def test_prefill_with_and_without_a_cache_and_decode_in_any_steps(model):
         torch.testing.assert_close(got, steps, **tiny.EXACT)
 
 
+@grid(6, "model", model=PAIRS)
 def test_padded_batch_equals_single_rows(model):
     ids, mask = tiny.left_padded(ROWS)
     batch = tiny.generate(model, ids, attention_mask=mask)
@@ -54,6 +57,7 @@ def test_padded_batch_equals_single_rows(model):
         assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None])[0, len(row) :])
 
 
+@grid(6, "model", model=PAIRS)
 def test_beams_of_a_padded_batch_equal_single_rows(model):
     ids, mask = tiny.left_padded(ROWS[:3])
     batch = tiny.generate(model, ids, attention_mask=mask, num_beams=3)
@@ -148,7 +152,7 @@ STATIC_MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", STATIC_MODES.values(), ids=STATIC_MODES)
+@grid(6, "model", model=PAIRS, mode=STATIC_MODES)
 def test_a_padded_batch_in_a_static_cache(model, mode):
     ids, mask = tiny.left_padded(ROWS)
     outs = []

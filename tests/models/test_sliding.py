@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -66,7 +67,7 @@ def test_chunks_and_steps_equal_the_full_forward(model):
     assert kinds == [CondensedLayer, DynamicSlidingWindowLayer, DynamicSlidingWindowLayer]
 
 
-@pytest.mark.parametrize("sizes", [(61,), tiny.CHUNKS, (1,) * 61], ids=["whole", "chunks", "steps"])
+@grid(4, "model", model=METHODS, sizes={"whole": (61,), "chunks": tiny.CHUNKS, "steps": (1,) * 61})
 def test_padded_rows_equal_single_ones(model, sizes):
     rows = [tiny.tokens(1, n, seed=n)[0] for n in (40, 61, 44)]
     ids, mask = tiny.left_padded(rows)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, StaticCache
@@ -61,6 +62,7 @@ def _layer_types(model):
     return [StaticCondensedLayer if i in condensed else StaticLayer for i in range(tiny.NUM_LAYERS)]
 
 
+@grid(8, "model", model=PAIRS)
 def test_a_padded_batch(model):
     out = _generate(model, cache_implementation="static", return_dict_in_generate=True)
     assert torch.equal(out.sequences, _generate(model))
@@ -70,7 +72,7 @@ def test_a_padded_batch(model):
     assert int(cache.get_seq_length()) == 39 + tiny.NEW - 1 == cache.get_max_length()
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@grid(5, "few", few=FEW, mode=MODES)
 def test_modes(few, mode):
     assert torch.equal(_generate(few, cache_implementation="static", **mode), _generate(few, **mode))
 
@@ -102,6 +104,7 @@ def test_a_copied_prefix(few):
     assert int(prefix.get_seq_length()) == 30
 
 
+@grid(3, "few", few=FEW)
 def test_right_padding_and_holes_in_direct_calls(few):
     ids = tiny.tokens(2, 50)
     mask = torch.ones(2, 50, dtype=torch.long)
@@ -126,7 +129,7 @@ def test_gradients_of_a_last_token(few):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@grid(1, "few", few=FEW, padded={"whole": False, "padded": True})
 def test_compiled_decode_is_one_graph(few, padded):
     """28 steps across group boundaries, without a break."""
     torch._dynamo.reset()
@@ -147,7 +150,7 @@ def test_compiled_decode_is_one_graph(few, padded):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", FEW)
+@grid(1, name=[*FEW])
 def test_generate_compiles_its_decode(name):
     """Transformers does so on CUDA by itself; on a CPU it has to be told to."""
     torch._dynamo.reset()

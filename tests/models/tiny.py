@@ -142,6 +142,15 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt2", "opt", *LATENT)
 OTHERS = ARCHITECTURES[1:]
+# every method in one architecture, and every architecture with some method
+PAIRS = {f"llama-{method}": ("llama", method) for method in METHODS} | {
+    f"{name}-{method}": (name, method)
+    for name, method in zip(
+        (*OTHERS, "gpt2-layer-scale"),
+        itertools.cycle(["cca", "streaming-6", "streaming-select-log", "dga", "streaming-llm"]),
+        strict=False,
+    )
+}
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import oracle
@@ -40,9 +41,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("per_head", [False, True], ids=["per row", "per KV head"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@grid(
+    42,
+    backend=CPU_BACKENDS,
+    shape=SHAPES,
+    per_head={"per row": False, "per KV head": True},
+    with_bias={"no bias": False, "bias": True},
+)
 def test_attend_array_spans(backend, shape, per_head, with_bias):
     B, H, K, L, M, N = shape
     q, *rest = sources(*shape)

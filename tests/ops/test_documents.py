@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from grids import grid
 from oracles import oracle
 
 import condense
@@ -72,7 +73,7 @@ def test_outputs_and_gradients_are_those_of_the_documents_alone(method):
     torch.testing.assert_close((packed, *grads), (alone, *want), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["last", "streaming"])
+@grid(1, name=["last", "streaming"])
 def test_gradients_are_the_slopes(name):
     inputs = [x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, 21, 3, 2, dtype=torch.float64)]
     marks = torch.tensor([0, 12, 13, 21])

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from grids import grid
 from oracles import oracle
 from oracles.cases import DTYPES, METHODS, SHAPES, inputs_for
 from oracles.eager import eager_attention
@@ -20,10 +21,7 @@ from condense.ops import attend
 from condense.ops.torch import attend as torch_attend
 
 
-@pytest.mark.parametrize("logits", [1.0, 5.0], ids=["logits x1", "logits x5"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", METHODS)
+@grid(18, name=[*METHODS], shape=SHAPES, dtype=DTYPES, logits={"logits x1": 1.0, "logits x5": 5.0})
 def test_output_within_twice_the_eager_error(name, shape, dtype, logits):
     q, k, v = inputs_for(name, shape, dtype, logits=logits)
     method = METHODS[name]
@@ -41,8 +39,7 @@ def test_output_within_twice_the_eager_error(name, shape, dtype, logits):
     assert errors(lse, want_lse)[0] <= wide
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", METHODS)
+@grid(6, name=[*METHODS], dtype=DTYPES)
 def test_gradients_within_twice_the_eager_error(name, dtype):
     inputs = [x.requires_grad_() for x in inputs_for(name, SHAPES["ratio4"], dtype)]
     method = METHODS[name]

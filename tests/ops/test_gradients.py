@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import CPU_BACKENDS, grid
 from oracles import cases, oracle
 from two_sources import array_spans, two_sources
 
@@ -22,7 +23,7 @@ def leaves(*shape, **options):
 SMOOTH = {name: method for name, method in METHODS.items() if method.layout.entry_bits == 16}
 
 
-@pytest.mark.parametrize("method", SMOOTH.values(), ids=SMOOTH)
+@grid(24, backend=CPU_BACKENDS, method=SMOOTH)
 def test_gradcheck(backend, method):
     padding = torch.tensor([2])
 
@@ -35,7 +36,7 @@ def test_gradcheck(backend, method):
     assert torch.autograd.gradcheck(real, leaves(1, 2, 1, 15, 2, 2), fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["cca-log_size", "lca"])
+@grid(3, backend=CPU_BACKENDS, name=["cca-log_size", "lca"])
 def test_gradcheck_every_entry(backend, name):
     method = METHODS[name].replace(group_size=2, window=3)
     inputs = leaves(1, 2, 1, 9, 2, 1)
@@ -44,7 +45,7 @@ def test_gradcheck_every_entry(backend, name):
     )
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@grid(24, backend=CPU_BACKENDS, method=METHODS)
 def test_gradients_equal_the_definitions(backend, method):
     inputs = leaves(2, 4, 2, 33, 4, 3)
     weight, lse_weight = torch.randn(2, 4, 33, 3).double(), torch.randn(2, 4, 33).double()
@@ -59,9 +60,7 @@ def test_gradients_equal_the_definitions(backend, method):
         torch.testing.assert_close(x, y, **EXACT)
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, 1e300], ids=str)
-@pytest.mark.parametrize("pads", [(3, 0), (40, 7), (22, 40)], ids=str)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@grid(24, backend=CPU_BACKENDS, method=METHODS, pads=[(3, 0), (40, 7), (22, 40)], poison=[torch.nan, torch.inf, 1e300])
 def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
     clean = leaves(2, 4, 2, 40, 4, 3)
     dirty = []
@@ -103,7 +102,7 @@ def test_rows_that_see_nothing(backend, shape):
         assert bool((grad == 0).all())
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@grid(24, backend=CPU_BACKENDS, method=METHODS)
 def test_layouts(backend, method):
     """Transposed, sliced and expanded inputs: same outputs and gradients, nothing written to."""
     q, k, v = oracle.random_qkv(2, 4, 2, 30, 4, 3)
@@ -136,8 +135,7 @@ def test_gradients_of_some_inputs_only(backend, needed):
     assert [x.grad is not None for x in inputs] == [i in needed for i in range(3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@grid(24, backend=CPU_BACKENDS, method=cases.PLANS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_huge_logits(backend, method, dtype):
     """Logits in the hundreds: finite, and gradients too."""
     q, k, v = oracle.random_qkv(2, 4, 2, 60, 8, 8, dtype=dtype)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from grids import grid
 from oracles import oracle, oracle_recall
 
 from condense import Recall
@@ -84,11 +85,9 @@ def definition(q, k, v, *, g, w, r, settings, unchosen="pool"):
     return oracle.attention(q, k, v, method=method, scale=SCALE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("unchosen", ["pool", "drop"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("H", "K"), HEADS.values(), ids=HEADS)
-def test_against_plain_loops(H, K, kind, unchosen, backend):
+@grid(8, heads=HEADS, kind=KINDS, unchosen=["pool", "drop"], backend=BACKENDS)
+def test_against_plain_loops(heads, kind, unchosen, backend):
+    H, K = heads
     q, k, v = tensors(H, K, 23)
     settings = IndexSettings(kind, 4, 2, 16)
     want = definition(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen)
@@ -210,8 +209,7 @@ def test_queries_in_pieces_equal_the_whole(backend):
         torch.testing.assert_close(out, whole[:, :, start:stop], **EXACT)
 
 
-@pytest.mark.parametrize("pads", [[0, 0], [0, 4]], ids=str)
-@pytest.mark.parametrize("block", [4, 128])
+@grid(1, block=[4, 128], pads=[[0, 0], [0, 4]])
 def test_gradients(block, pads, monkeypatch):
     """Through queries, entries, store and window; none through the choice, which stands still here."""
     monkeypatch.setattr(torch_recall, "_BLOCK", block)

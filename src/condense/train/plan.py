@@ -16,8 +16,8 @@ _GIB = 2**30
 class Forecast:
     """Sizes of a phase, per process (GPU) where they are bytes; activations are not among them.
 
-    name: of the phase. parameters, trained: numbers of weights. steps, tokens: of the whole phase. processes: their number.
-    weights, gradients, optimizer, teacher: bytes. logits: bytes of one part's logits and their gradient or
+    name: the phase's. parameters, trained: numbers of weights. steps, tokens: of the whole phase. processes: their
+    number. weights, gradients, optimizer, teacher: bytes. logits: bytes of one part's logits and their gradient, or of
     the teacher's logits.
     """
 

@@ -1,4 +1,6 @@
-"""A method per layer: every way of reading a text is the same function, and how layers are named."""
+"""Every way of reading a text is the same function: Recall, entries in fewer bits, matched biases, a method per layer;
+and how layers are named.
+"""
 
 import json
 import logging
@@ -6,6 +8,7 @@ import re
 
 import pytest
 import torch
+from grids import grid
 from models import tiny
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, StaticCache
@@ -24,17 +27,29 @@ CHOICES = {
     "recall-host-stock": ("gpt2", {"0-1": RECALL.replace(store="host", slots=3, group_size=6)}),
     "latents": ("deepseek_v3", {"-1": LCA(group_size=4, window=8), 0: RECALL.replace(window=5), "rest": Dense()}),
 }
+CASES = CHOICES | {
+    "recall": ("llama", RECALL),
+    "recall-4-drop": ("gpt2", RECALL.replace(index_bits=4, num_recall=3, unchosen="drop")),
+    "recall-means": ("deepseek_v2", RECALL.replace(index="sub_means", index_bits=16, window=5)),
+    "recall-share-matched": ("llama", RECALL.replace(num_recall=0.3, key_pooling="weighted", rep_bias="matched")),
+    "recall-store-and-entries-4": ("deepseek_v2", RECALL.replace(store_bits=4, entry_bits=4)),
+    "recall-store-8-host": ("llama", RECALL.replace(store_bits=8, store="host", slots=3)),
+    "cca-matched": ("deepseek_v2", condense.CCA(group_size=4, window=8, rep_bias="matched")),
+    "lca-matched-entries-4": ("llama", LCA(group_size=4, window=6, rep_bias="matched", entry_bits=4)),
+    "dga-matched": ("llama", DGA(group_size=4, gamma=0.3, window=5, rep_bias="matched")),
+}
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
     "three-beams": {"num_beams": 3, "num_return_sequences": 2},
     "chunks-of-padding": {"prefill_chunk_size": 4},
+    "token-by-token": {"prefill_chunk_size": 1},
 }
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
 IDS, MASK = tiny.left_padded(ROWS)
 
 
-@pytest.fixture(params=CHOICES.values(), ids=CHOICES)
+@pytest.fixture(params=CASES.values(), ids=CASES)
 def model(request):
     name, choice = request.param
     return condense.apply(tiny.model(name), choice)
@@ -49,7 +64,7 @@ def _generate(model, **kwargs):
     return tiny.generate(model, IDS, attention_mask=MASK, **kwargs)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@grid(13, "model", model=CASES, static={"growing": False, "static": True})
 def test_full_forward_chunks_and_steps_agree(model, static):
     ids = tiny.tokens()
     full = tiny.logits(model, ids)
@@ -58,7 +73,7 @@ def test_full_forward_chunks_and_steps_agree(model, static):
         torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, cache), full, **tiny.exact(model))
 
 
-@pytest.mark.parametrize("t", [1, 12, 40])
+@grid(13, "model", model=CASES, t=[1, 12, 40])
 def test_a_later_token_leaves_earlier_logits_bit_equal(model, t):
     ids = tiny.tokens()
     changed = ids.clone()
@@ -80,7 +95,7 @@ def test_every_layer_counts_every_token_and_inspect_reports_each_by_its_method(m
         assert i not in held or report == inspect(model, {i: held[i]}, length)[i]
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@grid(6, "model", model=CASES, static={"growing": False, "static": True})
 def test_right_padding_and_holes(model, static):
     ids = tiny.tokens(2, 50)
     mask = torch.ones(2, 50, dtype=torch.long)
@@ -91,7 +106,7 @@ def test_right_padding_and_holes(model, static):
         torch.testing.assert_close(out[real], tiny.logits(model, row[None, real])[0], **tiny.exact(model))
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@grid(8, "model", model=CASES, mode=MODES)
 def test_static_and_growing_caches_give_the_tokens_of_none(model, mode):
     if "num_beams" in mode and _cannot_move_rows(model):
         with pytest.raises(ValueError, match=r"beams.*store='device'"):
@@ -102,6 +117,7 @@ def test_static_and_growing_caches_give_the_tokens_of_none(model, mode):
     assert torch.equal(_generate(model, cache_implementation="static", **mode), want)
 
 
+@grid(4, "model", model=CASES)
 def test_graph_decoder_gives_the_tokens_of_generate(model):
     decoder = condense.GraphDecoder(model, batch_size=3, max_length=60)
     others = tiny.tokens(3, 44, seed=8)
@@ -111,6 +127,7 @@ def test_graph_decoder_gives_the_tokens_of_generate(model):
         assert torch.equal(decoder.generate(others, max_new_tokens=tiny.NEW, chunk=chunk), want)
 
 
+@grid(5, "model", model=CASES)
 def test_tokens_that_are_taken_back(model):
     ids = torch.cat([ROWS[0][:13]] * 3)[None]
     assert torch.equal(tiny.generate(model, ids, prompt_lookup_num_tokens=10), tiny.generate(model, ids))
