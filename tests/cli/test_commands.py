@@ -186,6 +186,7 @@ HUGE = {
     "length": ("--length", "1000000000"),
     "window": ("--method", "cca:window=20000000"),
     "group": ("--method", "dga:group_size=20000000"),
+    "share": ("--length", "1000000000", "--method", "recall:num_recall=0.05"),
     "beyond-64-bits": ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
 }
 
@@ -210,8 +211,8 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path: Path, monkeypatch: py
     for name, row in settings.items():
         (line,) = (line for line in done.stdout.splitlines() if line.strip().startswith(f"{name}  "))
         assert line.split()[-2:] == [f"{row['requests']:,}", "yes" if row["requests"] >= 9 else "no"]
-    # 36 layers of 256 MiB each
-    assert settings["recall-host"]["requests"] == 64 * 4 // 36 < settings["pooled"]["requests"]
+    pinned = 1 << (settings["recall-host"]["host_bytes"] // 36 - 1).bit_length()  # in each of 36 layers
+    assert settings["recall-host"]["requests"] == 64 * 2**30 // (36 * pinned) < settings["pooled"]["requests"]
     yarn = '"factor": 2.0, "original_max_position_embeddings": 32768'
     assert "The model has 40,960 positions, fewer than 65,536 tokens need. YaRN" in done.stdout
     assert yarn in done.stdout

@@ -43,7 +43,19 @@ def sum_opened(method: Recall, length: int) -> int:
     if quota.part == quota.of:
         return sum_closed(rule, length, quota.most)
     full, rest = divmod(max(0, length - method.window), rule.chunk)
-    return rule.chunk * sum(map(quota.at, range(full))) + (rest + 1) * quota.at(full) if full else 0
+    # of a share there is no most
+    shares = _floor_sum(full, quota.of, quota.part, quota.of - 1)
+    return rule.chunk * shares + (rest + 1) * quota.at(full) if full else 0
+
+
+def _floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """``sum((a * i + b) // m for i in range(n))`` in as many steps as Euclid's algorithm takes for a and m."""
+    total = 0
+    while n:
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        n, b = divmod(a % m * n + b % m, m)
+        m, a = a % m, m
+    return total
 
 
 def kept(method: Method, length: int) -> dict[Per, int]:
