@@ -74,7 +74,7 @@ class Spans(Protocol):
         ...
 
 
-class Rule(Protocol):
+class SpanRule(Protocol):
     """The span of each source that a query sees, computed from its position."""
 
     def spans(self, seen: IntT) -> list[tuple[IntT, IntT]]:
@@ -122,7 +122,7 @@ class UniformRule:
         return [(seen * 0, self.visible_entries(closed)), (closed * self.chunk, seen)]
 
 
-class Start(NamedTuple):
+class RowStart(NamedTuple):
     """One row's query_start, window_start, padding and first_entries of `RuleSpans`, as ints."""
 
     query: int
@@ -143,7 +143,7 @@ class RuleSpans:
     Tensors whose rows agree become ints.
     """
 
-    rule: Rule
+    rule: SpanRule
     query_start: PerRow
     window_start: PerRow
     padding: PerRow | None = None
@@ -177,13 +177,13 @@ class RuleSpans:
             hulls.append(torch.stack([torch.minimum(lo, hi), hi], dim=1).tolist())
         return [[Hull(*ends) for ends in block] for block in zip(*hulls, strict=True)]
 
-    def same_in_all_rows(self) -> Start | None:
-        """The `Start` of all rows if it is the same, else None."""
+    def same_in_all_rows(self) -> RowStart | None:
+        """The `RowStart` of all rows if it is the same, else None."""
         numbers = (self.query_start, self.window_start, self._padding, self.first_entries)
-        return None if any(isinstance(x, Tensor) for x in numbers) else Start(*numbers)  # type: ignore[arg-type]
+        return None if any(isinstance(x, Tensor) for x in numbers) else RowStart(*numbers)  # type: ignore[arg-type]
 
     def starts(self) -> Tensor:
-        """The numbers of `Start` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
+        """The numbers of `RowStart` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
         numbers = (self.query_start, self.window_start, self._padding, self.first_entries)
         return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
 
@@ -210,8 +210,8 @@ class RuleSpans:
         assert self.padding is not None
         return self.padding
 
-    def _hulls_of(self, row: Start, first: int, last: int) -> list[Hull]:
-        """Hulls of the queries ``first`` to ``last``, where all rows have the same `Start`."""
+    def _hulls_of(self, row: RowStart, first: int, last: int) -> list[Hull]:
+        """Hulls of the queries ``first`` to ``last``, where all rows have the same `RowStart`."""
         begin = self.rule.spans(row.query + max(first, row.padding) + 1)
         end = self.rule.spans(row.query + last + 1)
         if last < row.padding:
@@ -265,7 +265,7 @@ class ArraySpans:
         return False
 
 
-def document_spans(rule: Rule, lengths: Tensor, device: torch.device) -> ArraySpans:
+def document_spans(rule: SpanRule, lengths: Tensor, device: torch.device) -> ArraySpans:
     """Spans in a row of packed documents, where ``rule`` starts anew at each: no query sees another document.
 
     lengths: int64 CPU ``[n]``, tokens per document. In the first source, each document's entries follow those of the

@@ -10,12 +10,12 @@ from torch import Tensor
 from condense.ops.hopper.attend_forward import launch
 from condense.ops.spans import Source, Spans
 from condense.ops.triton.attend import operation
-from condense.ops.triton.attend_call import Call, call_of, needs_operation
+from condense.ops.triton.attend_call import AttendCall, call_of, needs_operation
 from condense.ops.triton.host import gpu_of
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = Call(*arguments)
+    call = AttendCall(*arguments)
     return launch(call, gpu_of(call.q.device).multiprocessors)
 
 

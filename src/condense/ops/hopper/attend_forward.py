@@ -4,11 +4,12 @@ A persistent program loops over tiles of ``2 * 64`` rows (see `condense.ops.trit
 groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read the
 same keys and values, which one more warp loads into a ring in shared memory without a stop between tiles. The groups
 take turns to start their products, so that one multiplies while the other computes its softmax; within a group, the
-scores of the next keys are multiplied while the product with the values of the last ones still runs.
+product for the next scores runs beside the product with the last block's values.
 
-On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) 19.9 ms, where
-`condense.ops.triton.attend_forward` takes 23.6. Blocks of 128 keys; with a bias those would not fit into registers,
-and 64 are taken, as for fewer than 64K keys (8K tokens: 0.36 ms for 0.41; 32K in 16 documents: 1.05 for 1.20).
+On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) it takes 19.9 ms, and
+`condense.ops.triton.attend_forward` 23.6. Blocks have 128 keys, or 64 in two cases: with a bias, where 128 do not fit
+into registers, and below 64K keys, where 64 are faster (8K tokens: 0.36 ms, not 0.41; 32K in 16 documents: 1.05, not
+1.20).
 
 The loading warp and both groups compute the same order of key blocks from the same integers: first, source by source,
 the blocks that some row sees only in part (where spans begin and end), which need a mask; then those that every row
@@ -34,10 +35,10 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from condense.ops.triton.attend_call import Call, Shared, not_empty, results
+from condense.ops.triton.attend_call import AttendCall, AttendShared, not_empty, results
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.descriptors import descriptor
-from condense.ops.triton.device.records import Row, Rule, Spans, Start
+from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import begins_at_0, start_of_row, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
@@ -49,8 +50,10 @@ _LONG = 1 << 16
 
 
 class Stream(NamedTuple):
-    """The blocks of keys that a tile reads: for each source its first key, its blocks that need a mask on the left,
-    those that need none, and all of them; then how many need a mask in all sources together, and how many there are.
+    """The blocks of keys that a tile reads.
+
+    Per source: lo, its first key; left, number of blocks on the left that need a mask; inner, of blocks that need none;
+    all, of all blocks. Of all sources together: edges, number of blocks that need a mask; blocks, of all blocks.
     """
 
     lo: Any
@@ -61,9 +64,11 @@ class Stream(NamedTuple):
     blocks: Any
 
 
-class Problem(NamedTuple):
-    """The numbers that are the same for all tiles: heads, ratio, queries, tiles of queries, tiles of queries in all
-    rows and heads; and the spans, without the start of a row.
+class AttendWork(NamedTuple):
+    """The numbers that are the same for all tiles.
+
+    K: KV heads. R: query heads per KV head. L: queries. tiles: tiles of queries. works: tiles times B times K. spans:
+    `RowSpans` without the start of a row.
     """
 
     K: Any
@@ -75,7 +80,7 @@ class Problem(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Scale of scores, and per source the level, the bias with its strides, and the size."""
+    """scale: of scores, base 2. Per source: its level, pointer to its biases, their strides, and its size."""
 
     scale: Any
     levels: Any
@@ -84,9 +89,11 @@ class Scores(NamedTuple):
     sizes: Any
 
 
-class Memory(NamedTuple):
-    """Shared memory: rings of keys (in parts) and values, barriers that mark a slot of the rings as full or empty, and
-    barriers by which the two groups take turns.
+class AttendMemory(NamedTuple):
+    """Shared memory. k, v: rings of keys (in parts) and of values.
+
+    k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: barriers by which the
+    two groups take turns.
     """
 
     k: Any
@@ -99,8 +106,10 @@ class Memory(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tile of queries q with the `Stream` that it reads, the span of each row in each source, and offsets of the
-    biases; piece: how many tiles the program has done before.
+    """A tile of queries.
+
+    stream: the `Stream` that it reads. firsts, lasts: per source, the span ``[first, last)`` of each row. bias_at: per
+    source, offset of the biases. q: the queries. piece: tiles that the program has done before.
     """
 
     stream: Any
@@ -112,7 +121,10 @@ class View(NamedTuple):
 
 
 class Online(NamedTuple):
-    """An online softmax: weighted values, weights of the newest block, largest score and sum of weights per row."""
+    """An online softmax.
+
+    acc: weighted values. p: weights of the newest block. m, total: largest score, sum of weights.
+    """
 
     acc: Any
     p: Any
@@ -131,7 +143,7 @@ def _rows(first, j, L, R):
 
 @gluon.jit
 def _stretch(n: gl.constexpr, first, row, problem, spans, BN: gl.constexpr, KIND: gl.constexpr):
-    """The blocks of source n for a tile whose first query is ``first``, four numbers as in `Stream`.
+    """lo, left, inner and all of `Stream` for source n and the tile whose first query is ``first``.
 
     lo and hi never decrease, so the spans of a tile's first and last query bound those of all.
     """
@@ -166,7 +178,7 @@ def _stream(first, row, problem, spans, N: gl.constexpr, BN: gl.constexpr, KIND:
 
 @gluon.jit
 def _block(t, stream, BN: gl.constexpr):
-    """Block t of a stream: its source, and its first key."""
+    """Source and first key of block t of a stream."""
     u = t - stream.edges
     source, at = 0, 0
     edge, inner = 0, 0
@@ -192,7 +204,7 @@ def _of_source(source, values):
 
 @gluon.jit
 def _tile(work, problem):
-    """First query, batch row and KV head of tile number ``work``; the last queries see the most keys and come first."""
+    """First query and `Row` of tile number ``work``. The last queries see the most keys, so their tiles come first."""
     first = (problem.tiles - 1 - work % problem.tiles) * (2 * ROWS // problem.R)
     return first, Row(work // problem.tiles // problem.K, work // problem.tiles % problem.K)
 
@@ -201,12 +213,12 @@ def _tile(work, problem):
 def _spans_of_row(spans, row, KIND: gl.constexpr):
     """``spans`` with the start of the given batch row filled in."""
     start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
-    return Spans(spans.rule, start, spans.arrays, spans.strides)
+    return RowSpans(spans.rule, start, spans.arrays, spans.strides)
 
 
 @gluon.jit
 def _load(parts, row, start, rings, full, empty, count, STAGES: gl.constexpr):
-    """Loads one block into its slot of the rings, once both groups have finished with the block that it holds."""
+    """Load one block into its slot of the rings, once both groups have finished with the block that stands there."""
     stage, phase = count % STAGES, count // STAGES & 1
     mbarrier.wait(empty.index(stage), phase ^ 1)
     if len(parts) == 1:
@@ -219,7 +231,7 @@ def _load(parts, row, start, rings, full, empty, count, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr):
-    """The loading warp. k, k_rest, v: descriptors of the sources, k_rest empty where keys have one part."""
+    """Run the loading warp. k, k_rest, v: descriptors of the sources; k_rest is empty if keys have one part."""
     count = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = _tile(work, problem)
@@ -237,7 +249,7 @@ def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constex
 
 @gluon.jit
 def _scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Starts the product of queries and one block of keys, both in one or two parts."""
+    """Start the product of queries and one block of keys, both in one or two parts."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     stage, phase = count % STAGES, count // STAGES & 1
     mbarrier.wait(memory.k_full.index(stage), phase)
@@ -250,7 +262,7 @@ def _scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Starts adding one block's values, weighted, to the accumulator; they have arrived."""
+    """Start adding one block's weighted values, which have arrived, to the accumulator."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     p = gl.convert_layout(p.to(memory.v.dtype), operand)
     v = memory.v.index(count % STAGES).reshape([BN, acc.type.shape[1]])
@@ -259,7 +271,10 @@ def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr):
-    """One step of the online softmax, scores base 2: weights, new maximum and sum, and the factor for earlier sums."""
+    """One step of the online softmax, scores base 2.
+
+    Returns weights, new maximum and sum, factor for earlier values.
+    """
     source, at = _block(t, view.stream, BN)
     n = at + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
     # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
@@ -285,9 +300,9 @@ def _step(
     online, lo, hi, now, view, scores, memory,
     BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Reads blocks ``[lo, hi)`` of a stream. On entry and exit, the values of the block before are not added yet.
+    """Read blocks ``[lo, hi)`` of a stream. On entry and exit, the values of the last block are not added yet.
 
-    now: number of block lo among all blocks that the program has loaded.
+    now: number of block ``lo`` among all blocks that the program reads.
     """
     acc, p, m, total = online.acc, online.p, online.m, online.total
     rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -311,13 +326,13 @@ def _step(
 
 @triton.constexpr_function
 def _packed(width):
-    """Layout of rows that are loaded or stored: 16 bytes per thread."""
+    """Layout for loading and storing rows, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr):
-    """Columns ``[COLUMN, COLUMN + WIDTH)`` of a group's queries, to shared memory."""
+    """Copy columns ``[COLUMN, COLUMN + WIDTH)`` of a group's queries to shared memory."""
     packed: gl.constexpr = _packed(WIDTH)
     i, r, real = _rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R)
     at = row.b.to(gl.int64) * s_q[0] + (row.head.to(gl.int64) * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
@@ -327,7 +342,7 @@ def _fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WI
 
 @gluon.jit
 def _view(i, row, stream, q, piece, problem, spans, scores, KIND: gl.constexpr):
-    """The `View` of a tile of queries i: their spans, and the offsets of their biases."""
+    """The `View` of a tile of queries i."""
     b, kvh = row.b.to(gl.int64), row.head.to(gl.int64)
     firsts, lasts, bias_at = (), (), ()
     for n in gl.static_range(len(stream.lo)):
@@ -344,7 +359,7 @@ def _consume(
     D0: gl.constexpr, D1: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
     BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warp group: 64 of the 128 rows of each tile."""
+    """Run a multiplying warp group, which owns 64 of the 128 rows of each tile."""
     q_ptr, s_q, out_ptr, lse_ptr = tensors
     K, R, L = problem.K, problem.R, problem.L
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -406,9 +421,10 @@ def attend_fwd_hopper_kernel(
     N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`. N: sources; BIASED: those with a bias, as bits;
-    tiles: of queries; works: tiles times B times K. k0_rest to k3_rest: the last D1 columns of the keys, None if D1 is
-    0.
+    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`.
+
+    N: number of sources. BIASED: bit n is set if source n has a bias. tiles: tiles of queries. works: tiles times B
+    times K. k0_rest to k3_rest: the last D1 columns of the keys, None if D1 is 0.
     """
     k, v = (k0, k1, k2, k3)[:N], (v0, v1, v2, v3)[:N]
     k_rest = (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
@@ -416,7 +432,7 @@ def attend_fwd_hopper_kernel(
     for n in gl.static_range(1, N):
         sizes += (k[n].shape[2],)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = Problem(K, R, L, tiles, works, Spans(rule, start, spans_ptr, s_spans))
+    problem = AttendWork(K, R, L, tiles, works, RowSpans(rule, start, spans_ptr, s_spans))
     scores = Scores(scale, levels, biases, s_bias, sizes)
 
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -443,7 +459,7 @@ def attend_fwd_hopper_kernel(
     hopper.fence_async_shared()
 
     tensors = (q_ptr, s_q, out_ptr, lse_ptr)
-    memory = Memory(k_rings, v_ring, k_full, k_empty, v_full, v_empty, turns)
+    memory = AttendMemory(k_rings, v_ring, k_full, k_empty, v_full, v_empty, turns)
     gl.warp_specialize([
         (_consume, (
             tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0,
@@ -475,18 +491,19 @@ def _described(tensors: list[Tensor], first: int, last: int, BN: int) -> list[Te
     return found
 
 
-def launch(call: Call, programs: int) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of 16-bit tensors with at most 128 query heads per KV head.
+def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of 16-bit tensors with at most 128 query heads per KV head.
 
-    Values are 64 or 128 wide, queries and keys as wide or half as wide again. programs: one per multiprocessor.
+    Values are 64 or 128 wide, queries and keys as wide or half as wide again. programs: most programs to start, one per
+    multiprocessor.
     """
-    shared = Shared.of(call)
+    shared = AttendShared.of(call)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
     k, v = not_empty(call.k), not_empty(call.v)
     (B, _, L, D), D0, K, R = q.shape, out.shape[3], shared.K, shared.R
     tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
-    # which sources have a bias, as bits; the pointers of the others are not read
+    # bit n is set if source n has a bias; the pointers of the others are not read
     biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
     biases = tuple([lse if x is None else x for x in shared.biases])
     BN, stages = (64, 3) if biased or max(x.shape[2] for x in k) < _LONG else (128, 2)

@@ -1,4 +1,4 @@
-"""The limits of the kernel for Hopper, and when it is the fastest. Does not import Triton."""
+"""The limits of the kernel for Hopper, and a test of when it is the fastest. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from condense.ops.triton.host import gpu_of
 from condense.ops.types import Problem
 
 DTYPES = (torch.bfloat16, torch.float16)
-# of keys and values
+# widths of keys and values
 WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
 NO_SOFTCAP = "has no soft-capped scores"
-# query heads times queries in a tile
+# rows of a tile: queries times query heads
 TILE_ROWS = 128
 # of Recall's keys and values; a group is a multiple of 8 tokens (one TMA box) and divides 64 (one block of keys)
 RECALL_WIDTHS, RECALL_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)

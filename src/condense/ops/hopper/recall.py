@@ -1,6 +1,6 @@
 """The `hopper` backend of Recall's attention over a prompt: scores and forward by kernels for Hopper.
 
-Scores of an index that they do not take, the choice and gradients are by Triton's kernels.
+Triton's kernels score an index that Hopper's do not take, choose the groups, and compute gradients.
 
 Shapes as in `condense.ops.triton.recall_attend`.
 """
@@ -15,20 +15,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.hopper.attend import attend as attend_sources
 from condense.ops.hopper.attend_forward import ROWS, shared_layout
-from condense.ops.hopper.recall_attend import PART, Form, recall_fwd_hopper_kernel
-from condense.ops.hopper.recall_score import GROUPS, ScoreForm, recall_score_hopper_kernel
+from condense.ops.hopper.recall_attend import PART, RecallForm, recall_fwd_hopper_kernel
+from condense.ops.hopper.recall_score import GROUPS, HopperScoreForm, recall_score_hopper_kernel
 from condense.ops.triton.attend_call import not_empty, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend import Kernels, attend_recall, operation
-from condense.ops.triton.recall_attend_call import Call
+from condense.ops.triton.recall_attend_call import RecallCall
 from condense.ops.triton.recall_choice import choice_operation
 from condense.ops.triton.recall_score import CELL, Scoring, score
 
 _SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hopper_kernel)
 _TILE = 2 * ROWS.value
-# rows of the index and keys per block, and blocks that are loaded ahead
+# rows of the index per block, and blocks of it loaded ahead; keys per block, and blocks of these loaded ahead
 _INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 6
 # 16 warps of scores start with 128 registers each, 12 of attention with 168; the loading warps then give most of theirs
 # to the others
@@ -36,7 +36,7 @@ _SCORE_OPTIONS, _OPTIONS = ({"num_warps": 4, "maxnreg": registers} for registers
 
 
 def _score(call: Scoring) -> None:
-    """Bounds of up to 8 blocks per group of keys that are 64 or 128 wide; Triton's kernel scores the others."""
+    """Score bounds of keys 64 or 128 wide, up to 8 blocks per group; Triton's kernel scores any other index."""
     q, (heads, R), D = call.q, call.heads, call.q.shape[3]
     blocks = power_of_2(call.settings.num_blocks)
     if call.settings.kind != "bounds" or blocks > 8 or D not in (64, 128):
@@ -48,14 +48,14 @@ def _score(call: Scoring) -> None:
         (min(tiles * heads, gpu_of(q.device).multiprocessors), 1, 1),
         (q, rows, call.grid_ptr, q if call.positions.starts is None else call.positions.starts, *call.scratch[:3]),
         (q.stride()[:3], *call.sizes, call.scale, tiles, tiles * heads),
-        (R, ScoreForm(D, _INDEX_ROWS, blocks, CELL, _INDEX_STAGES, call.grid is not None, call.positions.kind)),
+        (R, HopperScoreForm(D, _INDEX_ROWS, blocks, CELL, _INDEX_STAGES, call.grid is not None, call.positions.kind)),
         _SCORE_OPTIONS,
     )  # fmt: skip
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a `Call`."""
-    call = Call(*arguments)
+    """Output and log-sum-exp of a `RecallCall`."""
+    call = RecallCall(*arguments)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
     (B, H, L, D), (K, _), g = q.shape, call.heads, call.group_size
     call = call._replace(groups=call.groups.expand(-1, K, -1, -1).contiguous())
@@ -81,7 +81,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
                     q.stride()[:3], call.level * LOG2E, K, L, first, stop, *opened.numbers, *call.rule,
                     call.scale * LOG2E, tiles, tiles * B * K,
                 ),
-                (R, D // PART.value, Form(g, _KEYS, _STAGES, call.pool, call.kind)),
+                (R, D // PART.value, RecallForm(g, _KEYS, _STAGES, call.pool, call.kind)),
                 _OPTIONS,
             )  # fmt: skip
     return out, lse

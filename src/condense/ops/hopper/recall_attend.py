@@ -5,8 +5,8 @@ Computes the same as `condense.ops.triton.recall_attend_kernels.recall_fwd_kerne
 BN keys: those of the window, of the entries, and of the tokens of groups that any of its queries opens, which the
 loading warp fetches group by group from their places in the store.
 
-Rows of keys and values are cut into parts of 64 columns, a buffer each: a group's part of a row block is then one
-stretch of shared memory.
+Keys and values are cut into parts of 64 columns, each with a buffer of its own: then the part of a group is one stretch
+of shared memory, which one TMA transfer fills.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, G groups of g tokens, T tiles of Q
 queries.
@@ -22,9 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from condense.ops.hopper.attend_forward import ROWS, _fetch_queries, _packed, _rows, _tile
+from condense.ops.hopper.attend_forward import ROWS, Online, _fetch_queries, _packed, _rows, _tile
 from condense.ops.triton.attend_forward import VARYING
-from condense.ops.triton.device.records import Rule, Spans, Start
+from condense.ops.triton.device.records import RowSpans, Rule, Start
 from condense.ops.triton.device.rule import start_of_row, visible
 from condense.ops.triton.recall_attend_kernels import BLOCK
 from condense.ops.triton.recall_choice_kernels import row_of_words
@@ -32,9 +32,11 @@ from condense.ops.triton.recall_choice_kernels import row_of_words
 PART = gl.constexpr(64)
 
 
-class Form(NamedTuple):
-    """The constants that the kernel is compiled for: tokens per group, keys per block, blocks that are loaded ahead;
-    whether queries see entries; kind of positions.
+class RecallForm(NamedTuple):
+    """The constants that the kernel is compiled for.
+
+    g: tokens per group. BN: keys per block. stages: blocks that are loaded ahead. pool: whether queries see entries.
+    kind: of positions.
     """
 
     g: int
@@ -44,10 +46,12 @@ class Form(NamedTuple):
     kind: str
 
 
-class Problem(NamedTuple):
-    """The numbers that are the same for all tiles: heads, ratio, the end of the block of queries, tiles of queries,
-    tiles in all rows and heads; the block's first query, groups that have a word, room of a list; spans without the
-    start of a row.
+class RecallWork(NamedTuple):
+    """The numbers that are the same for all tiles.
+
+    K: KV heads. R: query heads per KV head. L: end of the block of queries. tiles: tiles of queries. works: tiles times
+    B times K. first: the block's first query. words: groups that have a word. room: length of a list of groups. spans:
+    `RowSpans` without the start of a row.
     """
 
     K: Any
@@ -61,9 +65,11 @@ class Problem(NamedTuple):
     spans: Any
 
 
-class Memory(NamedTuple):
-    """Shared memory: rings of keys and values, in parts, barriers that mark a slot as full or empty, and barriers by
-    which the two groups take turns.
+class RecallMemory(NamedTuple):
+    """Shared memory. k, v: rings of keys and of values, in parts.
+
+    k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: barriers by which the
+    two groups take turns.
     """
 
     k: Any
@@ -76,7 +82,7 @@ class Memory(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Pointers to what tiles open: words, groups, their words, counts."""
+    """Pointers to the tensors of `condense.ops.triton.recall_opened.OpenedGroups`."""
 
     words: Any
     groups: Any
@@ -84,9 +90,11 @@ class Lists(NamedTuple):
     counts: Any
 
 
-class Stream(NamedTuple):
-    """The blocks that a tile reads: the first key of the window's; up to which block there are the window's, entries
-    that all rows see but for open groups, entries, all.
+class RecallStream(NamedTuple):
+    """The blocks that a tile reads, in this order.
+
+    window: first key of the window. Numbers of blocks, each including those before: near, of the window; whole, with
+    entries that are closed for all rows; entries, with all entries; blocks, with the tokens of opened groups.
     """
 
     window: Any
@@ -96,10 +104,13 @@ class Stream(NamedTuple):
     blocks: Any
 
 
-class View(NamedTuple):
-    """A tile of queries: in shared memory; the window that each row sees, its closed groups, its bit, for entries and,
-    laid out as `_of_tokens`, for groups; pointers to the ``size`` words of the tile, and to those of the groups in its
-    list, of which there are ``count``; how many tiles the program has done before; scale of scores.
+class RecallView(NamedTuple):
+    """A tile of queries.
+
+    q: queries in shared memory. Per row: lo, hi, its span in the window; closed, its closed groups; bit, its bit mask
+    within a word; bit_of_groups, the same in the layout of `_of_tokens`. words: pointer to the ``size`` words of the
+    tile. of_groups: pointer to the words of the ``count`` groups in its list. piece: tiles that the program has done
+    before. scale: of scores.
     """
 
     q: Any
@@ -116,18 +127,9 @@ class View(NamedTuple):
     scale: Any
 
 
-class Online(NamedTuple):
-    """An online softmax: weighted values in parts, weights of the newest block, largest score and sum of weights."""
-
-    acc: Any
-    p: Any
-    m: Any
-    total: Any
-
-
 @triton.constexpr_function
 def _of_tokens(BN, g):
-    """Layout of scores ``[ROWS, BN // g, g]`` of the tokens of groups: that of the product ``[ROWS, BN]``."""
+    """Layout of the product ``[ROWS, BN]`` if its columns are split into groups: ``[ROWS, BN // g, g]``."""
 
     def column(n):
         return [0, n // g, 0] if n >= g else [0, 0, n]
@@ -150,14 +152,14 @@ def _spans_of(row, problem, FORM: gl.constexpr):
     KIND: gl.constexpr = FORM.kind
     spans = problem.spans
     start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
-    return Spans(spans.rule, start, 0, 0)
+    return RowSpans(spans.rule, start, 0, 0)
 
 
 @gluon.jit
 def _stream(first, row, count, problem, FORM: gl.constexpr):
-    """The `Stream` of a tile whose first query is ``first`` and which opens ``count`` groups.
+    """The `RecallStream` of a tile whose first query is ``first`` and which opens ``count`` groups.
 
-    Spans never decrease, so that those of a tile's first and last query bound those of all.
+    lo and hi never decrease, so the spans of a tile's first and last query bound those of all.
     """
     BN: gl.constexpr = FORM.BN
     KIND: gl.constexpr = FORM.kind
@@ -172,12 +174,12 @@ def _stream(first, row, count, problem, FORM: gl.constexpr):
         closed = gl.minimum(visible(0, first, row, spans, KIND)[1], problem.words)
         closed_last = gl.minimum(visible(0, last, row, spans, KIND)[1], problem.words)
         whole, entries = near + closed // BN, near + gl.cdiv(closed_last, BN)
-    return Stream(lo, near, whole, entries, entries + gl.cdiv(count * FORM.g, BN))
+    return RecallStream(lo, near, whole, entries, entries + gl.cdiv(count * FORM.g, BN))
 
 
 @gluon.jit
 def _load(source, row, start, rings, full, empty, count, FORM: gl.constexpr):
-    """Loads BN rows from ``start`` on into a slot of the rings."""
+    """Load BN rows from ``start`` on into a slot of the rings."""
     stage = count % FORM.stages
     mbarrier.wait(empty.index(stage), count // FORM.stages & 1 ^ 1)
     mbarrier.expect(full.index(stage), len(rings) * source.block_type.nbytes)
@@ -188,7 +190,7 @@ def _load(source, row, start, rings, full, empty, count, FORM: gl.constexpr):
 
 @gluon.jit
 def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.constexpr):
-    """Loads the tokens of ``BN // g`` groups into a slot of the rings."""
+    """Load the tokens of ``BN // g`` groups into a slot of the rings."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
     stage = count % FORM.stages
@@ -203,7 +205,7 @@ def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.conste
 
 @gluon.jit
 def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
-    """The loading warp. sources: descriptors of keys and values of entries, store and window."""
+    """Run the loading warp. sources: descriptors of keys and values of entries, store and window."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
     entries_k, entries_v, store_k, store_v, window_k, window_v = sources
@@ -226,7 +228,7 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
         for t in range(stream.blocks - stream.entries):
             groups = ()
             for n in gl.static_range(BN // g):
-                # past the end of the list the last group is read once more, which no row sees
+                # past the end of the list the last group is loaded once more; no row sees it there
                 groups += (gl.load(list_ptr + gl.minimum(t * (BN // g) + n, count - 1)),)
             _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, FORM)
             _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, FORM)
@@ -235,7 +237,7 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 
 @gluon.jit
 def _scores(q, memory, at, FORM: gl.constexpr):
-    """Starts the product of queries and one block of keys."""
+    """Start the product of queries and one block of keys."""
     BN: gl.constexpr = FORM.BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     stage = at % FORM.stages
@@ -249,7 +251,7 @@ def _scores(q, memory, at, FORM: gl.constexpr):
 
 @gluon.jit
 def _add_values(p, acc, memory, at, FORM: gl.constexpr):
-    """Starts adding one block's values, weighted, to the accumulators; they have arrived."""
+    """Start adding one block's weighted values, which have arrived, to the accumulators."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     p = gl.convert_layout(p.to(memory.v[0].dtype), operand)
     found = ()
@@ -261,7 +263,10 @@ def _add_values(p, acc, memory, at, FORM: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, total, level, scale):
-    """One step of the online softmax, scores base 2: weights, new maximum and sum, and the factor for earlier sums."""
+    """One step of the online softmax, scores base 2.
+
+    Returns weights, new maximum and sum, factor for earlier values.
+    """
     # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
     m_new = gl.maximum(m, gl.max(s, 1) * scale + level)
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)
@@ -272,7 +277,7 @@ def _softmax(s, m, total, level, scale):
 
 @gluon.jit
 def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
-    """Reads the first block of a tile, of the window, up to its values."""
+    """Read the first block of a tile, which is one of the window's; its values are not added yet."""
     STAGES: gl.constexpr = FORM.stages
     s = _scores(view.q, memory, at, FORM)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
@@ -286,7 +291,7 @@ def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
 
 @gluon.jit
 def _words(view, start, FORM: gl.constexpr, SOURCE: gl.constexpr):
-    """The words of block ``start`` of entries, by key, or of opened tokens, by group; of the window there are none."""
+    """Words of the block at key ``start``: one per entry, or per group of opened tokens; 0 for the window."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
     columns: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
@@ -296,7 +301,7 @@ def _words(view, start, FORM: gl.constexpr, SOURCE: gl.constexpr):
         n = start // g + gl.arange(0, BN // g, layout=gl.SliceLayout(0, gl.SliceLayout(2, _of_tokens(BN, g))))
         return gl.load(view.of_groups + n, mask=n < view.count, other=0)
     else:
-        # past the end of the row the last block is read, of which nothing is seen
+        # past the end of the row the last block's words are read and not used
         return gl.load(view.words + (gl.minimum(start, view.size - BN) + gl.arange(0, BN, layout=columns)))
 
 
@@ -304,8 +309,11 @@ def _words(view, start, FORM: gl.constexpr, SOURCE: gl.constexpr):
 def _step(
     online, count, now, start, view, level, memory, FORM: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Reads ``count`` blocks of one source from key ``start`` on. On entry and exit, the values of the block before are
-    not added yet. now: number of the first among all blocks that the program has loaded. level: added to all scores.
+    """Read ``count`` blocks of one source from key ``start`` on. On entry and exit, the values of the last block are
+    not added yet.
+
+    now: number of the first block among all that the program reads. level: base-2 number added to all scores. SOURCE:
+    "window"; "entries" that are closed for all rows; "edge", entries that are not; "opened", tokens of opened groups.
     """
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
@@ -359,7 +367,7 @@ def _step(
 def _consume(
     tensors, queries, lists, problem, level, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """A multiplying warp group: 64 of the 128 rows of each tile."""
+    """Run a multiplying warp group, which owns 64 of the 128 rows of each tile."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
@@ -395,7 +403,7 @@ def _consume(
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
         size = row_of_words(problem.words)
         bit_of_groups = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
-        view = View(
+        view = RecallView(
             q, lo, hi, closed, bit, bit_of_groups, lists.words + tile * size, size,
             lists.of_groups + tile * problem.room, count, piece, scale,
         )  # fmt: skip
@@ -443,13 +451,15 @@ def recall_fwd_hopper_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, tiles, works,
     R: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel`. Keys and values are ``PARTS * 64`` wide; a
-    block of keys is a multiple of a group; tiles: of queries in the block; works: tiles times B times K.
+    """See `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel`.
+
+    Keys and values are ``PARTS * 64`` wide, and a block of keys holds whole groups. tiles: tiles of queries in the
+    block. works: tiles times B times K.
     """
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = Problem(K, R, stop, tiles, works, first, words, room, Spans(rule, start, starts_ptr, 0))
+    problem = RecallWork(K, R, stop, tiles, works, first, words, room, RowSpans(rule, start, starts_ptr, 0))
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
     queries, k_rings, v_rings = (), (), ()
@@ -472,7 +482,7 @@ def recall_fwd_hopper_kernel(
     hopper.fence_async_shared()
     sources = (entries_k, entries_v, store_k, store_v, window_k, window_v)
     tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(words_ptr, group_ptr, word_ptr, count_ptr)
-    memory = Memory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
+    memory = RecallMemory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
     gl.warp_specialize([
         (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 0)),
         (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 1)),

@@ -2,10 +2,10 @@
 
 Computes the same as `condense.ops.triton.recall_score_kernels.recall_score_kernel`, for an index of bounds of 16-bit
 queries. A persistent program loops over tiles of ``GROUPS * 64`` rows, all of which read the same blocks of the index
-from a ring in shared memory. A group starts the product with its next block as soon as it has taken the best blocks of
-groups from the last one, and only then scales, sums and writes these: no tensor core waits for that.
+from a ring in shared memory. Once a warp group has reduced a product to one number per group of tokens, it starts the
+product with the next block, and scales, sums and writes the scores of the last one meanwhile.
 
-Shapes as there; BN rows of the index per block, of ``BN // MP`` groups in BC cells of C.
+Shapes as there. A block has BN rows of the index: those of ``BN // MP`` groups, in BC cells of C groups.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from condense.ops.hopper.attend_forward import ROWS, _packed
 from condense.ops.triton.attend_forward import VARYING
-from condense.ops.triton.device.records import Row, Rule, Spans, Start
+from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import start_of_row, visible
-from condense.ops.triton.recall_score_kernels import BLOCK, CHUNK, place_of_cell
+from condense.ops.triton.recall_score_kernels import BLOCK, CELLS_PER_LINE, place_of_cell
 
 # multiplying warp groups
 GROUPS = gl.constexpr(3)
 
 
-class ScoreForm(NamedTuple):
-    """The constants that the kernel is compiled for: width of keys; rows of the index per block, blocks of a group as a
-    power of two, groups of a cell; blocks that are loaded ahead; whether the index has a grid; kind of positions.
+class HopperScoreForm(NamedTuple):
+    """The constants that the kernel is compiled for.
+
+    D: width of keys. BN: rows of the index per block. MP: blocks per group, rounded up to a power of two. C: groups per
+    cell. stages: blocks that are loaded ahead. grid: the index is quantised. kind: of positions.
     """
 
     D: int
@@ -42,10 +44,12 @@ class ScoreForm(NamedTuple):
     kind: str
 
 
-class Problem(NamedTuple):
-    """The numbers that are the same for all tiles: heads, ratio, the end of the block of queries, queries of a tile,
-    tiles, tiles in all rows and heads; the block's first query and the groups of the index; spans without the start of
-    a row.
+class ScoreWork(NamedTuple):
+    """The numbers that are the same for all tiles.
+
+    K: KV heads. R: query heads per KV head. L: end of the block of queries. Q: queries per tile. tiles: tiles of
+    queries. works: tiles times B times K. first: the block's first query. G: groups of the index. spans: `RowSpans`
+    without the start of a row.
     """
 
     K: Any
@@ -59,8 +63,8 @@ class Problem(NamedTuple):
     spans: Any
 
 
-class Memory(NamedTuple):
-    """Shared memory: rings of the lowest and the highest keys, and barriers that mark their slots as full or empty."""
+class ScoreMemory(NamedTuple):
+    """Shared memory. low, high: rings of bounds. full, empty: barriers that mark a slot of both as full or empty."""
 
     low: Any
     high: Any
@@ -69,7 +73,7 @@ class Memory(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where scores, cells' best scores and log-sum-exps go, and how many cells there are."""
+    """Pointers to the scores, the cells' best scores and the log-sum-exps; cells: the number of cells."""
 
     score: Any
     cell: Any
@@ -78,9 +82,11 @@ class Results(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The queries in shared memory, negative and positive parts. Of each row the sum of its query, its closed groups,
-    its place among the rows of the block, and whether it counts. Where the scores and the cells of these rows' KV head
-    go, and the steps and zeros of its groups stand; rows of the block, and the scale of scores.
+    """The rows of a warp group.
+
+    q: negative and positive parts of the queries, in shared memory. Per row: sum_q, sum of its query; closed, its
+    closed groups; line, its index within the block of queries; real, whether it counts. Pointers of the KV head: score
+    and cell, to the results; grid, to steps and zeros. lines: rows of the block. scale: of scores.
     """
 
     q: Any
@@ -97,8 +103,9 @@ class Lines(NamedTuple):
 
 @gluon.jit
 def _tile(work, problem):
-    """First query, batch row and KV head of tile number ``work``; the last queries see the most groups and come
-    first.
+    """First query and `Row` of tile number ``work``.
+
+    The last queries see the most groups, so their tiles come first.
     """
     first = problem.first + (problem.tiles - 1 - work % problem.tiles) * problem.Q
     return first, Row(work // problem.tiles // problem.K, work // problem.tiles % problem.K)
@@ -118,13 +125,13 @@ def _groups(i, row, problem, FORM: gl.constexpr):
     KIND: gl.constexpr = FORM.kind
     spans = problem.spans
     start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
-    hi = visible(0, i, row, Spans(spans.rule, start, 0, 0), KIND)[1]
+    hi = visible(0, i, row, RowSpans(spans.rule, start, 0, 0), KIND)[1]
     return gl.minimum(hi, problem.G).to(gl.int32)
 
 
 @gluon.jit
 def _blocks(first, row, problem, FORM: gl.constexpr):
-    """Blocks that every query of a tile sees whole, and all; at least one."""
+    """Number of blocks that every query of a tile sees whole, and of all blocks, at least one."""
     BG: gl.constexpr = FORM.BN // FORM.MP
     last = gl.minimum(first + problem.Q, problem.L) - 1
     whole = _groups(first, row, problem, FORM) // BG
@@ -133,7 +140,7 @@ def _blocks(first, row, problem, FORM: gl.constexpr):
 
 @gluon.jit
 def _produce(rows, problem, memory, FORM: gl.constexpr):
-    """The loading warp."""
+    """Run the loading warp."""
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
     count = 0
@@ -152,7 +159,7 @@ def _produce(rows, problem, memory, FORM: gl.constexpr):
 
 @gluon.jit
 def _products(q, memory, count, FORM: gl.constexpr):
-    """Starts the product of queries with one block of the index."""
+    """Start the product of queries with one block of the index."""
     BN: gl.constexpr = FORM.BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     stage = count % FORM.stages
@@ -198,7 +205,7 @@ def _of_best(BC):
 
 @gluon.jit
 def _best_blocks(s, FORM: gl.constexpr):
-    """The largest of each group's blocks: a thread has four groups in a row of each cell."""
+    """Largest score of each group's blocks, in the layout of `_of_cells`."""
     MP: gl.constexpr = FORM.MP
     C: gl.constexpr = FORM.C
     BC: gl.constexpr = FORM.BN // MP // C
@@ -208,14 +215,15 @@ def _best_blocks(s, FORM: gl.constexpr):
 
 @gluon.jit
 def _by_thread(x, BC: gl.constexpr, C: gl.constexpr):
-    """Sums over what a thread has of a row: ``[ROWS, C // 4]``."""
+    """Sum of the numbers that each thread holds of a row, ``[ROWS, C // 4]``."""
     return gl.sum(gl.sum(gl.reshape(x, [ROWS, BC, C // 4, 4]), 3), 1)
 
 
 @gluon.jit
 def _add(lse, s, t, lines, FORM: gl.constexpr, MASKED: gl.constexpr):
-    """Scales and writes the scores of block t, ``[ROWS, BC, C]``, and adds them to the log-sum-exp: the largest so far,
-    and sums of ``2 ** (score - largest)`` by row and thread.
+    """Scale and write the scores of block t, ``[ROWS, BC, C]``, and add them to lse.
+
+    lse: the largest score so far, and sums of ``2 ** (score - largest)``, both per row; the sums also per thread.
     """
     top, total = lse
     C: gl.constexpr = FORM.C
@@ -234,11 +242,11 @@ def _add(lse, s, t, lines, FORM: gl.constexpr, MASKED: gl.constexpr):
     gl.store(lines.score + place, s, mask=lines.real[:, None, None])
     best = gl.max(s, 2)
     larger = gl.maximum(top, gl.max(best, 1))
-    # adjacent cells in adjacent registers, written at once
+    # this layout puts adjacent cells into adjacent registers, so that one store writes them
     best = gl.convert_layout(best, _of_best(BC))
     of_rows: gl.constexpr = gl.SliceLayout(1, best.type.layout)
     cell = t * BC + gl.arange(0, BC, layout=gl.SliceLayout(0, best.type.layout))
-    place = gl.convert_layout(lines.line, of_rows)[:, None] * CHUNK + place_of_cell(cell, lines.lines)[None, :]
+    place = gl.convert_layout(lines.line, of_rows)[:, None] * CELLS_PER_LINE + place_of_cell(cell, lines.lines)[None, :]
     gl.store(lines.cell + place, best, mask=gl.convert_layout(lines.real, of_rows)[:, None])
     safe = gl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
     added = _by_thread(gl.exp2(s - safe[:, None, None]), BC, C)
@@ -248,8 +256,9 @@ def _add(lse, s, t, lines, FORM: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def _score(s, lse, lo, hi, now, lines, memory, FORM: gl.constexpr, MASKED: gl.constexpr):
-    """Scores blocks ``[lo, hi)`` of a tile, of which the first one's products s have been started, and starts those of
-    block hi. now: number of block 0 among all that the program has loaded.
+    """Score blocks ``[lo, hi)`` of a tile. The products s of block lo have been started; those of block hi are on exit.
+
+    now: number of block 0 among all blocks that the program reads.
     """
     STAGES: gl.constexpr = FORM.stages
     for t in range(lo, hi):
@@ -257,7 +266,7 @@ def _score(s, lse, lo, hi, now, lines, memory, FORM: gl.constexpr, MASKED: gl.co
         mbarrier.arrive(memory.empty.index((now + t) % STAGES))
         best = _best_blocks(s, FORM)
         s = _products(lines.q, memory, now + t + 1, FORM)
-        # this has been waited for: a wait's loop ends a basic block, so that the assembler cannot move what follows
+        # the block is already there; this wait only ends a basic block, so that the assembler cannot move what follows
         # before the products
         mbarrier.wait(memory.full.index((now + t + 1) % STAGES), (now + t + 1) // STAGES & 1)
         lse = _add(lse, best, t, lines, FORM, MASKED)
@@ -268,7 +277,7 @@ def _score(s, lse, lo, hi, now, lines, memory, FORM: gl.constexpr, MASKED: gl.co
 def _consume(
     tensors, queries, problem, results, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """A multiplying warp group: 64 of the rows of each tile."""
+    """Run a multiplying warp group, which owns 64 rows of each tile."""
     q_ptr, s_q, grid_ptr = tensors
     K, R, L = problem.K, problem.R, problem.L
     D: gl.constexpr = FORM.D
@@ -322,11 +331,12 @@ def recall_score_hopper_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, tiles, works,
     R: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.recall_score_kernels.recall_score_kernel`. tiles: of queries; works: tiles times B
-    times K.
+    """See `condense.ops.triton.recall_score_kernels.recall_score_kernel`.
+
+    tiles: tiles of queries. works: tiles times B times K.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = Problem(K, R, stop, GROUPS * ROWS // R, tiles, works, first, G, Spans(rule, start, starts_ptr, 0))
+    problem = ScoreWork(K, R, stop, GROUPS * ROWS // R, tiles, works, first, G, RowSpans(rule, start, starts_ptr, 0))
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     D: gl.constexpr = FORM.D
     STAGES: gl.constexpr = FORM.stages
@@ -344,7 +354,7 @@ def recall_score_hopper_kernel(
         mbarrier.init(empty.index(stage), count=GROUPS)
     hopper.fence_async_shared()
     tensors, results = (q_ptr, s_q, grid_ptr), Results(score_ptr, cell_ptr, lse_ptr, cells)
-    memory = Memory(low, high, full, empty)
+    memory = ScoreMemory(low, high, full, empty)
     gl.warp_specialize([
         (_consume, (tensors, queries, problem, results, scale, memory, FORM, 0)),
         (_consume, (tensors, queries, problem, results, scale, memory, FORM, 1)),

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from condense.ops.spans import Source, Spans
 from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel
-from condense.ops.triton.attend_call import Call, Shared, call_of, needs_operation, not_empty, results, row_strides
+from condense.ops.triton.attend_call import (
+    AttendCall,
+    AttendShared,
+    call_of,
+    needs_operation,
+    not_empty,
+    results,
+    row_strides,
+)
 from condense.ops.triton.attend_forward import attend_fwd_kernel
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
@@ -61,7 +69,7 @@ def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) 
     return Tiles(max(64, rows), 64, {"num_warps": 4 if rows <= 64 else 8, "num_stages": stages})
 
 
-def _constants(call: Call, kind: str, *more: int) -> tuple[int | float | str, ...]:
+def _constants(call: AttendCall, kind: str, *more: int) -> tuple[int | float | str, ...]:
     """Constants that the kernels are compiled for: number of sources, widths, kind of spans, precision, cap, tiles."""
     # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
     precision = "tf32x3" if call.q.dtype == torch.float32 else "tf32"
@@ -70,9 +78,9 @@ def _constants(call: Call, kind: str, *more: int) -> tuple[int | float | str, ..
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a `Call`."""
-    call = Call(*arguments)
-    shared = Shared.of(call)
+    """Output and log-sum-exp of an `AttendCall`."""
+    call = AttendCall(*arguments)
+    shared = AttendShared.of(call)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
     k, v = not_empty(call.k), not_empty(call.v)
     (B, _, L, D), R = q.shape, shared.R
@@ -92,9 +100,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call) -> list[Tensor]:
+def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: AttendCall) -> list[Tensor]:
     """Gradients of q, of the sources' keys and of their values, and of the biases."""
-    shared = Shared.of(call)
+    shared = AttendShared.of(call)
     d_out, q = whole_rows(d_out), whole_rows(call.q)
     k, v = not_empty(call.k), not_empty(call.v)
     (B, _, L, D), K, R, Dv = q.shape, shared.K, shared.R, out.shape[3]
@@ -158,7 +166,7 @@ def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
 
 
 def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``forward`` of a `Call` as a torch operation, so that torch.compile keeps it whole; gradients by `_backward`."""
+    """``forward`` as a torch operation of `AttendCall`'s fields, which torch.compile keeps whole; with gradients."""
 
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
@@ -179,7 +187,7 @@ def _attend_backward(
     rule: Sequence[int], scale: float, softcap: float,
 ) -> list[Tensor]:  # fmt: skip
     """See `_backward`."""
-    return _backward(d_out, d_lse, out, lse, Call(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap))
+    return _backward(d_out, d_lse, out, lse, AttendCall(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap))
 
 
 @_attend_backward.register_fake
@@ -191,7 +199,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = Call(*inputs)
+    call = AttendCall(*inputs)
     ctx.num_sources, ctx.numbers = len(call.k), (call.bias_of, call.levels, call.rule, call.scale, call.softcap)
     ctx.save_for_backward(*output, call.q, call.spans, *call.k, *call.v, *call.biases)
 

@@ -14,7 +14,17 @@ import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import Block, Keys, Queries, Row, Rule, Source, Sources, Spans, Start
+from condense.ops.triton.device.records import (
+    BackwardQueries,
+    Block,
+    Keys,
+    Row,
+    RowSource,
+    RowSpans,
+    Rule,
+    Sources,
+    Start,
+)
 from condense.ops.triton.device.rule import begins_at_0, cut, seen_by, split, start_of_row, tile_rows, visible
 from condense.ops.triton.device.scores import soft_cap
 
@@ -63,7 +73,7 @@ def attend_dq_kernel(
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
+    spans = RowSpans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
     head = kvh * R + r
@@ -79,13 +89,13 @@ def attend_dq_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(row_lse_ptr + at, lse, mask=real)
     tl.store(delta_ptr + at, delta, mask=real)
-    queries = Queries(q, d_out, lse, delta)
+    queries = BackwardQueries(q, d_out, lse, delta)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
         bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
         k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
         v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
-        source = Source(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
+        source = RowSource(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
         first, last = visible(n, i, row, spans, KIND)
         lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
         if not begins_at_0(n, KIND):
@@ -176,7 +186,7 @@ def attend_dkv_kernel(
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
     b = row.b.to(tl.int64)
-    spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
+    spans = RowSpans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
     sources = Sources(k, v, dk, dv, s_k, s_v, s_bias, (size0, size1, size2, size3), levels)
     number = tl.program_id(1)
     block = _block_of(0, number, sources, biases[0], row, K, L, spans, seen, s_seen, KIND, BN)
@@ -193,7 +203,9 @@ def attend_dkv_kernel(
         load_rows(block.k, block.k_at, block.inside, D0, D1), load_rows(block.v, block.v_at, block.inside, V0, V1),
         block.bias, block.first, block.last,
     )  # fmt: skip
-    queries = Queries(parts(q, q_rest), parts(d_out, d_out_rest), lse_ptr + b * K * R * L, delta_ptr + b * K * R * L)
+    queries = BackwardQueries(
+        parts(q, q_rest), parts(d_out, d_out_rest), lse_ptr + b * K * R * L, delta_ptr + b * K * R * L
+    )
     is_seen = block.first < block.last
     lo, hi = tl.min(tl.where(is_seen, block.first, L)), tl.max(block.last)
     left, right = split(lo, tl.max(block.first), tl.min(tl.where(block.inside, block.last, L)), hi, BM // HEADS)

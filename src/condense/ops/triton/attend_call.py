@@ -18,11 +18,12 @@ from condense.ops.triton.host import LOG2E, check_programs, whole_rows
 _UNLIMITED = 1 << 29
 
 
-class Call(NamedTuple):
+class AttendCall(NamedTuple):
     """The arguments of the operations: the fields of all sources as lists, and spans as `describe` makes them.
 
-    biases: float ``[B|1, K|1, N]``, of the sources whose entries differ in bias; bias_of: its number for each source,
-    -1 for none. levels: for each source the bias that is one number for all of its entries, 0.0 for none.
+    biases: a tensor float ``[B|1, K|1, N]`` for each source whose entries have biases of their own.
+    bias_of: for each source the index of its tensor in ``biases``, -1 for none.
+    levels: for each source the one bias that all of its entries share, 0.0 for none.
     """
 
     q: Tensor
@@ -37,8 +38,12 @@ class Call(NamedTuple):
     softcap: float = 0.0
 
 
-class Shared(NamedTuple):
-    """Numbers and tensors that the kernels of a call share. A stride is 0 in a dimension where all rows are alike."""
+class AttendShared(NamedTuple):
+    """Numbers and tensors that every kernel of a call takes. Strides are 0 in dimensions of size 1.
+
+    biases, s_bias: one per source, float32 times log2(e), None for a source without. levels: base 2.
+    spans, s_spans: see `describe`. kind: see `condense.ops.triton.device.rule`.
+    """
 
     K: int
     R: int
@@ -50,8 +55,8 @@ class Shared(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, call: Call) -> Shared:
-        """What the kernels share of a call. Raises ValueError for more rows and heads than a grid holds."""
+    def of(cls, call: AttendCall) -> AttendShared:
+        """Return the shared arguments of ``call``. Raises ValueError for more rows times heads than a grid holds."""
         K = call.k[0].shape[1]
         check_programs(call.q.shape[0] * K)
         biases: tuple[Tensor | None, ...] = (None,) * len(call.k)
@@ -106,8 +111,8 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
     return spans.starts().to(device, torch.int32, non_blocking=True), [*numbers, 0, 0, 0, 0]
 
 
-def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> Call:
-    """The arguments of the operations."""
+def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> AttendCall:
+    """Return the arguments of the operations."""
     k, v = [source.k for source in sources], [source.v for source in sources]
     biases: list[Tensor] = []
     bias_of: list[int] = []
@@ -118,7 +123,8 @@ def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, so
     levels = [0.0 if source.bias is None or isinstance(source.bias, Tensor) else source.bias for source in sources]
     if scale <= 0:  # the kernels need scale > 0, so the sign (or the zero) goes into q
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-    return Call(q, k, v, biases, bias_of, levels, *describe(spans, len(sources), q.shape[2], q.device), scale, softcap)
+    described = describe(spans, len(sources), q.shape[2], q.device)
+    return AttendCall(q, k, v, biases, bias_of, levels, *described, scale, softcap)
 
 
 def needs_operation(q: Tensor, *others: Tensor) -> bool:

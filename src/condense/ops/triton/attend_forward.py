@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import Row, Rule, Softmax, Source, Spans, Start
+from condense.ops.triton.device.records import Row, RowSource, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import begins_at_0, cut, start_of_row, tile_rows, visible
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.softmax import Softmax
 
 # not specialised: these numbers change from call to call, and a new value must not compile a new kernel
 VARYING = ("L", "query_start", "window_start", "padding", "first_entries", "chunk", "window", "max_chunks")
@@ -83,7 +84,7 @@ def attend_fwd_kernel(
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = Spans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
+    spans = RowSpans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
     # the last queries see the most keys and take longest: start them first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i, r, real = tile_rows(tile * (BM // R), L, R, BM)
@@ -95,7 +96,7 @@ def attend_fwd_kernel(
         bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
         k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
         v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
-        source = Source(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
+        source = RowSource(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
         first, last = visible(n, i, row, spans, KIND)
         lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
         if not begins_at_0(n, KIND):

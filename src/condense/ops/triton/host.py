@@ -35,7 +35,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def whole_rows(x: Tensor) -> Tensor:
-    """As `dense_rows`, with rows and start at multiples of 16 bytes, as tensor descriptors need; copied if not."""
+    """x with dense rows that begin at multiples of 16 bytes, as tensor descriptors need; else a copy."""
     step = 16 // x.element_size()
     *strides, width = x.stride()
     if width == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides):
@@ -45,7 +45,7 @@ def whole_rows(x: Tensor) -> Tensor:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Make the device of x the current one, where kernels start: in a model spread over devices it may be another."""
+    """Make the device of x the current one, on which kernels start: a model may be spread over several."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _NO_CHANGE
     return torch.cuda.device_of(x)

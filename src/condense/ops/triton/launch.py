@@ -35,10 +35,11 @@ class Launcher:
     ) -> Any:
         """``kernel[grid](*tensors, *numbers, *constants, **options)`` on the current device, which is the tensors'.
 
-        Returns the compiled kernel, None if there is none to remember: while torch compiles, and where Triton
-        interprets. tensors: of one device, the first a tensor; also None, tuples of tensors and, with blocks that the
-        constants tell, tensor descriptors. numbers, constants: in its place each has one type, always; numbers also in
-        tuples. options: Triton's, such as ``num_warps``, always the same where all else is.
+        Returns the compiled kernel, None if there is none to remember: while torch compiles, and if Triton interprets.
+
+        tensors: tensors of one device, None, tuples of tensors, or tensor descriptors whose blocks the constants imply;
+        the first is a tensor. numbers: numbers or tuples of numbers. constants: numbers, strings or records. Each
+        argument has the same type in every call. options: Triton's, such as ``num_warps``, a function of the others.
         """
         if torch.compiler.is_compiling():
             # torch.compile traces Triton's own launch and makes the kernel part of its graph
@@ -58,8 +59,10 @@ class Launcher:
 
 
 class Prepared:
-    """A kernel with its grid, numbers and constants, to be started on tensors that are of the same kinds in every call:
-    dtypes, alignment to 16 bytes, device. Arguments as of `Launcher`, but no descriptors and tuples.
+    """A kernel with its grid, numbers and constants, started on other tensors in every call.
+
+    The tensors have the same dtypes, alignment to 16 bytes, and device in every call. Arguments as in `Launcher`, but
+    without descriptors and tuples.
     """
 
     def __init__(
@@ -81,8 +84,8 @@ class Prepared:
             launcher, numbers, constants, options = self._first
             self._compiled = launcher(self._grid, tensors, numbers, constants, options)
             return
-        # as Triton's `compiled[grid](...)`, which asks the driver about every tensor's address and calls hooks of
-        # Triton's profiler; an address by itself is taken as it is
+        # as Triton's `compiled[grid](...)`, but faster: that asks the driver about every tensor's address and calls
+        # hooks of Triton's profiler; here addresses are passed as integers, which it takes as they are
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         stream = driver.active.get_current_stream(tensors[0].get_device())  # type: ignore[union-attr]
         no_hooks = None, None, None

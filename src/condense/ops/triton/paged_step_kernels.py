@@ -1,8 +1,8 @@
 """Kernels of one decode step over pages: store the new tokens and entries, attend by splits of the keys, join.
 
 The first kernel writes what the second reads, so that a request may see pages that another one fills in the same step.
-All decisions are made on the device, from ``seen``: a request that has seen nothing is a place left empty, whose output
-is 0 and whose pages are not touched.
+All decisions are made on the device, from ``seen``: a request that has seen no token is an unused place of the batch;
+its output is 0 and its pages are not touched.
 
 Shapes: R requests, H query heads, K KV heads, r = H / K, S splits, V columns of values, N slots of a page. Pages are as
 in `condense.ops.paged`. Scores are base 2.
@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.entry import (
     Chunk,
-    Pages,
     Queries,
+    RequestPages,
     make_entries,
     mean_query,
     summary_query,
@@ -51,15 +51,15 @@ class _Order(NamedTuple):
 
 @triton.jit
 def _pages(ptr, table_ptr, request, head, strides, KIND: tl.constexpr):
-    """The `Pages` of one request and KV head; values stand behind keys."""
+    """The `RequestPages` of one request and KV head; values stand behind keys."""
     s_page, s_head, s_slot, s_table = strides
     k = ptr + head * s_head
-    return Pages(k, k + (KIND.D0 + KIND.D1), s_slot, s_slot, table_ptr + request * s_table, s_page)
+    return RequestPages(k, k + (KIND.D0 + KIND.D1), s_slot, s_slot, table_ptr + request * s_table, s_page)
 
 
 @triton.jit
 def _slot(pages, position, KIND: tl.constexpr):
-    """Where the row of one position begins."""
+    """Offset of the row of one position."""
     page = tl.load(pages.table + position // KIND.page).to(tl.int64)
     return page * pages.s_page + (position % KIND.page) * pages.s_k
 
@@ -71,7 +71,7 @@ def paged_store_kernel(
     s_rn, s_rt, K, R, num_summary, chunk_size, summary_delay, scale,
     KIND: tl.constexpr, HAS_RING: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values and mean queries into the pages, and the entry of a group that is due; grid (K, R requests, 1)."""
+    """Store keys, values and mean queries in pages, and the entry of a group that is due; grid (K, R requests, 1)."""
     if KIND.early:
         gdc_wait()
         # only now: what the next kernel reads before it waits must have been written before this one
@@ -101,7 +101,8 @@ def paged_store_kernel(
                 summary = summary_query(mean, past, t, num_summary, KIND.D0, KIND.D1)
             chunk = Chunk(complete - chunk_size, chunk_size, t, k, v)
             entry_k, entry_v = make_entries(entries, window, chunk, summary, summary, 0, True, scale, KIND)
-            # the slot of a group's entry is that of the token by which it is made
+            # an entry stands in slot `t // chunk_size` of the token t that completes its summary:
+            # `condense.serving.plan`
             at = _slot(entries, t // chunk_size, KIND)
             store_row(entries.k + at, entry_k, KIND.D0, KIND.D1)
             store_row(entries.v + at, entry_v, KIND.V0, KIND.V1)
@@ -109,7 +110,7 @@ def paged_store_kernel(
 
 @triton.jit
 def _tile(order, place, KIND: tl.constexpr):
-    """Of the tile at a place of an `_Order`: whether it holds entries, its positions, and which of these are inside."""
+    """The tile at a place of an `_Order`: whether it holds entries, its positions, and whether each is inside."""
     is_old = place < order.old_far + order.old_near
     fresh = place - order.old_far - order.old_near
     new_far = order.far_tiles - order.old_far
@@ -123,7 +124,7 @@ def _tile(order, place, KIND: tl.constexpr):
 
 @triton.jit
 def _tile_pages(entries, window, order, place, hi, KIND: tl.constexpr):
-    """The page of every row of a tile; page 0 from place ``hi`` on."""
+    """Page of every row of a tile; page 0 from place ``hi`` on."""
     is_far, position, inside = _tile(order, place, KIND)
     table = tl.where(is_far, entries.table, window.table)
     return tl.load(table + position // KIND.page, mask=inside & (place < hi), other=0)
@@ -131,7 +132,7 @@ def _tile_pages(entries, window, order, place, hi, KIND: tl.constexpr):
 
 @triton.jit
 def _attend_pages(softmax, q, entries, window, order, page, lo, hi, scale, bias, KIND: tl.constexpr):
-    """Adds the tiles at places ``[lo, hi)``, the first of which lies in pages ``page``; no tile is empty."""
+    """Add the tiles at places ``[lo, hi)``; no tile is empty. page: pages of the first tile's rows."""
     PRECISION: tl.constexpr = KIND.precision
     for place in range(lo, hi):
         is_far, position, inside = _tile(order, place, KIND)
@@ -141,7 +142,7 @@ def _attend_pages(softmax, q, entries, window, order, page, lo, hi, scale, bias,
         s = key_products(q, k, PRECISION) * scale + tl.where(is_far, bias, 0.0)
         v = load_rows(tl.where(is_far, entries.v, window.v), at, inside, KIND.V0, KIND.V1)
         softmax = add_keys(softmax, tl.where(inside[None, :], s, float("-inf")), v, PRECISION)
-        # of the next tile, while this one's keys are on their way
+        # the next tile's pages are loaded while this tile's keys are on their way
         page = _tile_pages(entries, window, order, place + 1, hi, KIND)
     return softmax
 
@@ -168,7 +169,7 @@ def paged_attend_kernel(
         old_far, old_near, tiles = far_tiles, near_tiles, far_tiles + near_tiles
         lo, hi = tiles * split // S, tiles * (split + 1) // S
         if KIND.early:
-            # stored in this step, by this request or another, are at most the newest entry and the newest two tokens
+            # this step stores at most the newest entry and the newest two tokens of what this request reads
             old_far, old_near = tl.maximum(far.count - 1, 0) // KIND.keys, tl.maximum(near.count - 2, 0) // KIND.keys
             old = old_far + old_near
             lo = tl.where(split == S - 1, old, old * split // (S - 1))

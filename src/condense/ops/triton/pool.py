@@ -29,7 +29,7 @@ _SUMMARIZE, _SUMMARIZE_BACKWARD, _POOL, _POOL_BACKWARD = (
 
 
 class _Tile(NamedTuple):
-    """Groups and warps per program, the width of its vectors, and how many loads a thread may have in flight."""
+    """groups: per program. warps: Triton's option. width: of its vectors. vectors: loads in flight per thread."""
 
     groups: int
     warps: dict[str, int]
@@ -123,13 +123,16 @@ class _Summarize(torch.autograd.Function):
 
 
 def _holders(ends: Tensor, L: int) -> Tensor:
-    """The spans ``[first, last)`` that hold each of L columns, int32 ``[2, L]``; ends: int32 ``[2, G]``, rising."""
+    """Spans ``[first, last)`` that hold each of L columns, int32 ``[2, L]``. ends: int32 ``[2, G]``, rising."""
     column = torch.arange(L, device=ends.device, dtype=torch.int32).expand(2, L).contiguous()
     return torch.searchsorted(ends.flip(0), column, right=True, out_int32=True)
 
 
 class _Groups(NamedTuple):
-    """How to pool G groups of ``size`` tokens, and the column of the first one if the others follow it in all rows."""
+    """Settings of pooling ``num`` groups of ``size`` tokens.
+
+    start: column of the first, if groups follow each other.
+    """
 
     start: int
     num: int
@@ -145,7 +148,7 @@ class _Groups(NamedTuple):
 
 
 def _pool(k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None, groups: _Groups) -> tuple[Tensor, ...]:
-    """See `pool_groups`. All with dense rows; columns: int32 ``[B|1, G]`` of groups that stand anywhere."""
+    """See `pool_groups`. Rows are dense. columns: int32 ``[B|1, G]``, first columns of groups, None if they follow."""
     (B, K, N, D), Dv, G = k.shape, v.shape[3], groups.num
     check_programs(B * K)
     key, value = k.new_empty(B, K, G, D), v.new_empty(B, K, G, Dv)

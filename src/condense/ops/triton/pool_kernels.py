@@ -25,7 +25,7 @@ VARYING = ["start", "before", "after", "L", "Q", "N", "G", "S", "c", "stride", "
 
 @triton.jit
 def _row(rows_ptr, b, num_rows, start, before, after, KIND: tl.constexpr):
-    """Where a row's first span of queries begins, and its real tokens before and after the new queries."""
+    """Start of a row's first span of queries, and its real tokens before and after the new queries."""
     if KIND == "rows":
         start = tl.load(rows_ptr + b)
         before = tl.load(rows_ptr + num_rows + b)
@@ -130,7 +130,7 @@ def _load(row, n, s_n, mask):
 
 @triton.jit
 def _begin(columns_ptr, row, start, j, G, c):
-    """Where groups j begin; row: offset of the batch row's columns."""
+    """First columns of groups j. row: offset of the batch row's columns."""
     if columns_ptr is None:
         return start + j * c
     else:
@@ -261,8 +261,8 @@ def pool_bwd_kernel(
     D: tl.constexpr, DV: tl.constexpr, BT: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, N, D]``, dv ``[B, K, N, Dv]`` and d_summary float32 ``[B, K, G, D]`` of the gradients of
-    `pool_fwd_kernel`'s results; all of these contiguous. d_lse: None without. ``base2``: the scale times log2(e).
+    """Write dk ``[B, K, N, D]``, dv ``[B, K, N, Dv]`` and d_summary float32 ``[B, K, G, D]``, given the gradients of
+    `pool_fwd_kernel`'s results; all contiguous. d_lse: None if there is none. ``base2``: the scale times log2(e).
 
     dk and dv of tokens that are in no group are not written.
     """
@@ -319,7 +319,7 @@ def pool_bwd_kernel(
                 slope, slope_lost = _add(slope * alpha, slope_lost * alpha, tl.sum(p * gain, 0))
                 best = new_best
 
-    # second pass, over tokens that are still in cache: their gradients
+    # second pass, over tokens that the GPU's cache still holds: their gradients
     d_summary = tl.zeros([BG, BD], tl.float32)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     slope = slope * inverse

@@ -1,4 +1,4 @@
-"""A decode step that a loop on the host repeats: everything but the token is worked out before the first one.
+"""A decode step that a loop on the host repeats: all that does not depend on the token is computed once.
 
 Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
@@ -17,18 +17,19 @@ from condense.ops.triton.host import dense_rows
 
 
 class PreparedStep(ABC):
-    """Reads tokens that are laid out alike into one state.
+    """A step for tokens of one layout and one state.
 
-    state: the buffers. A step checks only that its token is like the first one (`takes`), allocates and starts kernels.
+    state: the buffers. A call checks only that its token is like the first one (`takes`), allocates the output and
+    starts kernels.
     """
 
-    # no `__dict__`: `condense.caches.cache_nbytes` looks through all attributes, and compiled kernels have no end
+    # no `__dict__`: `condense.caches.cache_nbytes` walks through attributes and must not walk into compiled kernels
     __slots__ = ("_is_dense", "_layout", "state")
 
     state: StepState
 
     def __init__(self, call: StepCall) -> None:
-        """call: with a token that is laid out as all that will be read."""
+        """call: its token has the layout that all later ones have."""
         self.state = call.state
         self._layout = _layout_of(call.token, call.scale, call.extras)
         self._is_dense = all(dense_rows(x) is x for x in call.token[:3])
@@ -39,7 +40,7 @@ class PreparedStep(ABC):
 
     @abstractmethod
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
-        """Read the token, which `takes` was true for, and return its attention; sink: `Extras.sink_logits`."""
+        """Read a token for which `takes` is true and return its attention. sink: `Extras.sink_logits`."""
 
     def _dense(self, token: NewToken) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as kernels read them."""
@@ -48,7 +49,7 @@ class PreparedStep(ABC):
 
 
 def _layout_of(token: NewToken, scale: float, extras: Extras) -> tuple[Any, ...]:
-    """All of a token and of what is read with it that kernels are compiled or started for."""
+    """Properties of a token and of its extras for which kernels are compiled or started."""
     q, k, v, real, counter = token
     sink = extras.sink_logits
     return (

@@ -20,7 +20,7 @@ from condense.ops.triton.attend import attend
 from condense.ops.triton.attend_call import describe, needs_operation, results
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_attend_call import Call, Shared, tiles_of
+from condense.ops.triton.recall_attend_call import RecallCall, RecallShared, tiles_of
 from condense.ops.triton.recall_attend_kernels import recall_fwd_kernel
 from condense.ops.triton.recall_backward import backward
 from condense.ops.triton.recall_choice import choice_arguments, choice_operation, choose
@@ -30,14 +30,14 @@ _FORWARD = Launcher(recall_fwd_kernel)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a `Call`."""
-    call = Call(*arguments)
+    """Output and log-sum-exp of a `RecallCall`."""
+    call = RecallCall(*arguments)
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
     (B, H, L, D), (K, choosers) = q.shape, call.heads
     check_programs(B * K)
     R = H // K
     tiles = tiles_of("fwd", q.dtype, q.is_cuda, max(D, out.shape[3]), R)
-    shared, Q = Shared.of(call, tiles.keys), tiles.rows // R
+    shared, Q = RecallShared.of(call, tiles.keys), tiles.rows // R
     with on_device_of(q):
         for first, stop, of_tiles in call.blocks(Q):
             _FORWARD(
@@ -54,7 +54,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``forward`` of a `Call` as a torch operation, so that torch.compile keeps it whole; gradients by `backward`."""
+    """``forward`` as a torch operation of `RecallCall`'s fields, which torch.compile keeps whole; with gradients."""
 
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
@@ -75,7 +75,7 @@ def _attend_backward(
     pool: bool, scale: float, softcap: float,
 ) -> list[Tensor]:  # fmt: skip
     """See `backward`."""
-    call = Call(q, k, v, biases, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
+    call = RecallCall(q, k, v, biases, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
     return backward(d_out, d_lse, out, lse, call)
 
 
@@ -89,7 +89,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = Call(*inputs)
+    call = RecallCall(*inputs)
     ctx.numbers = call[6:]
     ctx.save_for_backward(*output, call.q, *call.k, *call.v, *call[3:6])
 
@@ -102,8 +102,10 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
 
 
 class Kernels(NamedTuple):
-    """The functions of a backend: index scores, the choice by them as an operation, attention of a `Call`, the same as
-    an operation with gradients, and attention over two sources as `condense.ops.attend`.
+    """The functions of a backend.
+
+    score: scores a block of queries. choice: chooses groups by these scores, an operation. forward: attention of a
+    `RecallCall`. operation: the same with gradients. attend: attention over two sources, as `condense.ops.attend`.
     """
 
     score: Callable[[Scoring], None]
@@ -127,9 +129,9 @@ def attend_recall(
     return_lse: bool,
     kernels: Kernels = _KERNELS,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.attend_recall`; ``pool``: entries of groups that are not open are seen.
+    """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open.
 
-    Where no group is open, or every one, this is attention over two sources, entries or store, and the window.
+    If every query opens no group, or all of them, this is attention over two sources: entries or store, and the window.
     """
     entries, store, window, spans = sources
     L, G = q.shape[2], entries.k.shape[2]
@@ -137,7 +139,8 @@ def attend_recall(
     rule = spans.rule
     assert isinstance(rule, UniformRule), "the backend's limits"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
-    # of a share of the groups all are open at `closed` only where all are for every query, which sees fewer
+    # if a share of `closed` groups rounds up to all of them, it does so for every smaller number too: then every query
+    # opens all its groups
     r = choice.most(closed)
     if r == 0 or (r == closed and isinstance(choice, IndexChoice)):
         if r == 0:
@@ -161,7 +164,7 @@ def attend_recall(
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         groups = chosen_groups(chosen, r).to(torch.int32)
     biases, level = (entries.bias, 0.0) if isinstance(entries.bias, Tensor) else (None, float(entries.bias or 0.0))
-    call = Call(
+    call = RecallCall(
         q, [entries.k, store.k, window.k], [entries.v, store.v, window.v], biases, groups, starts, tuple(numbers),
         closed, level, pool, scale, softcap,
     )  # fmt: skip

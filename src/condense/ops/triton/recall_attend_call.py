@@ -1,4 +1,4 @@
-"""What the kernels of one call of Recall's attention over a prompt share: arguments, tiles, lists of opened groups.
+"""Arguments, tiles and lists of opened groups that the kernels of one call of Recall's attention over a prompt share.
 
 Shapes as in `condense.ops.triton.recall_attend`.
 """
@@ -17,9 +17,9 @@ from condense.ops.triton.attend_call import not_empty, row_strides
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, dense_rows
-from condense.ops.triton.recall_opened import Opened, opened
+from condense.ops.triton.recall_opened import OpenedGroups, opened
 
-# bytes of the words that say which queries of a block open which groups
+# largest size in bytes of the words of a block of queries
 _WORDS = 2**29
 
 
@@ -27,8 +27,8 @@ _WORDS = 2**29
 def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
     """Tiles by kernel, dtype, width and heads per KV head.
 
-    Those of "fwd" and "dq" have the queries whose choices share a word; "dkv" reads them in parts. Of keys and values
-    expanded from latents, 192 and 128 wide, 32 at a time took 80 ms where 64 took 144 (128K tokens, 16 heads, H200).
+    A tile of "fwd" or "dq" holds the queries whose bits share a word; "dkv" reads such a tile in parts. For keys 192
+    and values 128 wide (expanded latents), 32 keys per tile took 80 ms and 64 took 144 (128K tokens, 16 heads, H200).
     """
     if (small := small_tiles(kernel, dtype, is_cuda, R)) is not None:
         return small
@@ -36,18 +36,20 @@ def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int
         return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
     if kernel == "store":
         return Tiles(64, 64, {"num_warps": 4, "num_stages": 2 if widest <= 128 else 1})
-    if kernel == "fwd" and widest <= 128 and R > 1:  # a word has up to 64 bits, of a query each
+    if kernel == "fwd" and widest <= 128 and R > 1:  # a word has at most 64 bits, one per query
         return Tiles(128, 32, {"num_warps": 4, "num_stages": 2})
     if kernel == "fwd" and R == 1 and 128 < widest <= 192:
         return Tiles(64, 32, {"num_warps": 4, "num_stages": 2})
     return Tiles(64, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 2})
 
 
-class Call(NamedTuple):
-    """The arguments of the operations. k, v: of entries, store and window; biases float ``[B|1, K|1, G]``: the entries'
-    own, None for none; groups int32 ``[B, K|1, L, r]``, as `condense.ops.triton.recall_choice.choose` gives them;
-    starts, rule: of `condense.ops.triton.recall_score.Positions`; closed: no query sees more groups as closed; level:
-    the bias that is one number for all entries; pool: whether queries see entries.
+class RecallCall(NamedTuple):
+    """The arguments of the operations.
+
+    k, v: of entries, store and window. biases: float ``[B|1, K|1, G]``, the entries' own, None for none. groups: int32
+    ``[B, K|1, L, r]``, the groups that each query opens, from `condense.ops.triton.recall_choice.choose`. starts, rule:
+    fields of `condense.ops.triton.recall_score.Positions`. closed: the most closed groups that a query sees. level: the
+    one bias that all entries share. pool: whether queries see entries.
     """
 
     q: Tensor
@@ -65,7 +67,7 @@ class Call(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """KV heads, and how many of them choose groups: each, or 1 for all."""
+        """Number of KV heads, and of heads that choose groups: as many, or 1 that chooses for all."""
         return self.k[0].shape[1], self.groups.shape[1]
 
     @property
@@ -80,20 +82,20 @@ class Call(NamedTuple):
 
     @property
     def numerics(self) -> tuple[str, float]:
-        """Precision of products; soft cap of scores, base 2."""
+        """Precision of products, and soft cap of scores, base 2."""
         # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
         return "tf32x3" if self.q.dtype == torch.float32 else "tf32", self.softcap * LOG2E
 
     def constants(self, *more: float | str) -> tuple[float | str, ...]:
-        """Widths, in parts, and what follows."""
+        """Widths of keys and values in parts, then ``more``."""
         return *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3]), *more
 
-    def opened(self, tile: int, first: int, stop: int) -> Opened:
-        """What tiles of queries open."""
+    def opened(self, tile: int, first: int, stop: int) -> OpenedGroups:
+        """Groups that tiles of ``tile`` queries of ``[first, stop)`` open."""
         return opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop)
 
-    def blocks(self, tile: int) -> Iterator[tuple[int, int, Opened]]:
-        """Blocks ``[first, stop)`` of queries whose words have a limited size, and what their tiles open."""
+    def blocks(self, tile: int) -> Iterator[tuple[int, int, OpenedGroups]]:
+        """Blocks ``[first, stop)`` of queries whose words take at most `_WORDS` bytes; the groups that they open."""
         B, K, L, _ = self.groups.shape
         # a word for each group takes at most 8 bytes
         step = max(1, _WORDS // (8 * B * K * max(self.closed, 1))) * tile
@@ -102,8 +104,8 @@ class Call(NamedTuple):
             yield first, stop, self.opened(tile, first, stop)
 
 
-class Shared(NamedTuple):
-    """Tensors, strides and numbers that the kernels of a call share, in the order in which they take them."""
+class RecallShared(NamedTuple):
+    """Tensors and strides that every kernel of a call takes, in that order."""
 
     sources: tuple[Any, ...]
     s_store: tuple[int, ...]
@@ -111,8 +113,8 @@ class Shared(NamedTuple):
     s_bias: tuple[int, int]
 
     @classmethod
-    def of(cls, call: Call, keys: int) -> Shared:
-        """keys: rows of a tile of entries and window."""
+    def of(cls, call: RecallCall, keys: int) -> RecallShared:
+        """Return the shared arguments of ``call``. keys: keys per tile of entries and of the window."""
         of_k, of_v = (not_empty([x[0], x[2]]) for x in (call.k, call.v))
         described_k, described_v = ([described([x], keys) for x in tensors] for tensors in (of_k, of_v))
         store = dense_rows(call.k[1]), dense_rows(call.v[1])

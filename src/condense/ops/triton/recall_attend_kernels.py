@@ -1,9 +1,13 @@
 """Recall's attention over a prompt, given the groups that each query opens: one online softmax per row, forward and dq.
 
-A program owns a tile of rows as in `condense.ops.triton.device.rule`, Q queries of the R query heads that share a KV
-head. It reads the entries of closed groups, without those that the row's query opens; then the tokens of every group
-that any of its queries opens, each row those of its own; then the window. Which queries open a group is a word with a
-bit per query, made by `condense.ops.triton.recall_choice_kernels`.
+A program owns a tile of rows as in `condense.ops.triton.device.rule`: Q queries times the R query heads that share a KV
+head. It reads three stretches of keys one after the other:
+
+1. entries of closed groups; a row does not see those of groups that its query opens;
+2. tokens of every group that any of its queries opens; a row sees those of groups that its query opens;
+3. the window.
+
+A word per group, with a bit per query, says which queries open it: `condense.ops.triton.recall_choice_kernels`.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, G groups of g tokens, T tiles,
 D0 + D1 width of queries and keys, V0 + V1 of values. BM rows and BN keys per tile.
@@ -19,17 +23,18 @@ import triton.language as tl
 from condense.ops.triton.attend_backward import dq_keys
 from condense.ops.triton.attend_forward import VARYING, forward_keys
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import Queries, Row, Rule, Softmax, Source, Spans, Start
+from condense.ops.triton.device.records import BackwardQueries, Row, RowSource, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import cut, start_of_row, tile_rows, visible
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.softmax import Softmax
 from condense.ops.triton.recall_choice_kernels import row_of_words
 
-# numbers that differ from block to block of queries, and would compile a new kernel each
+# not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
 BLOCK = ("first", "stop", "words", "room")
 
 
 class Store(NamedTuple):
-    """Exact tokens of one KV head: pointers to the first key and value, strides from one to the next."""
+    """Exact tokens of one KV head. k, v: pointers to the first key and value. s_k, s_v: strides to the next."""
 
     k: Any
     v: Any
@@ -37,9 +42,11 @@ class Store(NamedTuple):
     s_v: Any
 
 
-class Opened(NamedTuple):
-    """What the queries of a tile open: a word for every group; and those of all groups that any query opens, ``count``
-    of them, with their words. bit: the row's in a word, as a number with that bit alone.
+class TileGroups(NamedTuple):
+    """The groups that the queries of a tile open.
+
+    words: pointer to a word per closed group. group: pointer to the groups that any query opens. word: pointer to the
+    words of these. count: how many these are. bit: the row's bit mask within a word.
     """
 
     words: Any
@@ -51,13 +58,13 @@ class Opened(NamedTuple):
 
 @triton.jit
 def bit_of(i, Q: tl.constexpr, words_ptr):
-    """The bit of query i in the words of its tile of Q queries."""
+    """Bit mask of query i within the words of its tile of Q queries."""
     return tl.full(i.shape, 1, words_ptr.dtype.element_ty) << (i % Q)
 
 
 @triton.jit
 def _add_keys(softmax, q, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the softmax: keys that each row sees or not. Scores are base 2, scale > 0.
+    """One step of the online softmax. seen ``[rows, n]``: whether a row sees a key. Scores are base 2, scale > 0.
 
     level: added to all scores; bias: each key's own ``[1, n]``, None for none.
     """
@@ -84,14 +91,15 @@ def _load_biases(biases, source, start):
 
 @triton.jit
 def _load_entries(source, opened, start, closed, MASKED: tl.constexpr):
-    """Entries from ``start`` on, and which rows see each: those that do not open its group. MASKED: a row's closed
-    groups may end among them.
+    """Load entries from ``start`` on; seen: whether a row sees each, which it does unless it opens the group.
+
+    MASKED: the closed groups of some row may end among them.
     """
     BN: tl.constexpr = source.k[0].block_shape[2]
     n = start + tl.arange(0, BN)
     k = load_block(source.k, [source.b, source.head, start, 0], BN)
     v = load_block(source.v, [source.b, source.head, start, 0], BN)
-    # a row of words has room for a whole block
+    # a row of words is padded to whole blocks
     seen = (tl.load(opened.words + n)[None, :] & opened.bit[:, None]) == 0
     if MASKED:
         seen = seen & (n[None, :] < closed[:, None])
@@ -113,9 +121,11 @@ def _forward_entries(
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Entries ``[lo, hi)`` of groups that the row does not open. MASKED: a row's closed groups may end among them.
+    """Online softmax over entries ``[lo, hi)``; a row sees those of groups that it does not open.
 
-    biases: pointer to those of all rows, base 2, None for none.
+    MASKED: the closed groups of some row may end among them.
+
+    biases: pointer to the biases of all rows, base 2, None for none.
     """
     for start in range(lo, hi, source.k[0].block_shape[2]):
         k, v, seen = _load_entries(source, opened, start, closed, MASKED)
@@ -128,7 +138,7 @@ def _forward_entries(
 
 @triton.jit
 def _load_opened(store, opened, start, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr):
-    """Tokens ``[start, start + BN)`` of those of all opened groups, and which rows see each."""
+    """Load tokens ``[start, start + BN)`` of all opened groups, counted through; seen: whether a row sees each."""
     t = start + tl.arange(0, BN)
     inside = t < opened.count * g
     group = tl.load(opened.group + t // g, mask=inside, other=0)
@@ -152,7 +162,7 @@ def _forward_opened(
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Tokens of all groups that a query of the tile opens, each row those of its own."""
+    """Online softmax over the tokens of all groups that a query of the tile opens; a row sees those of its query."""
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
         softmax = _add_keys(softmax, q, k, v, seen, 0.0, None, scale, CAP, PRECISION)
@@ -161,7 +171,7 @@ def _forward_opened(
 
 @triton.jit
 def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of dq, up to the softmax scale, of keys that each row sees or not; level, bias as in `_add_keys`."""
+    """One step of dq, still without the softmax scale; seen, level, bias as in `_add_keys`."""
     s = products(queries.q, k, PRECISION)
     dp = products(queries.d_out, v, PRECISION)
     s, slope = soft_cap(s * scale, CAP)
@@ -187,7 +197,7 @@ def _dq_entries(
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the entries that `_forward_entries` reads to dq; arguments as there."""
+    """Add the entries that `_forward_entries` reads to dq; arguments as there."""
     for start in range(lo, hi, source.k[0].block_shape[2]):
         k, v, seen = _load_entries(source, opened, start, closed, MASKED)
         dq = _dq_add(
@@ -210,7 +220,7 @@ def _dq_opened(
     CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Adds the tokens that `_forward_opened` reads to dq; arguments as there."""
+    """Add the tokens that `_forward_opened` reads to dq; arguments as there."""
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
         dq = _dq_add(dq, queries, k, v, seen, 0.0, None, scale, CAP, PRECISION)
@@ -219,18 +229,18 @@ def _dq_opened(
 
 @triton.jit
 def chooser(row, choosers):
-    """Which of all lists of open groups are those of a KV head: its own, or those of all heads of its batch row.
+    """Index of the list of open groups for a KV head; heads share one list per batch row if ``choosers`` is 1.
 
-    choosers: how many a batch row has, as many as KV heads or 1.
+    choosers: lists per batch row, 1 or one per KV head.
     """
     return row.b.to(tl.int64) * choosers + tl.minimum(row.head, choosers - 1)
 
 
 @triton.jit
 def _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, row, choosers, i, Q: tl.constexpr):
-    """What the queries of this program's tile open."""
+    """The `TileGroups` of this program."""
     tile = chooser(row, choosers) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
-    return Opened(
+    return TileGroups(
         words_ptr + tile * row_of_words(words),
         group_ptr + tile * room,
         word_ptr + tile * room,
@@ -249,16 +259,16 @@ def recall_fwd_kernel(
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Of queries ``[first, stop)``: out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous.
+    """Write out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous, of queries ``[first, stop)``.
 
-    first is a multiple of ``BM // R``, the queries of a tile. level: base-2 number added to the scores of entries;
+    first: a multiple of ``BM // R``, the queries of a tile. level: base-2 number added to the scores of all entries.
     biases: float32, the entries' own, base 2, in rows of G, None for none.
     """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
+    spans = RowSpans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i, r, real = tile_rows(first + tile * Q, stop, R, BM)
     head = kvh * R + r
@@ -269,7 +279,7 @@ def recall_fwd_kernel(
         k = parts(entries_k, entries_k_rest if D1 > 0 else None)
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
-        source = Source(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
+        source = RowSource(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
         whole = tl.min(closed) // BN * BN
         softmax = _forward_entries(softmax, q, source, biases, opened, 0, whole, closed, scale, False, CAP, PRECISION)
         softmax = _forward_entries(
@@ -282,7 +292,7 @@ def recall_fwd_kernel(
     widths: tl.constexpr = (D0, D1, V0, V1)
     softmax = _forward_opened(softmax, q, store, opened, scale, g, widths, BN, CAP, PRECISION)
     k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
-    near = Source(k, v, row.b, row.head, 0.0, 0)
+    near = RowSource(k, v, row.b, row.head, 0.0, 0)
     seen_from, seen_to = visible(1, i, row, spans, KIND)
     lo, left, right, hi = cut(seen_from, seen_to, False, BN)
     softmax = forward_keys(softmax, q, near, None, lo, left, seen_from, seen_to, scale, True, CAP, PRECISION)
@@ -306,14 +316,14 @@ def recall_dq_kernel(
     POOL: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Of queries ``[first, stop)``: dq ``[B, H, L, D]`` and the two numbers per query that keys need, float32
-    ``[B, H, L]``: see `condense.ops.triton.attend_backward`.
+    """Write dq ``[B, H, L, D]`` of queries ``[first, stop)``, and for the kernels of dk and dv two numbers per query,
+    float32 ``[B, H, L]``: see `condense.ops.triton.attend_backward`.
     """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
+    spans = RowSpans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i, r, real = tile_rows(first + tile * Q, stop, R, BM)
     head = kvh * R + r
@@ -329,14 +339,14 @@ def recall_dq_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(row_lse_ptr + at, lse, mask=real)
     tl.store(delta_ptr + at, delta, mask=real)
-    queries = Queries(q, d_out, lse, delta)
+    queries = BackwardQueries(q, d_out, lse, delta)
     opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, row, choosers, i, Q)
     dq = zeros(BM, D0, D1)
     if POOL:
         k = parts(entries_k, entries_k_rest if D1 > 0 else None)
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
-        source = Source(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
+        source = RowSource(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
         whole = tl.min(closed) // BN * BN
         dq = _dq_entries(dq, queries, source, biases, opened, 0, whole, closed, scale, False, CAP, PRECISION)
         dq = _dq_entries(
@@ -349,7 +359,7 @@ def recall_dq_kernel(
     widths: tl.constexpr = (D0, D1, V0, V1)
     dq = _dq_opened(dq, queries, store, opened, scale, g, widths, BN, CAP, PRECISION)
     k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
-    near = Source(k, v, row.b, row.head, 0.0, 0)
+    near = RowSource(k, v, row.b, row.head, 0.0, 0)
     seen_from, seen_to = visible(1, i, row, spans, KIND)
     lo, left, right, hi = cut(seen_from, seen_to, False, BN)
     dq = dq_keys(dq, queries, near, None, lo, left, seen_from, seen_to, scale, True, CAP, PRECISION)

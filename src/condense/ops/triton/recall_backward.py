@@ -11,20 +11,20 @@ from torch import Tensor
 from condense.ops.triton.attend import Tiles
 from condense.ops.triton.host import LOG2E, cdiv, dense_rows, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_attend_call import Call, Shared, tiles_of
+from condense.ops.triton.recall_attend_call import RecallCall, RecallShared, tiles_of
 from condense.ops.triton.recall_attend_kernels import recall_dq_kernel
 from condense.ops.triton.recall_backward_kernels import recall_dkv_kernel, recall_store_kernel
 
 _DQ, _DKV, _DSTORE = (Launcher(x) for x in (recall_dq_kernel, recall_dkv_kernel, recall_store_kernel))
 
 
-def backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call) -> list[Tensor]:
+def backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: RecallCall) -> list[Tensor]:
     """Gradients of q, of the sources' keys, of their values, and of the entries' biases, if they have any."""
     d_out, q = whole_rows(d_out), whole_rows(call.q)
     (B, H, L, D), (K, choosers), Dv = q.shape, call.heads, out.shape[3]
     R, g = H // K, call.group_size
     tiles = tiles_of("dq", q.dtype, q.is_cuda, max(D, Dv), R)
-    shared, Q = Shared.of(call, tiles.keys), tiles.rows // R
+    shared, Q = RecallShared.of(call, tiles.keys), tiles.rows // R
     row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *call.k, *call.v))
     s_q, s_out, scales = q.stride()[:3], d_out.stride()[:3], (call.scale * LOG2E, call.scale)
@@ -71,9 +71,12 @@ def backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Call)
 
 
 def _store_gradients(
-    call: Call, queries: tuple[Tensor, Tensor, Tensor, Tensor], tiles: Tiles, dk: Tensor, dv: Tensor
+    call: RecallCall, queries: tuple[Tensor, Tensor, Tensor, Tensor], tiles: Tiles, dk: Tensor, dv: Tensor
 ) -> None:
-    """Writes the gradients of the store's keys and values; queries: numbers per row, q and the output's gradient."""
+    """Write the gradients of the store's keys and values.
+
+    queries: lse and delta of every row, q, the output's gradient.
+    """
     (B, _, L, r), (K, choosers), G, g = call.groups.shape, call.heads, call.k[0].shape[2], call.group_size
     by_group, order = call.groups.flatten(2).sort(dim=-1, stable=True)
     bounds = torch.arange(G + 1, device=dk.device, dtype=torch.int32).expand(B, choosers, G + 1).contiguous()

@@ -2,7 +2,7 @@
 
 No atomics: a program owns its keys and goes through the queries that see them, in order. `recall_dkv_kernel` goes
 through all tiles of queries from the first that sees one of its keys; `recall_store_kernel` through the queries that
-open its group, from a list. Numbers per query as `condense.ops.triton.attend_backward` has them.
+open its group, from a list. lse and delta of a query are those of `condense.ops.triton.attend_backward`.
 
 Shapes as in `condense.ops.triton.recall_attend_kernels`.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import add_weighted, load_rows, products, store_rows, zeros
-from condense.ops.triton.device.records import Queries, Row, Rule, Spans, Start
+from condense.ops.triton.device.records import BackwardQueries, Row, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import seen_by, start_of_row
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.recall_attend_kernels import chooser
@@ -24,8 +24,8 @@ from condense.ops.triton.recall_attend_kernels import chooser
 def _load_queries(
     queries, at_q, at_out, at, inside, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr
 ):
-    """Queries, gradients of their outputs and both numbers of rows; rows that are not inside have no weight."""
-    return Queries(
+    """Load queries, gradients of their outputs, lse and delta. Rows that are not inside get lse inf, so weight 0."""
+    return BackwardQueries(
         load_rows(queries.q, at_q, inside, D0, D1),
         load_rows(queries.d_out, at_out, inside, V0, V1),
         tl.load(queries.lse + at, mask=inside, other=float("inf")),
@@ -35,9 +35,9 @@ def _load_queries(
 
 @triton.jit
 def _add_queries(grads, k, v, rows, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Adds rows to dk, up to the softmax scale, to dv, and to the gradient of the biases, if there are any.
+    """Add rows to dk (still without the softmax scale), to dv and, if there are biases, to their gradient.
 
-    seen ``[n, BM]``: which rows see which keys. bias ``[n]``: the keys' own, None for none.
+    seen ``[n, BM]``: whether a row sees a key. bias ``[n]``: the keys' own, None for none.
     """
     s = products(k, rows.q, PRECISION)
     dp = products(v, rows.d_out, PRECISION)
@@ -63,23 +63,23 @@ def recall_dkv_kernel(
     ENTRIES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
     BS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries or else of the window; of biases,
-    if entries have their own, float32 ``[B, K, size]``.
+    """Write dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries if ENTRIES, else of the
+    window; and d_biases float32 ``[B, K, size]``, if entries have biases of their own.
 
-    BM: rows of a tile, whose queries share a word; BS: rows that are read at a time.
+    BM: rows of a tile, whose queries share a word. BS: rows that are read at a time.
     """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = Spans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
+    spans = RowSpans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = n < size
     key = n.to(tl.int64)
     k = load_rows(k_ptr, b * s_keys[0] + kvh * s_keys[1] + key * s_keys[2], inside, D0, D1)
     v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
     lo, hi = seen_by(0 if ENTRIES else 1, n, size, L, row, spans, 0, 0, KIND)
-    queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
+    queries = BackwardQueries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
     if biases is not None:
         bias = tl.load(biases + b * s_bias[0] + kvh * s_bias[1] + key, mask=inside, other=0.0)
@@ -118,8 +118,8 @@ def recall_store_kernel(
 ):  # fmt: skip
     """dk ``[B, K, G * g, D]`` and dv ``[B, K, G * g, Dv]``, contiguous; grid (B * K, G, tiles of a group's tokens).
 
-    order int64 ``[B * choosers, L * r]``: places in the list of all queries' groups, by group and then by query; first
-    ``[B * choosers, G + 1]``: where each group begins among them.
+    order int64 ``[B * choosers, L * r]``: indices of the pairs (query, opened group), sorted by group, then by query.
+    first ``[B * choosers, G + 1]``: offset of each group's first pair in ``order``.
     """
     Q: tl.constexpr = BM // R
     row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
@@ -134,7 +134,7 @@ def recall_store_kernel(
     order_ptr += chooser(row, choosers) * L * r
     first_ptr += chooser(row, choosers) * (G + 1) + group
     last = tl.load(first_ptr + 1)
-    queries = Queries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
+    queries = BackwardQueries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
     for start in range(tl.load(first_ptr), last, Q):
         place = start + j // R

@@ -1,7 +1,7 @@
 """The groups that each query of a prompt opens, chosen by kernels block of queries by block.
 
-Scores of a block of queries stand in scratch memory of a fixed size; what is kept is a list of groups per query. No
-wait for the host.
+The scores of a block of queries stand in scratch memory of limited size; only a list of groups per query is kept.
+Nothing waits for the host.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups, r groups that a query opens, D key width.
 """
@@ -30,15 +30,15 @@ from condense.ops.triton.recall_score import (
     index_rows,
     score,
 )
-from condense.ops.triton.recall_score_kernels import CHUNK
+from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE
 
 _CELLS, _GROUPS = Launcher(recall_cells_kernel), Launcher(recall_groups_kernel)
-# bytes of scratch memory for a block of queries, which are a multiple of so many
+# bytes of scratch memory for a block of queries; a block is a multiple of so many queries
 _SCRATCH, _BLOCK = 2**31, 128
 
 
 def queries_per_program(columns: int, is_cuda: bool) -> int:
-    """Queries of a program that ranks ``columns`` numbers for each: one warp on a GPU."""
+    """Queries of a program that ranks ``columns`` numbers for each; on a GPU a program is one warp."""
     return max(1, min(32, 512 // columns)) if is_cuda else 16
 
 
@@ -52,7 +52,7 @@ def _ranking_queries(looked: int, is_cuda: bool) -> int:
 
 
 def warps(columns: int) -> int:
-    """Warps of such a program."""
+    """Warps of a program that ranks ``columns`` numbers per query."""
     return 1 if columns <= 1024 else 4
 
 
@@ -61,8 +61,8 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, picke
         return torch.empty(shape, dtype=dtype, device=device)
 
     return Scratch(
-        empty(heads, cells, n * R, CELL), empty(heads, cells // CHUNK.value, n * R, CHUNK.value), empty(heads, n * R),
-        empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
+        empty(heads, cells, n * R, CELL), empty(heads, cells // CELLS_PER_LINE.value, n * R, CELLS_PER_LINE.value),
+        empty(heads, n * R), empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -70,11 +70,10 @@ def choose(
     q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, quota: Quota,
     closed: int, score: Callable[[Scoring], None] = score,
 ) -> Tensor:  # fmt: skip
-    """The groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``quota.at(closed)``; G where
-    there are fewer.
+    """Return the groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``quota.at(closed)``.
 
-    q ``[B, H, L, D]``; closed: no query sees more groups as closed; score: the function that scores a block of queries.
-    1 <= r; scale > 0.
+    A query that opens fewer has G in the places that are left. q: ``[B, H, L, D]``. closed: the most closed groups that
+    a query sees. score: scores a block of queries. r >= 1 and scale > 0.
     """
     q = whole_rows(q)
     (B, H, L, _), (_, K, G, _) = q.shape, index.codes.shape
@@ -112,7 +111,7 @@ def choose(
 
 
 def choice_operation(name: str, score: Callable[[Scoring], None] = score) -> Callable[..., Tensor]:
-    """`choose` with this scoring as a torch operation of `choice_arguments`, so that torch.compile keeps it whole."""
+    """`choose` with ``score`` as a torch operation of `choice_arguments`, which torch.compile keeps whole."""
 
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
@@ -137,6 +136,6 @@ def choice_arguments(
     q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, quota: Quota,
     closed: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of `choose` in types that an operation takes."""
+    """The arguments of `choose` as types that an operation takes."""
     sizes = [settings.group_size, settings.size, settings.bits]
     return q, *index, settings.kind, sizes, positions.starts, positions.rule, scale, list(quota), closed

@@ -1,10 +1,10 @@
 """Kernels that choose the groups that each query of a prompt opens, and sort the choice by query and by tile.
 
-They read what `condense.ops.triton.recall_score_kernels` writes. `recall_cells_kernel`: the cells that hold every group
-which may be among the best r: those with the r best groups, as every cell has at least the group that is its best.
-`recall_groups_kernel`: the best r groups of these cells. So 1 of M / (r * C) scores is read again. `recall_mark_kernel`
-and `recall_list_kernel` turn choices round: which queries of a tile open a group, and which groups any query of a tile
-opens.
+They read what `condense.ops.triton.recall_score_kernels` writes. `recall_cells_kernel` picks the r cells whose best
+groups are the best; the best r groups lie in them, because each holds a group at least as good as any elsewhere.
+`recall_groups_kernel` chooses the best r groups of these cells, and so reads ``r * C`` scores again, not all G.
+`recall_mark_kernel` and `recall_list_kernel` invert the choice: which queries of a tile open a group, and which groups
+any query of a tile opens.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups of g
 tokens, cells of C groups, r groups that a query opens. T tiles of Q queries.
@@ -17,26 +17,27 @@ import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import Rule, Start
-from condense.ops.triton.recall_score_kernels import BLOCK, CHUNK, closed_groups, place_of_cell, row_of_program
+from condense.ops.triton.recall_score_kernels import BLOCK, CELLS_PER_LINE, closed_groups, place_of_cell, row_of_program
 
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
-# rows of words have room for a multiple of so many: a block of keys whose words are read at once
+# rows of words are padded to a multiple of so many: the words of a block of keys, which are read at once
 WORDS = tl.constexpr(64)
 
 
 @triton.jit
 def row_of_words(words):
-    """Room of a row of ``words`` words: those at its end are 0."""
+    """Length of a row of ``words`` words, padded with 0."""
     return (words + WORDS - 1) // WORDS * WORDS
 
 
 @triton.jit
 def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constexpr):
-    """The largest of the query heads' shares of groups or cells ``[BQ, ...]``, in log space; -inf where not valid.
+    """Logarithm of each group's or cell's softmax share ``[BQ, ...]``, the largest of all query heads; -inf if not
+    valid.
 
-    Head r's score stands at ``at + r * step``, and is read if it is there; query: of the tile's queries, their place
-    in the log-sum-exps.
+    at: offset of the score of head 0; that of head r is at ``at + r * step``. there: scores that may be read. query:
+    indices of the queries in the log-sum-exps.
     """
     share = tl.full(valid.shape, float("-inf"), tl.float32)
     for r in tl.static_range(R):
@@ -50,33 +51,35 @@ def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constex
 
 @triton.jit
 def wanted_groups(closed, most, part, of):
-    """How many of the ``closed`` groups a query opens: the numbers of `condense.ops.recall.choice.Quota`."""
+    """Number of groups that a query opens of ``closed``; most, part, of: as in `condense.ops.recall.choice.Quota`."""
     return tl.minimum((closed.to(tl.int64) * part + (of - 1)) // of, most).to(tl.int32)
 
 
 @triton.jit
 def _best(share, valid, wanted, floor):
-    """Which of each row of ``[BQ, N]`` are among the best ``wanted`` ``[BQ]`` of the valid, ties to the first; their
-    places in order; and the key of the worst of them. A row without that many has all of its valid ones. floor: a key
-    that at least ``wanted`` of a row reach, where it has that many.
+    """Select the best ``wanted`` ``[BQ]`` valid shares of each row of ``[BQ, N]``, or all valid ones if there are
+    fewer.
+
+    Returns whether each is selected, ties to the first; its rank by position among the selected; and the key of the
+    worst selected one. floor: a key that at least ``wanted`` of the row reach, if it has that many; else the lowest.
     """
-    # floats as integers in the same order: of negative ones, all bits but the sign are flipped
+    # keys are the floats as integers in the same order: for negative ones all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
     lo = tl.maximum(tl.min(tl.where(valid, key, _INT_MAX), 1), floor).to(tl.int64)
     # rows with fewer, which keep all, need no search
     hi = tl.where(tl.sum(valid.to(tl.int32), 1) > wanted, tl.max(key, 1).to(tl.int64) + 1, lo)
-    # at least ``wanted`` keys reach lo, fewer reach hi
+    # invariant: at least ``wanted`` keys are >= lo, fewer are >= hi
     while tl.max(hi - lo, 0) > 1:
         middle = lo + (hi - lo) // 2
         reach = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
         lo = tl.where(reach >= wanted, middle, lo)
-        # exactly ``wanted`` keys reach it: the search ends
+        # if exactly ``wanted`` keys are >= middle, the search ends
         hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
     worst = lo.to(tl.int32)
     best = (valid & (key >= worst[:, None])).to(tl.int32)
     excess = tl.maximum(tl.sum(best, 1) - wanted, 0)
-    if tl.max(excess, 0) > 0:  # of those that tie with the worst, the first
+    if tl.max(excess, 0) > 0:  # only the first of those that tie with the worst are kept
         tied = (valid & (key == worst[:, None])).to(tl.int32)
         kept = tl.sum(tied, 1) - excess
         best = tl.where(tl.cumsum(tied, 1) * tied > kept[:, None], 0, best)
@@ -90,8 +93,8 @@ def recall_cells_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """The cells with the best shares in rising order, as many as groups are wanted, int32 ``[B * K, n, PICKED]``; CELLS
-    where there are fewer. And the floor for `_best` among their groups, int32 ``[B * K, n]``.
+    """Write the cells with the best shares, as many as groups are wanted, in rising order, int32 ``[B * K, n,
+    PICKED]``, CELLS where there are fewer; and the floor for `_best` among their groups, int32 ``[B * K, n]``.
 
     CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
     """
@@ -103,14 +106,17 @@ def recall_cells_kernel(
     query = tl.minimum(i, stop - 1) - first
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
-    # whole chunks are read at once
-    there = n // CHUNK * (CHUNK * C) < closed[:, None]
-    at = query[:, None] * (R * CHUNK) + place_of_cell(n, lines)
-    share = _best_share(cell_ptr + head * cells * lines, at, CHUNK, lse_ptr + head * lines, query, there, valid, R)
+    # whole lines of cells are read at once
+    there = n // CELLS_PER_LINE * (CELLS_PER_LINE * C) < closed[:, None]
+    at = query[:, None] * (R * CELLS_PER_LINE) + place_of_cell(n, lines)
+    share = _best_share(
+        cell_ptr + head * cells * lines, at, CELLS_PER_LINE, lse_ptr + head * lines, query, there, valid, R
+    )
     query += head * (stop - first)
     wanted = wanted_groups(closed, r, part, of)
     picked, place, worst = _best(share, valid, wanted, _INT_MIN)
-    # as many cells have a group that is as good as the best of the worst of them
+    # each picked cell holds a group at least as good as the worst picked cell's best one, so lower groups can be
+    # skipped
     floor = tl.where(tl.cdiv(closed, C) > wanted, worst, _INT_MIN)
     tl.store(floor_ptr + query, floor, mask=i < stop)
     tl.store(picked_ptr + query[:, None] * PICKED + place, n + tl.zeros_like(place), mask=picked)
@@ -125,7 +131,7 @@ def recall_groups_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """The open groups of queries ``[first, stop)`` in rising order, int32 ``[B * K, L, r]``; G where there are fewer.
+    """Write the groups that queries ``[first, stop)`` open in rising order, int32 ``[B * K, L, r]``; G where fewer.
 
     PLACES: r as a power of two. A program has BQ queries of one KV head.
     """
@@ -140,7 +146,7 @@ def recall_groups_kernel(
     cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])
     group = cell[:, :, None] * C + c
     valid = group < closed[:, None, None]
-    # whole cells are there, so that several scores are loaded at once
+    # the mask is per cell, so that several scores are loaded at once
     there = (cell * C < closed[:, None])[:, :, None]
     at = (cell * lines + query[:, None] * R)[:, :, None] * C + c
     share = _best_share(score_ptr + head * cells * lines * C, at, C, lse_ptr + head * lines, query, there, valid, R)
@@ -157,9 +163,9 @@ def recall_groups_kernel(
 def recall_mark_kernel(
     groups_ptr, mark_ptr, L, G, first, stop, words, r, Q: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Sets bit ``i % Q`` of word ``[B * K, T, words]`` for every group that query i opens; all were 0 before.
+    """Set bit ``i % Q`` of word ``[B * K, T, words]`` for every group that query i opens; all were 0 before.
 
-    An "or" of integers gives the same in any order. A program has BQ queries of one KV head.
+    The atomic "or" of integers gives the same result in any order. A program has BQ queries of one KV head.
     """
     head, place = tl.program_id(1).to(tl.int64), tl.arange(0, PLACES)[None, :]
     i = tl.program_id(0) * BQ + tl.arange(0, BQ)
@@ -172,8 +178,8 @@ def recall_mark_kernel(
 
 @triton.jit(do_not_specialize=("words", "room"))
 def recall_list_kernel(mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, BW: tl.constexpr):
-    """The groups of a tile that any of its queries opens, in rising order, with their words: int32 and as marked,
-    ``[B * K, T, room]``; and how many these are, int32 ``[B * K, T]``.
+    """Write the groups that any query of a tile opens, in rising order, int32 ``[B * K, T, room]``; their words, of the
+    same shape; and their number, int32 ``[B * K, T]``.
     """
     tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     count = tl.full([], 0, tl.int32)

@@ -1,4 +1,4 @@
-"""Kernel of Recall's decode step that reads the new token, and closes the group that it makes due.
+"""Kernel of Recall's decode step that reads the new token, and closes a group if the token completes one.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 """
@@ -28,8 +28,11 @@ from condense.ops.triton.recall_store_kernels import put_keys, put_values, ring_
 
 
 class Index(NamedTuple):
-    """The constants of an index: blocks per group, tokens per block; bounds or means; bits. As powers of two: tokens
-    per block, columns of a row where it is written (bytes, if quantised) and where it is read (words of 16 bits).
+    """The constants of an index.
+
+    blocks: per group. tokens: per block. bounds: bounds, not means. bits: per number. As powers of two: tokens_tile,
+    tokens per block; columns_tile, columns of a row where it is written (bytes, if quantised); words_tile, where it is
+    read (words of 16 bits).
     """
 
     blocks: int
@@ -42,7 +45,7 @@ class Index(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """Pointers to a KV head's ring of keys and to the newest key; slots of the ring."""
+    """A KV head's ring of keys. keys: pointer to it. new: pointer to the newest key. size: slots."""
 
     keys: Any
     new: Any
@@ -56,7 +59,7 @@ _TINY = tl.constexpr(2.0**-126)
 
 @triton.jit
 def after_the_last(EARLY: tl.constexpr):
-    """Let the next kernel be launched now, then wait until the one before this one has ended."""
+    """Wait until the kernel before this one has ended, then let the next one be launched."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -64,7 +67,7 @@ def after_the_last(EARLY: tl.constexpr):
 
 @triton.jit
 def row_of_step(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr):
-    """Position of row b's new token, whether there is one, closed groups, and those of them that fit the buffers."""
+    """Position of row b's new token, whether there is one, closed groups, and these limited to the buffers' G."""
     t = tl.load(seen_ptr + b).to(tl.int32)
     live = t >= 0
     if HAS_REAL:
@@ -75,7 +78,7 @@ def row_of_step(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.
 
 @triton.jit
 def _block(ring, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr):
-    """Lowest and highest key of a block of tokens, the first at ``start``, or its mean twice; columns from LO on."""
+    """Lowest and highest key of the block that begins at position ``start``, or its mean twice; columns from LO on."""
     i = tl.arange(0, INDEX.tokens_tile)
     inside = i < INDEX.tokens
     x = ring_tokens(ring.keys, ring.new, start + i, t, ring.size, inside, LO, D, INDEX.columns_tile)
@@ -91,7 +94,7 @@ def _block(ring, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexp
 
 @triton.jit
 def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: tl.constexpr):
-    """Numbers on the grid: rounded up or down for bounds, else to the nearest; as `condense.ops.recall.build_index`."""
+    """Codes of x: rounded up or down for bounds, else to the nearest, as in `condense.ops.recall.build_index`."""
     position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
     if not BOUNDS:
         position = tl.floor(position + 0.5)
@@ -104,7 +107,7 @@ def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: t
 
 @triton.jit
 def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.constexpr):
-    """The index of the group that begins at position ``first``."""
+    """Write the index of the group that begins at position ``first``."""
     BITS: tl.constexpr = INDEX.bits
     BOUNDS: tl.constexpr = INDEX.bounds
     PARTS: tl.constexpr = 2 if BITS == 4 else 1

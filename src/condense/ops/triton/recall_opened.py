@@ -1,4 +1,4 @@
-"""What tiles of queries open: words with a bit per query, and the groups that any query of a tile opens.
+"""The groups that tiles of queries open: words with a bit per query, and lists of the groups that any query opens.
 
 Shapes: B rows, K KV heads, L queries, T tiles of queries, r groups that a query opens.
 """
@@ -18,13 +18,15 @@ from condense.ops.triton.recall_choice_kernels import WORDS, recall_list_kernel,
 _MARK, _LIST = Launcher(recall_mark_kernel), Launcher(recall_list_kernel)
 
 
-class Opened(NamedTuple):
-    """What T tiles of queries open, for every row and KV head.
+class OpenedGroups(NamedTuple):
+    """The groups that T tiles of queries open, for every row and KV head.
 
-    words ``[B * K, T, n]``: bit i of a word says that query i of the tile opens the group; n is the number of closed
-    groups, rounded up to a multiple of 64, and the words at the end are 0. groups int32 and of_groups
-    ``[B * K, T, room]``: those that any query opens, in rising order, with their words; counts int32 ``[B * K, T]``.
-    closed: no query sees more groups as closed.
+    words: ``[B * K, T, n]``, a word per group; bit i says whether query i of the tile opens it. n is ``closed`` rounded
+    up to a multiple of 64; the words at the end are 0.
+    groups: int32 ``[B * K, T, room]``, the groups that any query of the tile opens, in rising order.
+    of_groups: ``[B * K, T, room]``, the words of these groups.
+    counts: int32 ``[B * K, T]``, how many these are.
+    closed: the most closed groups that a query sees.
     """
 
     words: Tensor
@@ -35,20 +37,20 @@ class Opened(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, as kernels take them."""
+        """All tensors, in the order in which kernels take them."""
         return self[:4]
 
     @property
     def numbers(self) -> tuple[int, int]:
-        """Words that count and room for groups, as kernels take them."""
+        """``closed`` and ``room``, in the order in which kernels take them."""
         return self.closed, self.groups.shape[2]
 
 
-def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Opened:
-    """What tiles of ``tile`` queries, 64 at most, of queries ``[first, stop)`` open.
+def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> OpenedGroups:
+    """Return the groups that tiles of ``tile`` queries open, 64 at most, for queries ``[first, stop)``.
 
-    groups: as `condense.ops.triton.recall_choice.choose` gives them, of ``num_groups`` groups; closed: no query sees
-    more groups as closed.
+    groups: from `condense.ops.triton.recall_choice.choose`, where ``num_groups`` stands for none. closed: the most
+    closed groups that a query sees.
     """
     B, K, L, r = groups.shape
     T, closed = cdiv(stop - first, tile), max(closed, 1)
@@ -65,4 +67,4 @@ def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, 
             (tile, places, queries), {"num_warps": warps(places)},
         )  # fmt: skip
         _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
-    return Opened(words, *lists, counts, closed)
+    return OpenedGroups(words, *lists, counts, closed)

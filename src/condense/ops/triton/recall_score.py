@@ -1,4 +1,4 @@
-"""Index scores of a block of queries of a prompt: what the kernels that score take, and how they are started.
+"""Index scores of a block of queries of a prompt: arguments and launches of the kernels.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, n queries of a block, G groups, D key width.
 """
@@ -21,7 +21,7 @@ from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_score_kernels import ScoreForm, recall_score_kernel, recall_score_wide_kernel
 
 _SCORE, _SCORE_WIDE = Launcher(recall_score_kernel), Launcher(recall_score_wide_kernel)
-# groups of a cell, of which the best score is kept
+# groups of a cell; the best of their scores is kept
 CELL = 16
 # a tile of scores has at most so many groups
 MOST_GROUPS = 128
@@ -29,8 +29,11 @@ MOST_GROUPS = 128
 _WIDE = 256
 
 
-class Tiles(NamedTuple):
-    """Rows of a tile of scores and of the index, Triton's options, and columns of a key that are read at a time."""
+class ScoreTiles(NamedTuple):
+    """rows: of a tile of scores.
+
+    columns: rows of the index. options: Triton's. width: columns of a key read at a time.
+    """
 
     rows: int
     columns: int
@@ -39,25 +42,25 @@ class Tiles(NamedTuple):
 
 
 @functools.cache
-def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, R: int) -> Tiles:
+def _tiles(dtype: torch.dtype, is_cuda: bool, width: int, R: int) -> ScoreTiles:
     rows = power_of_2(R)
     if not is_cuda:  # the interpreter
-        return Tiles(max(16, rows), 32, {})
+        return ScoreTiles(max(16, rows), 32, {})
     if dtype == torch.float32:
-        return Tiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
-    return Tiles(128, 64, {"num_warps": 4 if width <= 128 else 8, "num_stages": 1})
+        return ScoreTiles(max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
+    return ScoreTiles(128, 64, {"num_warps": 4 if width <= 128 else 8, "num_stages": 1})
 
 
-def _wide_tiles(dtype: torch.dtype, is_cuda: bool) -> Tiles:
+def _wide_tiles(dtype: torch.dtype, is_cuda: bool) -> ScoreTiles:
     if not is_cuda:  # the interpreter
-        return Tiles(16, 32, {}, 64)
+        return ScoreTiles(16, 32, {}, 64)
     if dtype == torch.float32:
-        return Tiles(32, 64, {"num_warps": 4, "num_stages": 1}, 32)
-    return Tiles(128, 256, {"num_warps": 8, "num_stages": 3}, 64)
+        return ScoreTiles(32, 64, {"num_warps": 4, "num_stages": 1}, 32)
+    return ScoreTiles(128, 256, {"num_warps": 8, "num_stages": 3}, 64)
 
 
 class Positions(NamedTuple):
-    """Where a call's queries stand: what `condense.ops.triton.attend_call.describe` makes of `RuleSpans`."""
+    """Positions of a call's queries: `RuleSpans` as `condense.ops.triton.attend_call.describe` returns them."""
 
     starts: Tensor | None
     rule: tuple[int, ...]
@@ -69,9 +72,11 @@ class Positions(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Of n queries: score ``[B * K, cells, n * R, CELL]``, best score of every cell ``[B * K, cells / 4, n * R, 4]``,
-    log-sum-exp ``[B * K, n * R]``, all float32; the cells to look into, int32 ``[B * K, n, picked]``, and what their
-    groups must reach, int32 ``[B * K, n]``. Room for so many; a block with fewer queries begins at the same places.
+    """Scratch memory for a block of n queries. A last block with fewer queries fills the beginning of each tensor.
+
+    score: float32 ``[B * K, cells, n * R, CELL]``, of every group. cell: float32 ``[B * K, cells / 4, n * R, 4]``, the
+    best score of every cell. lse: float32 ``[B * K, n * R]``, log-sum-exps. picked: int32 ``[B * K, n, picked]``, the
+    cells whose groups are ranked. floor: int32 ``[B * K, n]``, a key that every chosen group reaches.
     """
 
     score: Tensor
@@ -82,8 +87,10 @@ class Scratch(NamedTuple):
 
 
 def index_rows(index: GroupIndex, settings: IndexSettings, cells: int, dtype: torch.dtype) -> Tensor:
-    """The index of ``cells`` cells as numbers of the dtype of the queries, as `recall_score_kernel` reads it: codes of
-    8 bits are exact in all. The last block is repeated up to a power of two.
+    """Return the rows of the index as `recall_score_kernel` reads them, in the dtype of the queries.
+
+    bfloat16, float16 and float32 hold codes of 8 bits exactly. The last block of a group is repeated up to a power of
+    two.
     """
     m = settings.num_blocks
     codes = index.codes.unflatten(3, (-1, m, index.codes.shape[3] // settings.num_rows))
@@ -103,10 +110,10 @@ def index_grid(index: GroupIndex, cells: int, scale: float) -> Tensor:
 
 
 class Scoring(NamedTuple):
-    """A block of queries to score: what all blocks of a call share, and where the results go.
+    """A block of queries ``[first, stop)`` to score.
 
-    rows, grid: the index, as `index_rows` and `index_grid` make it, no grid of 16 bits; sizes: what the kernels take as
-    numbers, from K to the rule; scale: of base-2 scores.
+    rows, grid: the index from `index_rows` and `index_grid`; grid is None for an index of 16 bits. scratch: receives
+    the results. sizes: the kernels' numbers from ``K`` to ``first_entries``. scale: of base-2 scores.
     """
 
     q: Tensor
@@ -122,24 +129,24 @@ class Scoring(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Rows times KV heads, and query heads per KV head."""
+        """``B * K``, and query heads per KV head."""
         return self.rows.shape[0] * self.sizes[0], self.q.shape[1] // self.sizes[0]
 
     def form(self, groups: int, steps: int = 0) -> ScoreForm:
-        """What Triton's kernels are compiled for, with so many groups per tile; steps: as `ScoreForm` says."""
+        """Constants of Triton's kernels. groups: groups per tile. steps: as in `ScoreForm`."""
         m, precision = self.settings.num_blocks, "tf32x3" if self.q.dtype == torch.float32 else "tf32"
         is_bounds, has_grid = self.settings.kind == "bounds", self.grid is not None
         return ScoreForm(m, power_of_2(m), groups, CELL, is_bounds, has_grid, steps, precision)
 
     @property
     def grid_ptr(self) -> Tensor:
-        """The grid, or any tensor: kernels that get records cannot get None."""
+        """The grid, or any tensor if there is none: kernels cannot put None into a record."""
         return self.scratch.lse if self.grid is None else self.grid
 
 
 def bytes_per_query(q: Tensor, settings: IndexSettings, cells: int) -> int:
-    """Bytes of scratch memory that one query takes in all rows and heads: its scores of ``cells`` cells and, of wide
-    keys, its copies in `_score_wide`.
+    """Bytes of scratch memory per query in all rows and heads: its scores of ``cells`` cells and, for wide keys, its
+    copies in `_score_wide`.
     """
     B, H, _, D = q.shape
     copies = 0 if D <= _WIDE else 3 if settings.kind == "bounds" else 2
@@ -147,7 +154,7 @@ def bytes_per_query(q: Tensor, settings: IndexSettings, cells: int) -> int:
 
 
 def score(call: Scoring) -> None:
-    """Fills the first three of the scratch tensors."""
+    """Fill the scratch tensors score, cell and lse."""
     if call.q.shape[3] > _WIDE:
         _score_wide(call)
         return
@@ -167,7 +174,7 @@ def score(call: Scoring) -> None:
 
 
 def _score_wide(call: Scoring) -> None:
-    """The same for wide keys: rows of queries, one behind the other, are made for the block."""
+    """As `score`, for wide keys: copies the block's queries to adjacent rows."""
     (heads, R), D, n = call.heads, call.q.shape[3], call.stop - call.first
     # [B, H, n, D] to [B * K, n, R, D]
     q = call.q[:, :, call.first : call.stop].unflatten(1, (-1, R)).transpose(2, 3).flatten(0, 1)

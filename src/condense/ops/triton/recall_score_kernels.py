@@ -1,8 +1,8 @@
 """Kernels that score the index for a block of queries of a prompt.
 
-`recall_score_kernel`: scores by matrix products; the best of every C groups (a *cell*) and the log-sum-exp of all.
-`recall_score_wide_kernel`: the same for keys as wide as latents. `condense.ops.triton.recall_choice_kernels` chooses by
-them.
+`recall_score_kernel` computes scores by matrix products, the best score of every *cell* (C adjacent groups), and the
+log-sum-exp of all scores; `recall_score_wide_kernel` does the same for keys as wide as latents.
+`condense.ops.triton.recall_choice_kernels` chooses groups by these.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups, m blocks
 per group, D width, P columns of the tile that holds it.
@@ -17,20 +17,22 @@ import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import parts
-from condense.ops.triton.device.records import Row, Rule, Spans, Start
+from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
 
-# numbers that differ from block to block of queries, and would compile a new kernel each
+# not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
 BLOCK = ("G", "first", "stop", "cells")
 
-# cells whose best scores a row has side by side: 16 bytes
-CHUNK = tl.constexpr(4)
+# cells whose best scores lie side by side in memory for each row: 16 bytes
+CELLS_PER_LINE = tl.constexpr(4)
 
 
 class ScoreForm(NamedTuple):
-    """The constants of an index and of its tiles: blocks of a group, and the same as a power of two; groups of a tile,
-    groups of a cell; whether it holds bounds, whether it has a grid; steps of `_wide_products`, 0 for queries in
-    registers; precision of products.
+    """The constants of an index and of its tiles.
+
+    m: blocks per group. MP: m rounded up to a power of two. BG: groups per tile. C: groups per cell. bounds: the index
+    holds bounds, not means. grid: it is quantised, with a step and a zero per group. steps: of `_wide_products`, 0 if
+    queries are held in registers. precision: of products.
     """
 
     m: int
@@ -45,20 +47,20 @@ class ScoreForm(NamedTuple):
 
 @triton.jit
 def place_of_cell(cell, lines):
-    """Where row 0 of ``lines`` rows has the best scores of cells."""
-    return cell // CHUNK * lines * CHUNK + cell % CHUNK
+    """Offset of the best score of a cell for row 0 of ``lines`` rows."""
+    return cell // CELLS_PER_LINE * lines * CELLS_PER_LINE + cell % CELLS_PER_LINE
 
 
 @triton.jit
 def row_of_program(rule, start, starts_ptr, K, KIND: tl.constexpr):
     """Batch row and KV head of a program of a grid (tiles, B * K), and the spans of that row."""
     row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
-    return row, Spans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
+    return row, RowSpans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
 
 
 @triton.jit
 def closed_groups(i, row, spans, G, KIND: tl.constexpr):
-    """Groups that are closed for queries i, of those that the index has."""
+    """Number of groups that are closed for queries i, at most the G of the index."""
     return tl.minimum(visible(0, i, row, spans, KIND)[1], G).to(tl.int32)
 
 
@@ -69,8 +71,10 @@ def _load_queries(q_ptr, at, real, D: tl.constexpr, P: tl.constexpr):
 
 
 class _Index(NamedTuple):
-    """The index of one KV head: its rows, as `recall_score_kernel` has them, batch row and first head of these; its
-    groups' steps and zeros.
+    """The index of one KV head.
+
+    rows: descriptor, see `recall_score_kernel`. b, head: its batch row and first head. grid: pointer to the steps and
+    zeros of the groups.
     """
 
     rows: Any
@@ -80,7 +84,10 @@ class _Index(NamedTuple):
 
 
 class _Wide(NamedTuple):
-    """Queries of a tile by descriptor, with the batch row times KV heads and the first row to read."""
+    """Queries of a tile.
+
+    rows: descriptor ``[B * K, ...]``. head: its first index, ``b * K + head``. line: first row.
+    """
 
     rows: Any
     head: Any
@@ -88,8 +95,10 @@ class _Wide(NamedTuple):
 
 
 class _Lines(NamedTuple):
-    """Of each row of a tile: its place among the ``size`` rows of the block, whether it counts, its query's closed
-    groups.
+    """The rows of a tile.
+
+    line: index of a row within the block of queries. real: whether the row counts. closed: closed groups of its query.
+    size: rows of the block.
     """
 
     line: Any
@@ -99,7 +108,7 @@ class _Lines(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """Where scores, cells' best scores and log-sum-exps go, and how many cells there are."""
+    """Pointers to the scores, the cells' best scores and the log-sum-exps; cells: the number of cells."""
 
     score: Any
     cell: Any
@@ -108,9 +117,10 @@ class _Results(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """Queries of a tile: those that meet the rows of the index (of bounds: the negative and the positive part), or
-    `_Wide`; the sum of each, their scale, where they write their scores and cells' best scores, and rows of a cell in
-    memory.
+    """The queries of a tile, as `_score_groups` takes them.
+
+    q: tiles, for bounds the negative and the positive part; or `_Wide`. sum_q: the sum of each query. scale: of scores.
+    score, cell: pointers to the results of each row. real: whether a row counts. lines: rows of the block.
     """
 
     q: Any
@@ -124,7 +134,7 @@ class _Scored(NamedTuple):
 
 @triton.jit
 def _index_products(q, index, at, PRECISION: tl.constexpr):
-    """Products of a tile of queries with the rows of the index from ``at`` on; of bounds, the sum of both."""
+    """Products of a tile of queries with the rows of the index from ``at`` on; for bounds the sum of both parts."""
     x = index.rows.load([index.b, index.head, at, 0])
     s = tl.dot(q[0], tl.trans(x.reshape(x.shape[2], x.shape[3])), input_precision=PRECISION)
     if len(q) == 2:
@@ -135,7 +145,7 @@ def _index_products(q, index, at, PRECISION: tl.constexpr):
 
 @triton.jit
 def _wide_products(q, index, at, FORM: tl.constexpr):
-    """The same for keys of any width, in ``FORM.steps`` steps of as many columns as the descriptors read."""
+    """As `_index_products` for keys of any width, in ``FORM.steps`` steps of as many columns as descriptors read."""
     STEPS: tl.constexpr = FORM.steps
     PRECISION: tl.constexpr = FORM.precision
     BM: tl.constexpr = q.rows.block_shape[2]
@@ -152,8 +162,10 @@ def _wide_products(q, index, at, FORM: tl.constexpr):
 
 @triton.jit
 def _score_groups(queries, index, lse, stretch, closed, FORM: tl.constexpr, MASKED: tl.constexpr):
-    """Scores and writes the groups of a stretch ``[lo, hi)``, and adds them to lse: the largest score of each row and
-    the sum of ``2 ** (score - largest)``. MASKED: a row's closed groups may end among them.
+    """Score the groups ``[lo, hi)`` of a stretch, write the scores, and add them to lse.
+
+    lse: the largest score of each row, and the sum of ``2 ** (score - largest)``. MASKED: the closed groups of some row
+    may end among them.
     """
     top, total = lse
     lo, hi = stretch
@@ -172,7 +184,7 @@ def _score_groups(queries, index, lse, stretch, closed, FORM: tl.constexpr, MASK
         s = tl.permute(tl.reshape(s, [BM, BC, 2, MP, C // 4, 2]), [0, 1, 4, 2, 5, 3])
         s = tl.reshape(s, [BM, BC, C, MP])
         if FORM.bounds:
-            # step > 0 and zero are the group's, so that the best block is known before them
+            # step > 0 and zero are the same for all blocks of a group, so the best block is known before scaling
             s = tl.max(s, 3)
             if FORM.grid:
                 at = index.grid + cell[:, None] * (2 * C) + c[None, :]
@@ -207,14 +219,14 @@ def _score_groups(queries, index, lse, stretch, closed, FORM: tl.constexpr, MASK
 
 @triton.jit
 def _log_of_sum(lse):
-    """The log-sum-exp, base 2, of the largest score and the sum relative to it; 0 where no group is closed."""
+    """Log-sum-exp, base 2, from the largest score and the sum relative to it; 0 if no group is closed."""
     some = lse[1] > 0
     return tl.where(some, lse[0], 0.0) + tl.log2(tl.where(some, lse[1], 1.0))
 
 
 @triton.jit
 def _score_tile(q, sum_q, lines, row, rows, grid_ptr, results, scale, FORM: tl.constexpr):
-    """Scores the closed groups of a tile of queries. rows, grid_ptr: see `recall_score_kernel`."""
+    """Score the closed groups of a tile of queries. rows, grid_ptr: see `recall_score_kernel`."""
     head, line = tl.program_id(1).to(tl.int64), lines.line
     of_head = head * lines.size
     index = _Index(
@@ -222,7 +234,7 @@ def _score_tile(q, sum_q, lines, row, rows, grid_ptr, results, scale, FORM: tl.c
     )  # fmt: skip
     queries = _Scored(
         q, sum_q, scale, results.score + (of_head * results.cells + line) * FORM.C,
-        results.cell + of_head * results.cells + line * CHUNK, lines.real, lines.size,
+        results.cell + of_head * results.cells + line * CELLS_PER_LINE, lines.real, lines.size,
     )  # fmt: skip
     BM: tl.constexpr = lines.closed.shape[0]
     lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
@@ -239,16 +251,17 @@ def recall_score_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale,
     R: tl.constexpr, D: tl.constexpr, P: tl.constexpr, KIND: tl.constexpr, BM: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Of queries ``[first, stop)``: scores float32 ``[B * K, cells, n * R, C]`` of closed groups, base 2; the best of
-    every cell ``[B * K, cells / 4, n * R, 4]``; the log-sum-exp ``[B * K, n * R]``. Grid (tiles of BM rows, B * K).
+    """Write, for queries ``[first, stop)``, all float32: the scores of closed groups ``[B * K, cells, n * R, C]``, base
+    2; the best score of every cell ``[B * K, cells / 4, n * R, 4]``; the log-sum-exp ``[B * K, n * R]``.
 
-    rows: the index in the dtype of q, a descriptor: of bounds ``[B, K * 2, cells * C * MP, D]``, first the lowest and
-    then the highest keys, else ``[B, K, cells * C * MP, D]``; MP: m as a power of two; the rows of a cell as
-    ``[2, MP, C / 4, 2]``, block p of group 4 i + 2 j + k at ``[j, p, i, k]``, so that a thread, which has every other
-    pair of columns of a product, has groups side by side. A quantised index holds its codes, and grid float32
-    ``[B, K, cells, 2, C]`` (not read without a grid) their step and zero, both times the scale: ``q . (zero + step *
-    code)`` is ``zero * sum(q) + step * (q . code)``.
-    Scores of tiles of groups beyond the last closed one of a tile of queries are not written.
+    Grid (tiles of BM rows, B * K). Tiles of groups behind the last closed group of a tile of queries are not written.
+
+    rows: descriptor of the index in the dtype of q. Bounds: ``[B, K * 2, cells * C * MP, D]``, for each head the lowest
+    keys, then the highest. Means: ``[B, K, cells * C * MP, D]``. The rows of a cell are ordered as ``[2, MP, C / 4,
+    2]``: block p of group ``4 i + 2 j + k`` at ``[j, p, i, k]``. A thread holds every other pair of columns of a
+    product, and by this order the scores of adjacent groups.
+    grid: float32 ``[B, K, cells, 2, C]``, step and zero of each group, both times the scale; read if the index is
+    quantised. Its rows then hold codes, and ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q . code)``.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
@@ -274,8 +287,8 @@ def recall_score_wide_kernel(
 ):  # fmt: skip
     """As `recall_score_kernel`, for keys of any width, whose queries do not stay in registers.
 
-    q: a descriptor: of bounds ``[B * K, 2, n * R, D]``, the negative and the positive part, else ``[B * K, 1, n * R,
-    D]``; sum_q float32 ``[B * K, n * R]``. Both descriptors read as many columns at a time.
+    q: descriptor, for bounds ``[B * K, 2, n * R, D]``, the negative and the positive part; else ``[B * K, 1, n * R,
+    D]``. sum_q: float32 ``[B * K, n * R]``. The blocks of both descriptors have the same number of columns.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)

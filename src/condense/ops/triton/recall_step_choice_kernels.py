@@ -20,10 +20,11 @@ _MOST_PAIRS, _PAIRS_IN_TURN = tl.constexpr(2**17), tl.constexpr(2**14)
 
 
 class Ranking(NamedTuple):
-    """The constants of a choice. Each name with "tile" is a number as a power of two.
+    """The constants of a choice.
 
-    tile: groups that one program ranks, of which it passes on the best ``passed``; ``candidates``: of all programs.
-    slots: of the store. open_tile: open groups; splits_tile: splits of the scores. heads_tile: query heads at a time.
+    tile: groups that one program ranks. passed: groups that it passes on. candidates: groups that all programs pass on.
+    slots: of the store. passed_tile, candidates_tile, slots_tile: these numbers as powers of two. open_tile: open
+    groups, splits_tile: splits of the scores, both as powers of two. heads_tile: query heads that are read at a time.
     matched: each entry has a bias of its own.
     """
 
@@ -41,8 +42,10 @@ class Ranking(NamedTuple):
 
 
 class _Lists(NamedTuple):
-    """Pointers to what one KV head chooses from and writes: keys and groups of candidates; the open groups, where each
-    is read, and offsets of all groups; what slots hold, and their order.
+    """Pointers of one KV head.
+
+    key, candidate: keys and groups of the candidates. groups: the open groups. place: where each of these is read, see
+    `_find_slots`. offset: offsets of all groups' scores. held: group in each slot. order: slots, longest unused first.
     """
 
     key: Any
@@ -58,8 +61,8 @@ class _Lists(NamedTuple):
 def _threshold(key, valid, wanted):
     """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>).
 
-    A search among three parts at a time: one sum counts the keys that reach each of two numbers, in 16 bits each, which
-    hold the 2 ** 15 groups that there are at most.
+    Each turn keeps a third of the interval: one sum counts the keys that reach each of two numbers, in 16 bits each.
+    There are at most 2 ** 15 groups, so a count fits.
     """
     lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
     hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
@@ -70,14 +73,17 @@ def _threshold(key, valid, wanted):
         reach_a, reach_b = reach & 0xFFFF, (reach >> 16) & 0xFFFF
         hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
         lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
-        # exactly ``wanted`` keys reach it: the search ends
+        # if exactly ``wanted`` keys reach one of the two, the search ends
         hi = tl.where((reach_a == wanted) | (reach_b == wanted), lo + 1, hi)
     return lo.to(tl.int32)
 
 
 @triton.jit
 def _best(key, valid, wanted):
-    """Which keys are the ``wanted`` best, ties to the first, and the place of each among these, in rising order."""
+    """Select the ``wanted`` best keys, ties to the first.
+
+    Returns whether each is selected, and its rank by position.
+    """
     threshold = _threshold(key, valid, wanted)
     better, equal = valid & (key > threshold), valid & (key == threshold)
     # one scan counts both: there are at most 2 ** 15 groups, so two counts fit into 32 bits
@@ -90,8 +96,8 @@ def _best(key, valid, wanted):
 
 @triton.jit
 def _find_slots(lists, num_open, RANKING: tl.constexpr):
-    """Where each open group is read, int32: -1 in the store, ``2 * slot`` in a slot, ``2 * slot + 1`` in the store, to
-    be put into that slot. ``held`` and ``order`` change as `condense.ops.step.StepState` says.
+    """Write where each open group is read, int32: -1 in the store; ``2 * slot`` in a slot; ``2 * slot + 1`` in the
+    store, and then copied into that slot. Update ``held`` and ``order`` as `condense.ops.step.StepState` says.
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
     is_slot, is_open = s < RANKING.slots, i < num_open
@@ -167,8 +173,8 @@ def _find_slots_in_turn(lists, num_open, RANKING: tl.constexpr):
 
 @triton.jit
 def _choose(lists, num_open, RANKING: tl.constexpr):
-    """The open groups of a KV head in rising order: the best ``num_open`` of its candidates; their offset becomes -inf.
-    With slots also where each is read, see `_find_slots`.
+    """Write the open groups of a KV head in rising order: the best ``num_open`` of its candidates. Their offsets become
+    -inf. With slots, also write where each is read, see `_find_slots`.
     """
     n = tl.arange(0, RANKING.candidates_tile)
     # other multiprocessors wrote the candidates: they are read past the L1 cache
@@ -190,16 +196,17 @@ def _choose(lists, num_open, RANKING: tl.constexpr):
 @triton.jit
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
-    offset_ptr, held_ptr, order_ptr, arrived_ptr, K, R, G, S, window, bias, num_recall, part, of,
+    offset_ptr, held_ptr, order_ptr, arrived_ptr, K, R, G, S, window, bias, most_opened, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The open groups in rising order, int32 ``[B, K, num_recall]``, as many as `wanted_groups` says; and offset
-    float32 ``[B, K, G]``: -inf for open groups, else ``bias``, or matched each group's own. With slots also where each
-    open group is read.
+    """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says; and offset
+    float32 ``[B, K, G]``: -inf for open groups, else ``bias``, or the group's own if biases are matched. With slots,
+    also write where each open group is read.
 
-    Grid (tiles, B * K). Every program finds the best of its tile of groups, in rising order: key int32 ``[B, K, tiles,
-    passed]``, by which groups of all tiles are compared, and group. Beyond the closed groups the key is the lowest
-    int32. The last program of a KV head to finish chooses among these. arrived int32 ``[B, K]``: finished programs.
+    Grid (tiles, B * K). Every program finds the best groups of its tile and writes them in rising order: the group and
+    its key, int32 ``[B, K, tiles, passed]``, by which groups of all tiles are compared. Behind the closed groups the
+    key is the lowest int32. The last program of a KV head to finish chooses among these. arrived int32 ``[B, K]``:
+    finished programs.
     """
     after_the_last(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -221,14 +228,14 @@ def recall_choose_kernel(
         total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
         lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
         share = tl.maximum(share, tl.max(tl.where(valid[None, :], score, float("-inf")) - lse[:, None], 0))
-    # floats as integers in the same order: of negative ones, all bits but the sign are flipped
+    # keys are the floats as integers in the same order: for negative ones all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
     wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
     is_best, place = _best(key, valid, wanted)
     lists = _Lists(
         key_ptr + head * RANKING.candidates, candidate_ptr + head * RANKING.candidates,
-        groups_ptr + head * num_recall, place_ptr + head * num_recall, offset_ptr + head * G,
+        groups_ptr + head * most_opened, place_ptr + head * most_opened, offset_ptr + head * G,
         held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots,
     )  # fmt: skip
     at = tile * C
@@ -243,4 +250,4 @@ def recall_choose_kernel(
     # all threads of the program must have stored their candidates before it is counted
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        _choose(lists, wanted_groups(closed, num_recall, part, of), RANKING)
+        _choose(lists, wanted_groups(closed, most_opened, part, of), RANKING)

@@ -5,9 +5,9 @@ A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels
 (`step_join_kernel`). Each waits for the one before it and reads its results. The only atomic operation counts programs.
 
 Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, m blocks of u tokens, W
-slots of the rings, S splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output.
-BR rows (query heads).
-"head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores are base 2.
+slots of the rings, S splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output. BR
+rows (query heads) per tile. "head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores
+are base 2.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the softmax; offset: added to the scores of each key, -inf for none."""
+    """One step of the online softmax. offset: added to the scores of each key, -inf for keys that are not seen."""
     s = soft_cap(key_products(q, k, PRECISION) * scale, CAP)[0] + offset[None, :]
     m = tl.maximum(softmax.m, tl.max(s, 1))
     safe = tl.where(m == float("-inf"), 0.0, m)
@@ -59,14 +59,14 @@ def _add_entries(
     softmax, q, entries, offset_ptr, lo, hi, scale, FORM: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds tiles ``[lo, hi)`` of entries in fewer than 16 bits, whose scores get an offset each; no tile is empty."""
+    """Add tiles ``[lo, hi)`` of entries in fewer than 16 bits; each score gets its entry's offset; no tile is empty."""
     dtype: tl.constexpr = q[0].dtype
     BN: tl.constexpr = softmax.total.shape[1]
     offset = tl.zeros([BN], tl.float32)
     for tile in range(lo, hi):
         n = tile * BN + tl.arange(0, BN)
         at = tl.minimum(n, entries.size - 1).to(tl.int64)
-        # waited for and loaded ahead as in `recall_attend_kernel`: the compiler would load this tile's own too early
+        # wait and load ahead as in `recall_attend_kernel`: the compiler would load this tile's own offsets too early
         if tile == lo:
             after_the_last(EARLY)
             offset = tl.load(offset_ptr + n, mask=n < entries.size, other=float("-inf"))
@@ -83,7 +83,7 @@ def _add_entries(
 @triton.jit
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
-    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, num_recall, part, of,
+    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of,
     scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
     POOL: tl.constexpr, BITS: tl.constexpr, OWN: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -93,9 +93,11 @@ def recall_attend_kernel(
 
     Grid (S, B * K, tiles of BR query heads).
 
-    A split has its share of the tiles of entries, whose scores get an offset each (-inf where the group is open), and
-    of the ring's tokens of groups that are not closed, counted through; then its share of the open groups, BT tokens at
-    a time. BITS: of `condense.ops.entries.EntryFormat`.
+    A split reads its share of two lists. First the tiles of entries, whose scores get an offset each (-inf if the group
+    is open), and of the ring's tokens of groups that are not closed, counted through; then the open groups, BT tokens
+    at a time. OWN: splits that read open groups alone; 0 if all read of both lists. BITS: bits of entries, see
+    `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
+    `condense.ops.recall.choice.Quota`.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -105,7 +107,7 @@ def recall_attend_kernel(
     t, live, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     first = all_closed * g
     entries = closed if POOL else 0
-    # no more than the ring holds, where more steps are replayed than the cache has room for
+    # limited to the ring, because a replayed graph may run more steps than the cache has room for
     tokens = tl.where(live, tl.minimum(t + 1 - first, W), 0)
     entry_tiles = tl.cdiv(entries, BN)
     tiles = entry_tiles + tl.cdiv(tokens, BN)
@@ -138,7 +140,7 @@ def recall_attend_kernel(
     for tile in range(lo, hi):
         is_entry = tile < entry_tiles
         n, count = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + lane, tl.where(is_entry, entries, tokens)
-        # beyond the last one, it is read again
+        # places beyond the last key read that key again
         row = tl.minimum(n, count - 1)
         slot = oldest + row
         at = tl.where(is_entry, row, tl.where(slot >= W, slot - W, slot)).to(tl.int64)
@@ -162,15 +164,15 @@ def recall_attend_kernel(
         offset = tl.where(n < count, tl.where(is_entry, offset, 0.0), float("-inf"))
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         offset = next_offset
-    # for splits without a tile
+    # splits without a tile have not waited yet
     after_the_last(EARLY)
     softmax = whole(softmax)
-    groups_ptr += head * num_recall
-    place_ptr += head * num_recall
+    groups_ptr += head * most_opened
+    place_ptr += head * most_opened
     store_ptr += head * (N // g) * FORM.piece
     slots_ptr += head * SLOTS * FORM.piece
     PARTS: tl.constexpr = (g + BT - 1) // BT
-    tiles = wanted_groups(closed, num_recall, part, of) * PARTS
+    tiles = wanted_groups(closed, most_opened, part, of) * PARTS
     if OWN > 0:
         share = tl.minimum(split, OWN)
         lo, hi = tiles * share // OWN, tl.minimum(tiles * (share + 1) // OWN, tiles)
@@ -181,7 +183,7 @@ def recall_attend_kernel(
         piece = store_ptr + tl.load(groups_ptr + n).to(tl.int64) * FORM.piece
         in_slot, moves = piece, False
         if SLOTS > 0:
-            # `_find_slots` of `recall_step_choice_kernels` says what the numbers mean
+            # `_find_slots` of `recall_step_choice_kernels` explains these numbers
             place = tl.load(place_ptr + n)
             in_slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
             moves = (place >= 0) & (place % 2 == 1)

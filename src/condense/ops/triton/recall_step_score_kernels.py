@@ -1,8 +1,7 @@
 """Kernel of Recall's decode step that scores the index of closed groups.
 
-Shapes and names as in `condense.ops.triton.recall_step_kernels`. F rows of the index per group. Index columns: C stored
-columns per row, PARTS tiles of columns that one stored column holds (2 for 4 bits: the first half of the columns in the
-low bits), PC columns as a power of two.
+Shapes and names as in `condense.ops.triton.recall_step_kernels`. F rows of the index per group. A row is read as C
+words of 16 bits, PC the same as a power of two; a word holds the codes of PARTS columns.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from condense.ops.triton.recall_close_kernels import row_of_step
 
 @triton.constexpr_function
 def _first_column(part, D, BITS):
-    """The first key column that the codes of a part hold."""
+    """First of the key columns whose codes stand in this part of the words."""
     return part if BITS >= 8 else part // 2 + part % 2 * (D // 2)
 
 
@@ -33,7 +32,7 @@ def _queries(
 
 @triton.constexpr_function
 def _half_asm(part, BITS):
-    """Assembly that turns a part's codes of two words into float16: put into the lowest bits of 1024.0, then - 1024."""
+    """Assembly that turns a part's codes of two words into float16: ``1024.0 | code``, minus 1024.0."""
     digits = 0x00FF00FF if BITS == 8 else 0x000F000F
     return f"""{{
         .reg .b32 kilo;
@@ -46,7 +45,7 @@ def _half_asm(part, BITS):
 
 @triton.jit
 def _codes_of(words, part: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """The codes that the words ``int16`` hold at bits ``[part * BITS, (part + 1) * BITS)``."""
+    """Codes in bits ``[part * BITS, (part + 1) * BITS)`` of int16 words."""
     if ASM and dtype == tl.float16:
         return tl.inline_asm_elementwise(_half_asm(part, BITS), "=r,r", [words], tl.float16, True, 2)
     else:
@@ -58,7 +57,7 @@ def _index_products(
     codes_ptr, group, queries, row, F: tl.constexpr, C: tl.constexpr, PC: tl.constexpr, BITS: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Products ``[BG, BR]`` of one row of each group's index with the queries, a tile of columns for each part."""
+    """Products ``[BG, BR]`` of one row of each group's index with the queries; of these one tile per part."""
     c = tl.arange(0, PC)
     at = codes_ptr + (group.to(tl.int64) * F + row)[:, None] * C + c[None, :]
     codes = tl.load(at) if C == PC else tl.load(at, mask=(c < C)[None, :], other=0)
@@ -84,7 +83,7 @@ def _negative(queries):
 
 @triton.jit
 def _grid_of(grid_ptr, group, closed, BITS: tl.constexpr):
-    """Steps and zeros of groups; 0 without closed groups, and for an index of 16 bits."""
+    """Steps and zeros of groups, 0 if no group is closed; for an index of 16 bits two tensors that are not read."""
     if BITS < 16:
         return tl.load(grid_ptr + group * 2, mask=closed > 0, other=0.0), tl.load(
             grid_ptr + group * 2 + 1, mask=closed > 0, other=0.0
@@ -100,11 +99,11 @@ def recall_score_kernel(
     g: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr,
     HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Index scores of closed groups, float32 ``[B, H, GROUPS]``; of every split the largest and the sum of
-    ``2 ** (score - largest)``.
+    """Write index scores of closed groups, float32 ``[B, H, GROUPS]``; and for every split the largest score, and the
+    sum of ``2 ** (score - largest)``.
 
-    Grid (S, B * K, tiles of BR query heads). Quantised, ``q . (zero + step * code)`` is ``zero * sum(q) + step * (q .
-    code)``.
+    Grid (S, B * K, tiles of BR query heads). If the index is quantised, ``q . (zero + step * code)`` is computed as
+    ``zero * sum(q) + step * (q . code)``.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -145,7 +144,7 @@ def recall_score_kernel(
             gdc_wait()
     lo, hi = tiles * split // S, tiles * (split + 1) // S
     i = tl.arange(0, BG)
-    # loaded one tile ahead; beyond the closed groups, the last one is read again
+    # loaded one tile ahead; places beyond the closed groups read the last one again
     step, zero = _grid_of(grid_ptr, tl.minimum(lo * BG + i, closed - 1), closed, BITS)
     top = tl.full([BG, BR], float("-inf"), tl.float32)
     total = tl.zeros([BG, BR], tl.float32)
@@ -174,7 +173,7 @@ def recall_score_kernel(
             best += tl.log2(mass)
         at = (head * R + r)[None, :] * GROUPS + group[:, None]
         tl.store(score_ptr + at, best, mask=inside[:, None] & (r < R)[None, :])
-        # largest and sum of every place in a tile, because warps would wait for each other to join them
+        # kept per place in a tile: to join them, warps would wait for each other
         best = tl.where(inside[:, None], best, float("-inf"))
         larger = tl.maximum(top, best)
         safe = tl.where(larger == float("-inf"), 0.0, larger)

@@ -18,9 +18,11 @@ from condense.ops.triton.device.parts import parts, tile_width
 
 
 class Form(NamedTuple):
-    """The constants of a store: bits per number, tokens per group, widths of keys and of values, 0 of latents; widths
-    of their parts (`condense.ops.triton.device.parts`), V0 being D0 for latents; numbers, or in fewer than 16 bits
-    bytes, of a group's piece; what `StoreFormat.step_unit` says, and the smallest step.
+    """The constants of a store.
+
+    bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
+    widths of their parts (`condense.ops.triton.device.parts`); V0 is D0 for latents. piece: elements of a group's
+    piece, numbers for 16 bits and bytes for fewer. unit: `StoreFormat.step_unit`. tiny: the smallest step.
     """
 
     bits: int
@@ -44,7 +46,7 @@ def _tile(g):
 
 @triton.jit
 def ring_tokens(ring_ptr, new_ptr, position, t, W, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Columns ``[LO, LO + ...)`` of the tokens at ``position``, ``[n, P]`` float32; the newest from its own vector."""
+    """Columns from LO on of the tokens at ``position``, ``[n, P]`` float32; the newest is read from ``new_ptr``."""
     d = LO + tl.arange(0, P)
     there = inside[:, None] & (d < D)[None, :]
     at = (position % W).to(tl.int64)[:, None] * D + d[None, :]
@@ -55,13 +57,13 @@ def ring_tokens(ring_ptr, new_ptr, position, t, W, inside, LO: tl.constexpr, D: 
 
 @triton.jit
 def _step(zero, largest, dtype: tl.constexpr, FORM: tl.constexpr):
-    """The step from the smallest number to the largest one, as it is stored, in float32."""
+    """Step of a grid from ``zero`` to ``largest``, rounded to the dtype in which it is stored, in float32."""
     return tl.maximum(((largest - zero) * FORM.unit).to(dtype).to(tl.float32), FORM.tiny)
 
 
 @triton.jit
 def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: tl.constexpr):
-    """The keys of the group that begins at position ``first``, quantised; P columns hold what a row of bytes does."""
+    """Quantise and write the keys of the group that begins at position ``first``. P: columns of a tile of bytes."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.D // PARTS
     T: tl.constexpr = _tile(FORM.g)
@@ -93,7 +95,7 @@ def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: t
 
 @triton.jit
 def put_values(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: tl.constexpr):
-    """The values of the group that begins at position ``first``, quantised; P as in `put_keys`."""
+    """Quantise and write the values of the group that begins at position ``first``; P as in `put_keys`."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.DV // PARTS
     T: tl.constexpr = _tile(FORM.g)
@@ -133,7 +135,7 @@ def _codes_of_values(piece_ptr, dtype: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _copied(ptr, copy_ptr, there, copies, COPY: tl.constexpr):
-    """What stands at ``ptr``; COPY: it is written to ``copy_ptr`` too, if ``copies``."""
+    """Load from ``ptr``. COPY: also store it at ``copy_ptr``, if ``copies``."""
     x = tl.load(ptr, mask=there, other=0)
     if COPY:
         tl.store(copy_ptr, x, mask=there & copies)
@@ -142,7 +144,7 @@ def _copied(ptr, copy_ptr, there, copies, COPY: tl.constexpr):
 
 @triton.jit
 def _load_codes(ptr, copy_ptr, i, there, copies, d, WIDTH: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
-    """Codes of columns d of tokens i, of so many, float32; COPY as in `_copied`."""
+    """Codes of columns d of tokens i, float32, of vectors WIDTH wide; COPY as in `_copied`."""
     C: tl.constexpr = WIDTH * FORM.bits // 8
     at = i[:, None] * C + (d % C)[None, :]
     codes = tl.load(ptr + at, mask=there, other=0)
@@ -156,7 +158,7 @@ def _load_keys(
     piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
     LO: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """N columns from LO on of the keys of tokens i; zero past the last column, finite past the last token."""
+    """Load columns ``[LO, LO + N)`` of the keys of tokens i; 0 past the last column, finite past the last token."""
     d = LO + tl.arange(0, tile_width(N))
     is_column = d < LO + N
     there = (i < FORM.g)[:, None] & is_column[None, :]
@@ -177,7 +179,7 @@ def _load_values(
     piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
     LO: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """As `_load_keys`, of values."""
+    """As `_load_keys`, for values."""
     d, inside = LO + tl.arange(0, tile_width(N)), i < FORM.g
     there = inside[:, None] & (d < LO + N)[None, :]
     if FORM.bits == 16:
@@ -195,10 +197,10 @@ def _load_values(
 
 @triton.jit
 def load_group(piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
-    """Keys and values of tokens i of a group in parts, as `StoreFormat` rounds them; finite past the group's end.
+    """Load keys and values of tokens i of a group, in parts, as `StoreFormat` rounds them; finite past the group's end.
 
-    Values of latents are the first part of their keys. COPY: what is read of the piece is written behind ``copy_ptr``
-    too, if ``copies``.
+    Values of latents are the first part of their keys. COPY: also store what is read in the piece at ``copy_ptr``, if
+    ``copies``.
     """
     k = _load_keys(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, 0, FORM.D0)
     if FORM.D1 > 0:

@@ -49,8 +49,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Fixed(NamedTuple):
-    """Numbers of a model and a method for which the kernel is compiled, so that it need not divide by them: KV heads,
-    query heads per KV head, queries in a summary query and tokens of a chunk.
+    """Numbers of a model and a method for which the kernel is compiled, because dividing by them would take long.
+
+    K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
     """
 
     K: int
@@ -60,8 +61,10 @@ class Fixed(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """Scale of a chunk's scores; scale and bias of attention, base 2; a KV head's biases, natural, if entries have
-    their own.
+    """Scales and biases of scores.
+
+    weigh: scale of the scores that weigh a chunk's tokens. attend: scale of attention's scores, base 2. bias: of all
+    entries, base 2. biases: pointer to a KV head's natural biases, if entries have their own.
     """
 
     weigh: Any
@@ -71,11 +74,12 @@ class _Scores(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """What the step does and sees in one row. t: position of the new token. first: first position seen as a token.
+    """The task of one step in one row.
 
-    due: whether a chunk is due; then the position of its first token, the slot of its first entry, and whether this
-    step's query sees its entries. Then the numbers of entries and tokens seen that the buffers held before.
-    first_entries: entries before those of chunk 0, of which the first ``first_single`` stand for single tokens.
+    t: position of the new token. first: first position that is seen as a token. due: whether a chunk is due; then begin
+    is the position of its first token, slot the slot of its first entry, and seen_at_once whether this step's query
+    sees its entries. entries, tokens: how many of those in the buffers before this step are seen. first_entries:
+    entries that stand before those of chunk 0; the first ``first_single`` of them stand for single tokens.
     """
 
     t: Any
@@ -98,7 +102,7 @@ class _New(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where a KV head's splits store outputs ``[R, S, V]`` and log-sum-exps ``[R, S]``; row: its first query head."""
+    """Pointers to all splits' outputs ``[rows, S, V]`` and log-sum-exps ``[rows, S]``; row: a KV head's first row."""
 
     part: Any
     lse: Any
@@ -110,8 +114,9 @@ class _Places(NamedTuple):
 def _attend_keys(
     softmax, q, source, lo, hi, count, first, scale, bias, moment, PERIOD: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Adds tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty. In a
-    buffer of bytes they are entries in fewer than 16 bits.
+    """Add tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
+
+    A buffer of bytes holds entries in fewer than 16 bits.
 
     PERIOD > 0: only pooled entries get the bias: first entries from ``moment.first_single`` on, and behind them the
     last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
@@ -120,7 +125,7 @@ def _attend_keys(
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
         inside = i < count
-        # beyond the last key, it is read again: loads without a mask take fewer instructions
+        # places beyond the last key read that key again: loads without a mask take fewer instructions
         at = first + tl.minimum(i, count - 1)
         at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
         k = load_vectors(source.k, at * source.s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits)
@@ -144,7 +149,7 @@ def _attend_keys(
 
 @triton.jit
 def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.constexpr):
-    """Adds the focal tokens of a chunk of ``count`` tokens; the rows have seen a key before."""
+    """Add the focal tokens of a chunk of ``count`` tokens. Every row must have seen a key before."""
     PRECISION: tl.constexpr = KIND.precision
     for start in range(0, count, 16):
         i = start + tl.arange(0, 16)
@@ -233,7 +238,7 @@ def _share(
     """A split from 1 on: attention to its share of what the buffers held before the step."""
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
     q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
-    # no more than the ring holds, where more steps are replayed than the cache has room for
+    # limited to the ring, because a replayed graph may run more steps than the cache has room for
     tokens = tl.minimum(moment.tokens, ring.size)
     entry_tiles = tl.cdiv(moment.entries, KIND.keys)
     tiles = entry_tiles + tl.cdiv(tokens, KIND.keys)

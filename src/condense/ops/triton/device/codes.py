@@ -1,8 +1,8 @@
 """Numbers as codes of 8 or 4 bits (`condense.ops.tensors.codes`), and entries as rows of bytes
 (`condense.ops.entries.EntryFormat`), in kernels: the same numbers to the bit.
 
-Vectors are in parts, see `condense.ops.triton.device.parts`. A row is written from registers, where the blocks of
-channels of one part lie in no other: the first of two parts has a multiple of a block's width.
+Vectors are in parts, see `condense.ops.triton.device.parts`. No block of channels lies in two parts: the width of the
+first of two parts is a multiple of a block's width.
 
 Shapes: n rows of a tile, P columns of a part's tile, N of them that exist, W channels of a block.
 """
@@ -20,7 +20,7 @@ _BLOCK = tl.constexpr(BLOCK_WIDTH)
 
 @triton.constexpr_function
 def row_width(D, BITS, dtype):
-    """Columns of a row that holds a vector of width D: numbers, or of fewer than 16 bits bytes."""
+    """Columns of a row that holds a vector of width D: numbers for 16 bits, bytes for fewer."""
     return EntryFormat(BITS).width(D, dtype.primitive_bitwidth // 8)
 
 
@@ -31,13 +31,13 @@ def _code_bytes(D, BITS):
 
 @triton.constexpr_function
 def _grid_start(D, BITS, dtype):
-    """The byte of a row at which the first step and zero stand."""
+    """Offset in bytes of the first step and zero of a row."""
     return EntryFormat(BITS).grid_start(D, dtype.primitive_bitwidth // 8)
 
 
 @triton.constexpr_function
 def _bits_of(dtype, times):
-    """The integers that are ``times`` as wide as a dtype."""
+    """The integer dtype that is ``times`` as wide as ``dtype``."""
     return {16: tl.int16, 32: tl.int32, 64: tl.int64}[dtype.primitive_bitwidth * times]
 
 
@@ -48,7 +48,7 @@ def _step_unit(BITS):
 
 @triton.constexpr_function
 def _smallest_step(dtype):
-    """The smallest normal number."""
+    """The smallest step: the smallest normal number of ``dtype``."""
     return 2.0**-14 if dtype.is_fp16() else 2.0**-126
 
 
@@ -67,13 +67,13 @@ def codes_of(x, step, zero, BITS: tl.constexpr):
 
 @triton.jit
 def to_numbers(x, dtype: tl.constexpr):
-    """Float32 x rounded to ``dtype``; in float16 at most its largest number, past which half a step may lie."""
+    """Float32 x rounded to ``dtype``; clipped to float16's largest number, which rounding may exceed by half a step."""
     return (tl.where(x > 65504.0, 65504.0, x) if dtype.is_fp16() else x).to(dtype)
 
 
 @triton.jit
 def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
-    """Codes of columns d, float32; bytes ``[n, P]``: those in which they stand, ``d % C`` of the C of a vector."""
+    """Codes of columns d, float32. bytes ``[n, P]``: for each column the byte ``d % C`` of its vector, which has C."""
     if BITS < 8:
         bytes = (bytes.to(tl.int32) >> (d // C * BITS)[None, :]) & (2**BITS - 1)
     return bytes.to(tl.float32)
@@ -87,7 +87,7 @@ def _codes_at(words, AT: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
-    """Of each byte of words ``[n, m]`` the code that begins at its bit AT, float32 ``[n, 4 m]``."""
+    """Codes that begin at bit AT of each byte of words ``[n, m]``, float32 ``[n, 4 m]``."""
     even = tl.join(_codes_at(words, AT, BITS), _codes_at(words, AT + 16, BITS))
     odd = tl.join(_codes_at(words, AT + 8, BITS), _codes_at(words, AT + 24, BITS))
     return tl.reshape(tl.join(even, odd), (words.shape[0], 4 * words.shape[1]))
@@ -122,7 +122,7 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
 
 @triton.jit
 def load_vectors(ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
-    """The vectors that begin at ``ptr + at``, in ``dtype``: rows of bytes, if ``ptr`` points to such, else numbers.
+    """Vectors that begin at ``ptr + at``, in ``dtype``. If ``ptr`` points to bytes they are decoded.
 
     Columns past the last are finite.
     """
@@ -135,7 +135,7 @@ def load_vectors(ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexp
 
 @triton.jit
 def _step(zero, largest, BITS: tl.constexpr, dtype: tl.constexpr):
-    """The steps of blocks: of 8 significant bits, to nearest and even."""
+    """Steps of blocks, rounded to 8 significant bits, ties to even."""
     step = ((largest - zero) * _step_unit(BITS)).to(tl.int32, bitcast=True)
     step = (step + 0x7FFF + ((step >> 16) & 1)) & -65536
     return tl.maximum(step.to(tl.float32, bitcast=True), _smallest_step(dtype))
@@ -158,7 +158,7 @@ def _quantised(x, N: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _store_grid(ptr, step, zero, LO: tl.constexpr, N: tl.constexpr):
-    """Store the steps and zeros of a part of N columns from LO on; ptr: to the vector's first step."""
+    """Store the steps and zeros of a part: columns ``[LO, LO + N)``. ptr: the vector's first step."""
     block = (tl.arange(0, step.shape[1]) + LO // _BLOCK)[None, :]
     is_block = block * _BLOCK < LO + N
     tl.store(ptr + 2 * block, step.to(ptr.dtype.element_ty), mask=is_block)
@@ -169,8 +169,10 @@ def _store_grid(ptr, step, zero, LO: tl.constexpr, N: tl.constexpr):
 def _store_codes(
     ptr, codes, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr
 ):  # fmt: skip
-    """Store the codes ``[1, P]`` of a part of N columns from LO on. Of 4 bits, those of the first half of D columns; or
-    HIGH, those of the other half, into the high halves of bytes whose low ones all threads have stored.
+    """Store the codes ``[1, P]`` of a part: columns ``[LO, LO + N)``.
+
+    A byte holds the 4-bit codes of columns c and ``c + D / 2`` in its low and high half. HIGH: store the high halves,
+    once all threads have stored the low ones; else the low halves.
     """
     C: tl.constexpr = _code_bytes(D, BITS)
     d = LO + tl.arange(0, codes.shape[1])[None, :]
@@ -185,8 +187,9 @@ def _store_codes(
 
 @triton.jit
 def put_vector(ptr, x, writes, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
-    """The vector x ``[1, P]`` as it is read from its row at ``ptr``, which is stored if ``writes``: as it is in 16
-    bits, otherwise rounded to the numbers that its bytes stand for.
+    """Store the vector x ``[1, P]`` in its row at ``ptr`` if ``writes``; return it as it will be read from there.
+
+    In 16 bits that is x itself, in fewer x rounded to the numbers that its codes stand for.
     """
     if BITS == 16:
         if writes:

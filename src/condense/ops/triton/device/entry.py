@@ -1,7 +1,7 @@
-"""Making the entries of a chunk that is due in a decode step: its focal tokens as they are, the others pooled into one.
+"""Entries of a chunk that is due in a decode step: its focal tokens as they are, the others pooled into one.
 
-A chunk's tokens are read from the ring, or from pages, but for the new token, which these may not hold yet: it is read
-from the step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
+A chunk's tokens are read from the ring, or from pages. These may not hold the new token yet, so it is read from the
+step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from condense.ops.types import Pooling
 class Kind(NamedTuple):
     """The constants that a step is compiled for. No field may be named like an attribute of ``tl.constexpr`` (value).
 
-    D0 + D1 columns of keys, V0 + V1 of values; latent: values are the first D0 columns of the keys.
-    scored: a summary query weighs a chunk's tokens. key_pooling, value_pooling: how they are pooled.
-    focal: how many are entries of their own, chosen by all scores at once, in a tile of ``tile``.
-    period: entries of a chunk where only pooled ones have the bias, else 0.
-    has_first: entries may begin with some that no chunk makes. has_real: rows may have no new token.
-    rows (query heads) and keys per tile; precision of products.
+    D0, D1: columns of both parts of keys. V0, V1: of values. latent: values are the first D0 columns of the keys.
+    scored: a summary query weighs a chunk's tokens. key_pooling, value_pooling: poolings of keys and of values.
+    focal: tokens of a chunk that become entries of their own. tile: scores of a chunk that are ranked at once.
+    period: entries per chunk if only its pooled entry has the bias, else 0.
+    has_first: some entries may stand before those of the first chunk. has_real: rows may have no new token.
+    rows: query heads per tile. keys: keys per tile. precision: of products.
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
-    joins: the last program of a KV head to finish joins the outputs of all splits, in tiles of ``joined_rows`` query
-    heads, ``joined_columns`` columns and ``joined_parts`` splits; otherwise a second kernel does.
-    page: slots of a page, where a chunk's tokens lie in `Pages`; 0: they lie in a ring.
-    matched: each entry has a bias of its own. softcap: of attention's scores, base 2, 0.0 for none.
-    entry_bits: of `condense.ops.entries.EntryFormat`.
+    joins: the last program of a KV head to finish joins the outputs of all splits; otherwise a second kernel does.
+    joined_rows, joined_parts, joined_columns: query heads, splits and columns per tile of that join.
+    page: slots of a page if a chunk's tokens lie in `RequestPages`; 0 if they lie in a ring.
+    matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
+    entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`.
     """
 
     D0: int
@@ -61,7 +61,10 @@ class Kind(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Keys and values of one KV head: pointers to the first, strides from one to the next, and how many."""
+    """Keys and values of one KV head.
+
+    k, v: pointers to the first. s_k, s_v: strides to the next. size: their number.
+    """
 
     k: Any
     v: Any
@@ -70,9 +73,11 @@ class Buffer(NamedTuple):
     size: Any
 
 
-class Pages(NamedTuple):
-    """Keys and values of one request and KV head: pointers to the first slot of page 0, strides from slot to slot,
-    which are equal, the request's pages, stride from page to page.
+class RequestPages(NamedTuple):
+    """Keys and values of one request and KV head in pages.
+
+    k, v: pointers to the first slot of page 0. s_k, s_v: strides from slot to slot, equal. table: pointer to the
+    numbers of the request's pages. s_page: stride from page to page.
     """
 
     k: Any
@@ -84,7 +89,7 @@ class Pages(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries: pointer to the first, stride from one to the next, and how many."""
+    """Queries. q: pointer to the first. s_q: stride to the next. size: their number."""
 
     q: Any
     s_q: Any
@@ -92,7 +97,10 @@ class Queries(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk: position of its first token, number of tokens, and of the new token the position, key and value."""
+    """A chunk.
+
+    first: position of its first token. size: its tokens. t, k, v: position, key and value of the new token.
+    """
 
     first: Any
     size: Any
@@ -102,9 +110,10 @@ class Chunk(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Softmax weights of one tile of tokens, relative to the highest score so far; alpha: factor for earlier weights.
+    """Softmax weights of one tile of tokens.
 
-    chosen: the first token with the tile's highest score; better: whether that exceeds the scores of all earlier tiles.
+    inside: whether a token is to be pooled. weight: relative to the highest score so far. alpha: factor for earlier
+    weights. chosen: the first token with the tile's highest score. better: that score exceeds those of earlier tiles.
     """
 
     inside: Any
@@ -136,7 +145,10 @@ def mean_query(heads, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
-    """Mean in float32 of the newest ``count`` mean queries, up to position t, whose own is ``mean``; fewer near 0."""
+    """Mean in float32 of the newest ``count`` mean queries, or of all if t + 1 < ``count``.
+
+    mean: the one of token t.
+    """
     total = [x.to(tl.float32) for x in mean]
     for start in range(1, count, 16):
         back = start + tl.arange(0, 16)
@@ -147,19 +159,19 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 @triton.jit
 def page_numbers(pages, position, inside, KIND: tl.constexpr):
-    """The pages of these positions; page 0 where not inside."""
+    """Numbers of the pages that hold these positions; 0 where not inside."""
     return tl.load(pages.table + position // KIND.page, mask=inside, other=0)
 
 
 @triton.jit
 def page_slots(pages, page, position, KIND: tl.constexpr):
-    """Where the rows of these positions, which lie in pages ``page``, begin, int64."""
+    """Offsets of the rows of these positions, which lie in pages ``page``, int64."""
     return page.to(tl.int64) * pages.s_page + (position % KIND.page).to(tl.int64) * pages.s_k
 
 
 @triton.jit
 def _places(ring, stride, chunk, i, KIND: tl.constexpr):
-    """Where the rows of tokens i of the chunk begin."""
+    """Offsets of the rows of tokens i of the chunk."""
     position = chunk.first + i
     if KIND.page > 0:
         return page_slots(ring, page_numbers(ring, position, i < chunk.size, KIND), position, KIND)
@@ -169,7 +181,7 @@ def _places(ring, stride, chunk, i, KIND: tl.constexpr):
 
 @triton.jit
 def _tokens(ptr, at, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
-    """Rows of tokens i of the chunk, which begin at ``ptr + at``; zeros past its end."""
+    """Rows of tokens i of the chunk, zeros past its end. They are read at ``ptr + at``, the new token from ``new``."""
     position = chunk.first + i
     x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)
     is_new = ((i < chunk.size) & (position == chunk.t))[:, None]
@@ -188,7 +200,7 @@ def chunk_keys(ring, chunk, i, KIND: tl.constexpr):
 
 @triton.jit
 def chunk_values(ring, chunk, i, KIND: tl.constexpr):
-    """Values of tokens i of the chunk, which are not latents."""
+    """Values of tokens i of the chunk, unless they are latents."""
     return _tokens(ring.v, _places(ring, ring.s_v, chunk, i, KIND), chunk.v, chunk, i, KIND.V0, KIND.V1)
 
 
@@ -223,7 +235,7 @@ def all_scores(ring, chunk, summary, scale, KIND: tl.constexpr):
 
 @triton.jit
 def focal_tokens(scores, i, inside, KIND: tl.constexpr):
-    """Scores of tokens i, and which of them are among the chunk's best, ties to the earlier."""
+    """Scores of tokens i, and which of them are focal: the chunk's best, ties to the earlier."""
     j = tl.arange(0, KIND.tile)[None, :]
     s = tl.sum(tl.where(j == i[:, None], scores[None, :], 0.0), 1)
     better = (scores[None, :] > s[:, None]) | ((scores[None, :] == s[:, None]) & (j < i[:, None]))
@@ -283,10 +295,10 @@ def _nothing_pooled(D0: tl.constexpr, D1: tl.constexpr, HOW0: tl.constexpr, HOW1
 
 @triton.jit
 def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIND: tl.constexpr):
-    """The pooled entry as it is stored, key and value rows; focal tokens go to entries from ``slot`` on if ``writes``.
+    """Pool a chunk; return key and value rows of the entry. Store focal tokens from ``slot`` on if ``writes``.
 
-    summary: the query that weighs the tokens, unless ``KIND.scored`` is False; ``scores`` are `all_scores`, used where
-    there are focal tokens. A latent's first part is pooled as a value.
+    summary: the query that weighs the tokens; not read unless ``KIND.scored``. scores: `all_scores`; not read without
+    focal tokens. The first part of a latent is pooled as a value.
     """
     KEY: tl.constexpr = KIND.key_pooling
     VALUE: tl.constexpr = KIND.value_pooling
@@ -334,7 +346,7 @@ def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIN
 
 @triton.jit
 def put_entry(entries, at, key, value, writes, KIND: tl.constexpr):
-    """Write an entry in slot ``at`` if ``writes``; key and value as they are read from there."""
+    """Store an entry in slot ``at`` if ``writes``; return key and value as they will be read from there."""
     at = at.to(tl.int64)
     key = put_vector(entries.k + at * entries.s_k, key, writes, KIND.D0, KIND.D1, KIND.entry_bits)
     if KIND.latent:
@@ -345,9 +357,9 @@ def put_entry(entries, at, key, value, writes, KIND: tl.constexpr):
 
 @triton.jit
 def matched_bias(ring, chunk, summary, scores, entry, scale, KIND: tl.constexpr):
-    """What `condense.methods.base.matched_bias` says, of the tokens that are pooled into ``entry``, ``[1]``.
+    """Bias ``[1]`` of ``entry`` by `condense.methods.base.matched_bias`, over the tokens that are pooled into it.
 
-    summary and scores as in `make_entries`.
+    summary, scores: as in `make_entries`.
     """
     m = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)

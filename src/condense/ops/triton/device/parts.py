@@ -12,14 +12,14 @@ import triton.language as tl
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """The widths of both parts: the largest power of two <= width, or at least 32 of its columns; and the rest."""
+    """Widths of both parts: the largest power of two <= width, at least 32 if there are as many; and the rest."""
     first = min(width, max(32, 1 << (width.bit_length() - 1)))
     return first, width - first
 
 
 @triton.constexpr_function
 def tile_width(width):
-    """Columns of the tile that holds ``width`` of them."""
+    """Columns of a tile that holds ``width`` columns."""
     return max(16, triton.next_power_of_2(width))
 
 
@@ -53,7 +53,7 @@ def _load_columns(ptr, at, inside, LO: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, at, inside, D0: tl.constexpr, D1: tl.constexpr):
-    """The rows that begin at ``ptr + at``, zeros where not inside. inside: None if all are."""
+    """Load the rows that begin at ``ptr + at``; zeros where not inside. inside: None if all are."""
     first = _load_columns(ptr, at, inside, 0, D0)
     return parts(first, _load_columns(ptr, at, inside, D0, D1) if D1 > 0 else None)
 
@@ -67,7 +67,7 @@ def _store_columns(ptr, at, x, inside, LO: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, at, x, inside, D0: tl.constexpr, D1: tl.constexpr):
-    """Store rows x at ``ptr + at`` in the dtype of ``ptr``; rows that are not inside are left out."""
+    """Store the rows x that are inside at ``ptr + at``, in the dtype of ``ptr``."""
     _store_columns(ptr, at, x[0], inside, 0, D0)
     if D1 > 0:
         _store_columns(ptr, at, x[1], inside, D0, D1)
@@ -103,7 +103,7 @@ def products(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_weighted(acc, weights, x, PRECISION: tl.constexpr):
-    """acc and the rows of x weighted, rounded to the dtype of x."""
+    """acc plus ``weights @ x``; weights are rounded to the dtype of x."""
     weights = weights.to(x[0].dtype)
     first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
     if len(acc) == 1:

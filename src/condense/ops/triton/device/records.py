@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """The numbers of `condense.ops.spans.UniformRule`."""
+    """The fields of `condense.ops.spans.UniformRule`."""
 
     chunk: Any
     window: Any
@@ -19,7 +19,7 @@ class Rule(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a row starts, as `condense.ops.spans.Start`."""
+    """The fields of `condense.ops.spans.RowStart`."""
 
     query: Any
     window: Any
@@ -27,9 +27,12 @@ class Start(NamedTuple):
     first_entries: Any
 
 
-class Spans(NamedTuple):
-    """The spans of all queries: the rule and the start of the program's row, or an array int32 ``[sources, 2, B|1, K|1,
-    L]``, lo and hi of each source, with its strides; the first is twice the second and the last is 1, so not given.
+class RowSpans(NamedTuple):
+    """The spans of a program's queries, by a rule or from an array.
+
+    rule, start: the rule and the start of the program's row. arrays: pointer to lo and hi of each source, int32
+    ``[sources, 2, B|1, K|1, L]``. strides: of its second, third and fourth dimension; that of ``sources`` is twice the
+    first of these, and that of L is 1.
     """
 
     rule: Rule
@@ -38,10 +41,11 @@ class Spans(NamedTuple):
     strides: Any
 
 
-class Source(NamedTuple):
-    """Keys and values in parts (`condense.ops.triton.device.parts`), as descriptors ``[B, K, N, width]``, and the batch
-    row and KV head to read. level: base-2 number added to the scores of all entries; bias_at: where the row's biases
-    begin among those of all rows.
+class RowSource(NamedTuple):
+    """One source as a program reads it.
+
+    k, v: descriptors ``[B, K, N, width]`` in parts (`condense.ops.triton.device.parts`). b, head: the batch row and KV
+    head to read. level: base-2 number added to the scores of all entries. bias_at: offset of this row's biases.
     """
 
     k: Any
@@ -52,25 +56,18 @@ class Source(NamedTuple):
     bias_at: Any
 
 
-class Softmax(NamedTuple):
-    """An online softmax per row: weighted values in parts, the largest score (base 2), the sum of weights."""
-
-    acc: Any
-    m: Any
-    total: Any
-
-
 class Row(NamedTuple):
-    """Batch row and KV head of a program."""
+    """Batch row ``b`` and KV head ``head`` of a program."""
 
     b: Any
     head: Any
 
 
-class Queries(NamedTuple):
-    """Queries and the gradient of their output, in parts, and the two numbers per row of the backward pass.
+class BackwardQueries(NamedTuple):
+    """Queries of the backward pass: tiles and vectors for dq, descriptors and pointers for dk and dv.
 
-    Tiles and vectors for dq; descriptors and pointers where a program walks through the queries.
+    q: queries, d_out: gradients of their outputs, both in parts. lse, delta: two numbers per row, as
+    `condense.ops.triton.attend_backward` explains.
     """
 
     q: Any
@@ -80,7 +77,7 @@ class Queries(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """All sources by pointers, strides, sizes and levels, one per source in each field."""
+    """All sources: pointers, strides, sizes and levels, each field a tuple with one item per source."""
 
     k: Any
     v: Any
@@ -94,8 +91,10 @@ class Sources(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of keys of one source: pointers, offsets of its rows (``at``: in rows, of the contiguous gradients),
-    which of them exist, their base-2 bias, and the queries ``[first, last)`` that see each.
+    """A block of keys of one source.
+
+    k, v, dk, dv: pointers. k_at, v_at: offsets of the rows of k and v. at: numbers of the rows of dk and dv, which are
+    contiguous. inside: whether a key exists. bias: base 2. first, last: queries ``[first, last)`` see the key.
     """
 
     k: Any
@@ -112,7 +111,7 @@ class Block(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values of a block, in parts, with its bias and the queries that see them."""
+    """Loaded keys and values of a `Block`, in parts; bias, first, last: as there."""
 
     k: Any
     v: Any

@@ -1,10 +1,10 @@
 """The spans of queries inside a kernel: computed by the uniform rule from a few integers, or loaded from arrays.
 
-A tile has BM rows: ``BM // R`` queries of the R query heads that share a KV head, so that any ratio works and each
-key is read once for all of them. Rows that are left over repeat the tile's last query.
+A tile has BM rows: ``BM // R`` queries times the R query heads that share a KV head. So any R works, and each key is
+read once for all heads. Rows that are left over repeat the tile's last query.
 
 KIND: "row", the rule with the same start in all rows; "rows", the rule with a start per row; "arrays", lo and hi of
-each query. The rule has two sources, the entries and the window; arrays may have any number.
+each query. The rule knows two sources, the entries and the window; arrays may have any number of sources.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from condense.ops.triton.device.records import Start
 
 @triton.jit
 def tile_rows(first, L, R, BM: tl.constexpr):
-    """Query and head of each row of a tile that begins at query ``first``, and whether the row counts."""
+    """Query, query head, and whether it counts, of each row of a tile that begins at query ``first``."""
     j = tl.arange(0, BM)
     rows = BM // R * R
     kept = tl.minimum(j, rows - 1)
@@ -27,7 +27,7 @@ def tile_rows(first, L, R, BM: tl.constexpr):
 
 @triton.jit
 def start_of_row(b, start, starts_ptr, KIND: tl.constexpr):
-    """Where batch row b starts: loaded from int32 ``[B, 4]`` if rows start apart, else ``start``."""
+    """`Start` of batch row b: loaded from int32 ``[B, 4]`` if rows start apart, else ``start``."""
     if KIND == "rows":
         at = starts_ptr + b * 4
         start = Start(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
@@ -65,8 +65,8 @@ def begins_at_0(n, KIND):
 def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.constexpr):
     """Queries ``[lo, hi)`` that see each of the keys of source n, of ``size``; none for keys past its end.
 
-    lo and hi never decrease along the queries, so these have no gap. seen: for arrays, lo and hi of each source int32
-    ``[2, B|1, K|1, size]``; s_seen: strides of all but the last dimension.
+    lo and hi of spans never decrease along the queries, so the queries that see a key are adjacent. seen: with arrays,
+    for each source a pointer to this function's results, int32 ``[2, B|1, K|1, size]``; s_seen: its first strides.
     """
     if KIND == "arrays":
         edge, s_b, s_h = s_seen[n]
@@ -91,8 +91,10 @@ def seen_by(n: tl.constexpr, keys, size, L, row, spans, seen, s_seen, KIND: tl.c
 
 @triton.jit
 def split(lo, inner_lo, inner_hi, hi, step):
-    """Cuts ``[lo, hi)`` at multiples of ``step`` from lo: blocks in ``[left, right)`` lie inside ``[inner_lo,
-    inner_hi)`` and need no mask; those in ``[lo, left)`` and ``[right, hi)`` do.
+    """Cut ``[lo, hi)`` into blocks of ``step``; return the cuts ``left`` and ``right``.
+
+    Blocks in ``[left, right)`` lie inside ``[inner_lo, inner_hi)`` and need no mask; those in ``[lo, left)`` and
+    ``[right, hi)`` do.
     """
     left = tl.minimum(lo + tl.cdiv(tl.maximum(inner_lo - lo, 0), step) * step, tl.maximum(hi, lo))
     right = left + tl.maximum(tl.minimum(inner_hi, hi) - left, 0) // step * step
@@ -101,7 +103,7 @@ def split(lo, inner_lo, inner_hi, hi, step):
 
 @triton.jit
 def cut(lo, hi, FROM_0: tl.constexpr, STEP: tl.constexpr):
-    """`split` of the keys that a tile's rows see: its beginning, both cuts, its end. FROM_0: every lo is 0."""
+    """First key that a tile's rows see, both cuts of `split`, and the end of the last. FROM_0: every lo is 0."""
     if FROM_0:
         first, inner = 0, 0
     else:

@@ -14,10 +14,11 @@ from condense.ops.triton.device.parts import add_weighted, products, store_rows,
 
 
 class Softmax(NamedTuple):
-    """Running maximum m ``[n]``, sum of exponentials relative to it, values weighted by these, ``[n, V]`` in parts.
+    """An online softmax of n rows; scores are base 2.
 
-    total: ``[n]``, or ``[n, keys]`` with a sum for each place in a tile of keys: then warps that share a tile need not
-    exchange sums at every tile. `whole` adds them up.
+    acc: values weighted by the exponentials, ``[n, V]`` in parts. m: largest score so far, ``[n]``. total: sum of the
+    exponentials relative to m, ``[n]``; or ``[n, keys]``, a sum for each place in a tile of keys, so that warps which
+    share a tile need not exchange sums at every tile. `whole` adds these up.
     """
 
     acc: Any
@@ -27,7 +28,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def empty_softmax(N: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, KEYS: tl.constexpr = 0):
-    """The state of n rows before the first key; KEYS: with a sum for each place in a tile of so many."""
+    """The softmax of N rows before the first key. KEYS: keys per tile if each place has a sum of its own, else 0."""
     total = tl.zeros([N, KEYS] if KEYS > 0 else [N], tl.float32)
     return Softmax(zeros(N, V0, V1), tl.full([N], float("-inf"), tl.float32), total)
 
@@ -40,7 +41,7 @@ def whole(softmax):
 
 @triton.jit
 def add_weights(total, alpha, p):
-    """The sums after weights p ``[n, keys]``, alpha ``[n]`` being the factor of those before."""
+    """Add weights p ``[n, keys]`` to the sums. alpha ``[n]``: factor for earlier sums."""
     if len(total.shape) == 2:
         return total * alpha[:, None] + p
     else:
@@ -49,7 +50,7 @@ def add_weights(total, alpha, p):
 
 @triton.jit
 def _sum_of_blocks(q, k, PRECISION: tl.constexpr):
-    """The products of rows ``[n, P]`` with rows ``[keys, P]`` in blocks of 128 columns, added up at the end.
+    """Products of rows ``[n, P]`` with rows ``[keys, P]``: one per block of 128 columns, added up at the end.
 
     Without matrix units a product is one chain of P additions, and its error grows with P.
     """
@@ -73,7 +74,7 @@ def key_products(q, k, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_keys(softmax, s, v, PRECISION: tl.constexpr):
-    """Adds keys with scores s ``[n, keys]`` and values v; every row must have seen a key by then."""
+    """Add keys with scores s ``[n, keys]`` and values v. Every row must see a key of this tile or of an earlier one."""
     m = tl.maximum(softmax.m, tl.max(s, 1))
     p = tl.exp2(s - m[:, None])
     alpha = tl.exp2(softmax.m - m)
