@@ -28,6 +28,11 @@ CHOICES = {
     "latents": ("deepseek_v3", {"-1": LCA(group_size=4, window=8), 0: RECALL.replace(window=5), "rest": Dense()}),
 }
 CASES = CHOICES | {
+    "cca": ("llama", tiny.CCA),
+    "streaming-6": ("qwen3", tiny.STREAMING_6),
+    "dga": ("llama", tiny.DGA),
+    "one-layer": ("gpt2", {1: tiny.STREAMING}),
+    "sliding": ("qwen2-mixed", {0: tiny.STREAMING_6}),
     "recall": ("llama", RECALL),
     "recall-4-drop": ("gpt2", RECALL.replace(index_bits=4, num_recall=3, unchosen="drop")),
     "recall-means": ("deepseek_v2", RECALL.replace(index="sub_means", index_bits=16, window=5)),
@@ -42,6 +47,7 @@ MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
     "three-beams": {"num_beams": 3, "num_return_sequences": 2},
+    "three-samples": {"do_sample": True, "num_return_sequences": 3},
     "chunks-of-padding": {"prefill_chunk_size": 4},
     "token-by-token": {"prefill_chunk_size": 1},
 }
@@ -64,7 +70,7 @@ def _generate(model, **kwargs):
     return tiny.generate(model, IDS, attention_mask=MASK, **kwargs)
 
 
-@grid(13, "model", model=CASES, static={"growing": False, "static": True})
+@grid(18, "model", model=CASES, static={"growing": False, "static": True})
 def test_full_forward_chunks_and_steps_agree(model, static):
     ids = tiny.tokens()
     full = tiny.logits(model, ids)
@@ -73,7 +79,7 @@ def test_full_forward_chunks_and_steps_agree(model, static):
         torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, cache), full, **tiny.exact(model))
 
 
-@grid(13, "model", model=CASES, t=[1, 12, 40])
+@grid(18, "model", model=CASES, t=[1, 12, 40])
 def test_a_later_token_leaves_earlier_logits_bit_equal(model, t):
     ids = tiny.tokens()
     changed = ids.clone()
@@ -83,6 +89,7 @@ def test_a_later_token_leaves_earlier_logits_bit_equal(model, t):
     assert not torch.equal(before[:, t], after[:, t])
 
 
+@pytest.mark.parametrize("model", CHOICES.values(), ids=CHOICES, indirect=True)
 def test_every_layer_counts_every_token_and_inspect_reports_each_by_its_method(model):
     length, held = 50, condensed_layers(model)
     cache = tiny.filled(model, tiny.tokens(1, length))
@@ -95,7 +102,7 @@ def test_every_layer_counts_every_token_and_inspect_reports_each_by_its_method(m
         assert i not in held or report == inspect(model, {i: held[i]}, length)[i]
 
 
-@grid(6, "model", model=CASES, static={"growing": False, "static": True})
+@grid(8, "model", model=CASES, static={"growing": False, "static": True})
 def test_right_padding_and_holes(model, static):
     ids = tiny.tokens(2, 50)
     mask = torch.ones(2, 50, dtype=torch.long)
@@ -106,7 +113,7 @@ def test_right_padding_and_holes(model, static):
         torch.testing.assert_close(out[real], tiny.logits(model, row[None, real])[0], **tiny.exact(model))
 
 
-@grid(8, "model", model=CASES, mode=MODES)
+@grid(12, "model", model=CASES, mode=MODES)
 def test_static_and_growing_caches_give_the_tokens_of_none(model, mode):
     if "num_beams" in mode and _cannot_move_rows(model):
         with pytest.raises(ValueError, match=r"beams.*store='device'"):
@@ -133,8 +140,8 @@ def test_tokens_that_are_taken_back(model):
     assert torch.equal(tiny.generate(model, ids, prompt_lookup_num_tokens=10), tiny.generate(model, ids))
 
 
-def test_saved_loaded_and_restored(model, tmp_path):
-    ids, name, held = tiny.tokens(), model.config.model_type, condensed_layers(model)
+def test_saved_loaded_and_restored(model, tmp_path, request):
+    ids, name, held = tiny.tokens(), request.node.callspec.params["model"][0], condensed_layers(model)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert condensed_layers(loaded) == held

@@ -7,10 +7,8 @@ import torch
 from grids import grid
 from models import tiny
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import condense
-from condense.caches import CondensedLayer
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 
@@ -54,17 +52,6 @@ def test_with_a_dense_method_the_whole_model_is_stock():
     for a, b in zip(outputs(), stock, strict=True):
         torch.testing.assert_close(a, b, **tiny.EXACT)
     assert torch.equal(tiny.generate(model, padded, attention_mask=mask), stock_tokens)
-
-
-def test_chunks_and_steps_equal_the_full_forward(model):
-    ids = tiny.tokens()
-    full = tiny.logits(model, ids)
-    assert (full - tiny.logits(tiny.model("qwen2-mixed"), ids)).abs().max() > 1
-    for cache in (None, DynamicCache()):
-        torch.testing.assert_close(tiny.in_chunks(model, ids, tiny.CHUNKS, cache), full, **tiny.EXACT)
-    torch.testing.assert_close(tiny.in_chunks(model, ids, (1,) * tiny.LENGTH), full, **tiny.EXACT)
-    kinds = [type(layer) for layer in tiny.filled(model, ids).layers]
-    assert kinds == [CondensedLayer, DynamicSlidingWindowLayer, DynamicSlidingWindowLayer]
 
 
 @grid(4, "model", model=METHODS, sizes={"whole": (61,), "chunks": tiny.CHUNKS, "steps": (1,) * 61})
