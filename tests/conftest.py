@@ -29,8 +29,6 @@ DEAR = {
     "caches/test_static_layer.py::test_many_steps_and_chunks_equal_the_growing_layer": 6,
     "caches/test_static_layer.py::test_prompts_of_any_length_follow_one_another_at_the_same_addresses": 3,
     "caches/test_static_layer.py::test_the_host_does_not_trust_its_count_once_steps_are_recorded": 2,
-    "caches/test_static_recall.py::test_compiled_steps_are_one_graph": 2,
-    "caches/test_static_recall.py::test_many_steps_and_chunks_equal_the_growing_layer_and_the_whole": 4,
     "cli/test_commands.py::test_an_interrupted_adaptation_is_resumed": 1,
     "cli/test_commands.py::test_inspect_counts_what_a_cache_allocates": 2,
     "ops/test_hopper_compiles.py::test_two_part_keys_fit_into_shared_memory": 1,

@@ -5,7 +5,7 @@ import math
 import torch
 
 import condense
-from condense.caches import StaticCondensedLayer, StaticRecallLayer, read_request
+from condense.caches import StaticCondensedLayer, read_request
 from condense.functional import read_whole
 from condense.ops import Extras
 from condense.ops.reference.attend import visible
@@ -66,8 +66,7 @@ def definition(context, q, extras):
 
 def steps(method, q, k, v, extras):
     """Outputs of a static layer that reads a prompt, then one token per row at a time."""
-    cls = StaticRecallLayer if isinstance(method, condense.Recall) else StaticCondensedLayer
-    layer = cls(method, q.shape[2])
+    layer = StaticCondensedLayer(method, q.shape[2])
     prompt = [x[:, :, :PROMPT] for x in (q, k, v)]
     context = layer.read(*prompt[1:], read_request(prompt[0], scale=SCALE))
     outs = [method.attend(prompt[0], context, scale=SCALE, extras=extras)[0]]

@@ -9,26 +9,45 @@ import pickle
 
 import pytest
 import torch
-from caches.test_static_recall import EXACT, _qkv, _read
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import condense
-from condense.caches import RecallLayer, StaticRecallLayer, static
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request, static
 from condense.ops.step.state import pinned_zeros
 from condense.ops.triton import limits
 
 METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 HOSTS = [METHOD.replace(store="host", slots=slots) for slots in (0, 2, 5, 99)]
 LENGTH = 200
+B, H, K, D, DV = 3, 4, 2, 6, 5
+SCALE = 0.7
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+def _qkv(L, seed=0, rows=B):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((H, D), (K, D), (K, DV))
+    return [torch.randn(rows, n, L, width, generator=generator, dtype=torch.float64) for n, width in sizes]
+
+
+def _read(layer, qkv, counts=None):
+    """Outputs of new tokens ``[B, H, L, DV]``; rows with fewer than L get garbage or 0 before their first."""
+    q, k, v = qkv
+    if q.shape[2] == 1 and (layer.is_compileable or layer.is_initialized):
+        assert layer.can_step(k, v)
+        real = None if counts is None else counts > 0
+        return layer.step(q, k, v, scale=SCALE, real=real if real is None or layer.is_compileable else real.long())
+    context = layer.read(k, v, read_request(q, scale=SCALE, counts=counts))
+    return layer.method.attend(q, context, scale=SCALE)[0]
 
 
 def _layers(method):
-    return RecallLayer(method), StaticRecallLayer(method, LENGTH)
+    return CondensedLayer(method), StaticCondensedLayer(method, LENGTH)
 
 
 def _buffers(layer):
-    return layer.buffers if isinstance(layer, StaticRecallLayer) else layer._ring.buffers
+    return layer.buffers if isinstance(layer, StaticCondensedLayer) else layer._ring.buffers
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
@@ -51,19 +70,19 @@ def test_device_and_host_give_the_same_bits(ragged):
 
 def test_a_closing_group_is_written_and_nothing_else_is_copied():
     """Over 240 steps, 60 closed groups, buffers move a few times; in between, their addresses stay."""
-    layer, moves = RecallLayer(METHOD), 0
+    layer, moves = CondensedLayer(METHOD), 0
     _read(layer, _qkv(90))
     for i in range(240):
-        before = [x.data_ptr() for x in _buffers(layer).entries(layer._settings)]
+        before = [x.data_ptr() for x in _buffers(layer).entries(layer.store.settings)]
         _read(layer, _qkv(1, i))
-        moves += before != [x.data_ptr() for x in _buffers(layer).entries(layer._settings)]
+        moves += before != [x.data_ptr() for x in _buffers(layer).entries(layer.store.settings)]
     # room for 16 groups at least is taken at a time
     assert 1 <= moves <= 4
 
 
 def test_a_store_in_host_memory_has_room_for_the_next_power_of_two_groups_and_doubles_when_it_is_full():
     """Of 32 groups: memory that is pinned is scarce, and one group more than these would take twice as much."""
-    layer, fresh = RecallLayer(HOSTS[1]), RecallLayer(METHOD)
+    layer, fresh = CondensedLayer(HOSTS[1]), CondensedLayer(METHOD)
     for L, groups in ((6 + 32 * 4, 32), (1, 32), (1, 32), (1, 32), (1, 64), (31 * 4, 64), (4, 128)):
         assert_close(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)), **EXACT)
         assert _buffers(layer).store.shape[2] == groups * 4
@@ -72,7 +91,7 @@ def test_a_store_in_host_memory_has_room_for_the_next_power_of_two_groups_and_do
 @pytest.mark.parametrize("method", [METHOD, HOSTS[2]], ids=["device", "host"])
 def test_crop_across_closed_groups(method):
     """Groups that were taken back close again with other tokens: no slot has the old ones."""
-    layer, fresh = RecallLayer(method), RecallLayer(METHOD)
+    layer, fresh = CondensedLayer(method), CondensedLayer(METHOD)
     for part in (_qkv(60), *(_qkv(1, i) for i in range(30))):
         _read(layer, part)
     layer.crop(-20)
@@ -94,7 +113,7 @@ ROWS = {
 @pytest.mark.parametrize("method", [METHOD, HOSTS[2]], ids=["device", "host"])
 @pytest.mark.parametrize(("change", "rows"), ROWS.values(), ids=ROWS)
 def test_rows_and_copies(change, rows, method):
-    layer, plain = RecallLayer(method), RecallLayer(METHOD)
+    layer, plain = CondensedLayer(method), CondensedLayer(METHOD)
     for part in (_qkv(60), *(_qkv(1, i) for i in range(30))):
         _read(layer, part)
         _read(plain, part)
@@ -105,7 +124,7 @@ def test_rows_and_copies(change, rows, method):
 
 
 def test_static_layers_start_anew_and_are_copied():
-    layer, fresh = (StaticRecallLayer(HOSTS[1], LENGTH) for _ in range(2))
+    layer, fresh = (StaticCondensedLayer(HOSTS[1], LENGTH) for _ in range(2))
     for part in (_qkv(60, 7), *(_qkv(1, i) for i in range(20))):
         _read(layer, part)
     layer.reset()
@@ -128,7 +147,7 @@ def test_what_a_store_in_host_memory_refuses(layer):
 
 
 def test_an_odd_width_with_4_bits_is_refused_before_anything_is_kept():
-    layer = RecallLayer(METHOD.replace(index_bits=4))
+    layer = CondensedLayer(METHOD.replace(index_bits=4))
     with pytest.raises(ValueError, match="index_bits=4 needs an even key width, got 5"):
         _read(layer, [x[..., :5] for x in _qkv(3)])
     assert not layer.is_initialized
@@ -146,7 +165,7 @@ def test_memory_that_cannot_be_pinned_names_the_way_out(monkeypatch):
 
 def test_gradients_flow_past_a_cache_that_goes_on():
     """What attention reads of earlier tokens is not overwritten by later ones before the backward pass."""
-    layer = RecallLayer(METHOD)
+    layer = CondensedLayer(METHOD)
     _read(layer, _qkv(40))
     q, k, v = (x.requires_grad_() for x in _qkv(3, 1))
     out = _read(layer, (q, k, v))
@@ -163,8 +182,69 @@ def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken
     monkeypatch.setattr(static, "new_buffers", lambda *args, **kwargs: None)
     with FakeTensorMode():
         k = torch.empty(1, 1, 3, 16, device="cuda")
-    layer = StaticRecallLayer(METHOD.replace(store="host"), LENGTH)
+    layer = StaticCondensedLayer(METHOD.replace(store="host"), LENGTH)
     layer.latent_width = 0
     layer._take_memory(k, k, M=limits.MAX_GROUPS, W=8)
     with pytest.raises(ValueError, match=r"up to 32,768 groups, got room for 32,769 .a larger group_size"):
         layer._take_memory(k, k, M=limits.MAX_GROUPS + 1, W=8)
+
+
+FEW = {
+    "bounds": METHOD,
+    "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
+    "no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
+}
+
+
+@pytest.mark.parametrize("few", FEW.values(), ids=FEW)
+def test_latents(few):
+    """One KV head whose values are the first columns of its keys: absorbed queries, steps and chunks."""
+    static, width = StaticCondensedLayer(few, 90), 4
+    q, k, _ = (x[:, : H if i == 0 else 1] for i, x in enumerate(_qkv(90)))
+    no_v = k[..., :0]
+    request = read_request(q[:, :, :40], scale=SCALE, latent_width=width)
+    static.read(k[:, :, :40], no_v[:, :, :40], request)
+    steps = [
+        static.step(*(x[:, :, i : i + 1] for x in (q, k, no_v)), scale=SCALE, latent_width=width) for i in range(40, 90)
+    ]
+    want = condense.attention(q, k, k[..., :width], method=few, scale=SCALE, backend="reference")
+    assert_close(torch.cat(steps, dim=2), want[:, :, 40:], **EXACT)
+    assert static.buffers.entries_v.numel() == 0
+    assert static.buffers.store.shape[3] == D
+
+
+FIRST = {
+    "too-long": (METHOD, _qkv(41), "got 0 and 41 more; make it longer"),
+    "odd-width": (FEW["bounds-4"], [x[..., :5] for x in _qkv(3)], "index_bits=4 needs an even key width, got 5"),
+    "odd-width-step": (FEW["bounds-4"], [x[..., :5] for x in _qkv(1)], "needs an even key width, got 5"),
+}
+
+
+@pytest.mark.parametrize(("method", "qkv", "message"), FIRST.values(), ids=FIRST)
+def test_a_first_call_that_is_refused_leaves_no_memory(method, qkv, message):
+    layer = StaticCondensedLayer(method, 40)
+    with pytest.raises(ValueError, match=message):
+        _read(layer, qkv)
+    assert layer.buffers is None
+    assert not layer.is_initialized
+    assert layer.get_seq_length() == layer.count_slots() == 0
+    out = _read(layer, _qkv(40))
+    want = condense.attention(*_qkv(40), method=method, scale=SCALE, backend="reference")
+    assert_close(out, want, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "wide"), [(100, torch.float32, 4), (100, torch.bfloat16, 4), (5, torch.float64, 8)]
+)
+def test_bytes(length, dtype, wide):
+    """All closed groups of ``length`` tokens with entries, index and tokens, window and one group, and two counters."""
+    method = condense.Recall(group_size=4, window=6, num_recall=2, index_bits=8)
+    layer = StaticCondensedLayer(method, length)
+    layer.lazy_initialization(*[x.to(dtype) for x in _qkv(0)[1:]])
+    groups, ring = max(0, length - 6) // 4, min(length, 10)
+    numbers = (groups * (1 + 4) + ring) * (D + DV) * dtype.itemsize
+    index = groups * (2 * 2 * D + 2 * wide)
+    assert (
+        sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
+        == B * (K * (numbers + index) + 8) + 8
+    )

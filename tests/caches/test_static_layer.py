@@ -11,7 +11,6 @@ import torch
 from models import tiny
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
-from two_sources import attend_to
 
 import condense
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer, read_request
@@ -24,6 +23,20 @@ METHODS = tiny.METHODS | {
     "no-window-streaming": condense.LCA(group_size=5, window=0),
     "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
     "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
+    "bounds": condense.Recall(group_size=4, window=6, num_recall=3),
+    "bounds-16-drop": condense.Recall(group_size=4, window=5, num_recall=3, index_bits=16, unchosen="drop"),
+    "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
+    "means": condense.Recall(group_size=6, window=3, num_recall=1, index="sub_means", index_size=2, rep_bias="none"),
+    "recall-no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
+    "recall-g-1": condense.Recall(group_size=1, window=4, num_recall=5),
+    "none-open": condense.Recall(group_size=4, window=6, num_recall=0),
+    "recall-matched": condense.Recall(
+        group_size=4, window=6, num_recall=3, value_pooling="weighted", rep_bias="matched"
+    ),
+    "store-8": condense.Recall(group_size=4, window=6, num_recall=3, store_bits=8),
+    "recall-entries-4": condense.Recall(group_size=4, window=6, num_recall=3, entry_bits=4),
+    "a-fifth": condense.Recall(group_size=4, window=6, num_recall=0.2),
+    "all-open": condense.Recall(group_size=4, window=6, num_recall=999),
     "select": tiny.SELECT,
     "select-random": tiny.SELECT.replace(focal="random", window=0),
     "select-streaming": tiny.SELECT.replace(summary="streaming", complementary=False, gamma=0.5),
@@ -51,7 +64,8 @@ def _read(layer, qkv, counts=None):
     q, k, v = qkv
     if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1 and layer.can_step(k, v):
         return layer.step(q, k, v, scale=SCALE, real=None if counts is None else counts > 0)
-    return attend_to(layer.read(k, v, read_request(q, scale=SCALE, counts=counts)), q, scale=SCALE)[0]
+    context = layer.read(k, v, read_request(q, scale=SCALE, counts=counts))
+    return layer.method.attend(q, context, scale=SCALE)[0]
 
 
 def _snapshot(layer):
@@ -85,7 +99,8 @@ def check_steps_and_chunks(method, ragged, sizes):
             n = L if counts is None else int(counts[row])
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
         assert static.buffers.seen.tolist() == as_rows(growing.state.seen, B).tolist()
-        assert static.buffers.first.T.tolist() == [as_rows(x, B).tolist() for x in growing.state.first]
+        if method.layout.choice is None:
+            assert static.buffers.first.T.tolist() == [as_rows(x, B).tolist() for x in growing.state.first]
         assert int(static.get_seq_length()) == static.count_slots() == growing.get_seq_length()
         assert addresses is None or [x.data_ptr() for x in static.buffers] == addresses
 
@@ -97,8 +112,11 @@ def test_entries_after_chunks_are_those_of_the_growing_layer(method):
         _read(static, qkv, n)
         _read(growing, qkv, n)
     for row, made in enumerate(as_rows(num_entries(method, growing.state.seen, growing.state.first.num), B).tolist()):
-        for mine, theirs in zip(static.buffers[:2], growing.state.entries, strict=True):
-            assert_close(mine[row, :, :made], theirs[row, :, :made], rtol=0, atol=1e-14)
+        for mine, theirs in zip(static.buffers.entries(static.settings), growing.state.entries, strict=True):
+            assert mine.dtype == theirs.dtype
+            n = made * method.layout.rule.chunk if mine is static.buffers.store else made
+            exact = {"rtol": 0, "atol": 0 if mine.dtype == torch.uint8 else 1e-12}
+            assert_close(mine[row, :, :n], theirs[row, :, :n], **exact)
 
 
 def test_reorder_is_in_place(method):
@@ -141,8 +159,11 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# all methods but those that choose tokens of a prompt, for which the host must know how many each row chose
-@pytest.mark.parametrize("method", [method for method in METHODS.values() if method.prompt_reader is None], ids=str)
+# all methods but those that choose: tokens of a prompt, or groups, for which the host must know how many
+UNCHOOSING = [x for x in METHODS.values() if x.prompt_reader is None and x.layout.choice is None]
+
+
+@pytest.mark.parametrize("method", UNCHOOSING, ids=str)
 def test_the_host_looks_at_nothing_for_a_prompt_and_eager_steps(method):
     layer = StaticCondensedLayer(method, LENGTH)
     for _ in range(2):

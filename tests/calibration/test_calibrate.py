@@ -334,10 +334,11 @@ def test_what_can_be_known_beforehand_is_said_before_anything_is_measured(model,
     with pytest.raises(ValueError, match="cache must be at least"):
         condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, cache=0.01), on_forward=measured)
 
-    def refuse(method, k, v, latent):
-        raise ValueError("store='host' needs a kernel")
+    def refuse(store, k, v, latent, groups=0):
+        if store.settings.choice is not None:
+            raise ValueError("store='host' needs a kernel")
 
-    monkeypatch.setattr("condense.caches.growing_recall.check_store", refuse)
+    monkeypatch.setattr("condense.caches.store.Store.check", refuse)
     with pytest.raises(ValueError, match=r"candidates: Recall\(.*: store='host' needs a kernel"):
         condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=measured)
     assert condensed_layers(model) == {}

@@ -8,7 +8,7 @@ from models import tiny
 from transformers import DynamicCache, StaticCache
 
 import condense
-from condense.caches.token_store import new_store
+from condense.ops.step.state import pinned_zeros
 
 DEVICE_STORE = condense.Recall(group_size=4, window=8, num_recall=3)
 SLOTS = (0, 2, 12, 100)
@@ -87,7 +87,7 @@ def test_a_copied_cache_goes_on_as_its_original(model):
 
 def test_memory_that_the_host_cannot_pin():
     with pytest.raises(RuntimeError, match=r"bytes of pinned host memory.*store='device'"):
-        new_store(torch.empty(1, 8, 1, 128, device="cuda"), 2**35, 256, torch.float32, on_host=True)
+        pinned_zeros((1, 8, 2**35, 256), torch.float32)
 
 
 def test_latents():

@@ -11,7 +11,7 @@ import torch
 from oracles import oracle
 
 import condense
-from condense.caches import CondensedLayer, RecallLayer, StaticCondensedLayer, StaticRecallLayer, read_request
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.functional import extend, read_whole
 from condense.ops import EntryFormat
 
@@ -76,7 +76,7 @@ def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
         assert [x.shape[3] for x in context.tensors] == [80, 11] * 2
     assert torch.equal(context.sources[0].k, want.k)
     assert torch.equal(context.sources[0].v, want.v)
-    kept = layer.buffers.entries if isinstance(layer, StaticCondensedLayer) else layer.state.entries
+    kept = layer.buffers.entries(layer.settings) if isinstance(layer, StaticCondensedLayer) else layer.state.entries
     assert [x.dtype for x in kept[:2]] == [torch.uint8] * 2
     assert [x.shape[3] for x in kept[:2]] == [40 + 3 * 4 + 4, 6 + 4 + 6]
 
@@ -86,9 +86,7 @@ def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
 def test_pieces_before_the_first_entry_read_none(method, fixed):
     """Buffers without entries hold rows of bytes already, and so does a growing layer that took all of them back."""
     (q, k, v), method = inputs(torch.float64), method.replace(entry_bits=4)
-    kinds = {condense.CCA: (CondensedLayer, StaticCondensedLayer), condense.Recall: (RecallLayer, StaticRecallLayer)}
-    kind = kinds[type(method)][fixed]
-    layer = kind(method, 41) if fixed else kind(method)
+    layer = StaticCondensedLayer(method, 41) if fixed else CondensedLayer(method)
     want = method.attend(q, read_whole(method, q, k, v, scale=SCALE), scale=SCALE)[0]
 
     def read(*ends):

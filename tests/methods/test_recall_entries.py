@@ -6,7 +6,7 @@ from oracles import oracle
 
 import condense
 from condense import Recall
-from condense.caches import StaticRecallLayer, read_request
+from condense.caches import StaticCondensedLayer, read_request
 from condense.functional import read_whole
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -66,7 +66,7 @@ def test_stored_bits_have_no_gradient():
 
 def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
     method, (q, k, v) = METHODS["matched"], oracle.random_qkv(1, 4, 2, 8, 6, 5)
-    layer, outs = StaticRecallLayer(method, 8), []
+    layer, outs = StaticCondensedLayer(method, 8), []
     for now in zip(*(x.split([3, 5], dim=2) for x in (q, k, v)), strict=True):
         context = layer.read(*now[1:], read_request(now[0], scale=0.7))
         outs.append(method.attend(now[0], context, scale=0.7)[0])

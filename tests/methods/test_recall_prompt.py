@@ -8,7 +8,7 @@ from models import tiny
 from oracles import latent_oracle, oracle
 
 import condense
-from condense.caches import CondensedLayer, RecallLayer, StaticRecallLayer
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.caches.request import read_request
 from condense.latent import UpProjection
 from condense.models.inspect import inspect
@@ -61,7 +61,7 @@ def test_chunks_are_dense_and_steps_recall():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("layer", [RecallLayer, partial(StaticRecallLayer, max_cache_len=70)])
+@pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=70)])
 def test_chunks_read_the_stored_tokens_that_a_whole_prompt_reads(layer, bits):
     """Also in the first chunk, all of whose tokens the window still holds unquantised."""
     method = EXACT.replace(store_bits=bits)
@@ -71,7 +71,7 @@ def test_chunks_read_the_stored_tokens_that_a_whole_prompt_reads(layer, bits):
         torch.testing.assert_close(_attend(layer, method, q, k, v, start, stop), whole[:, :, start:stop], **CLOSE)
 
 
-@pytest.mark.parametrize("layer", [RecallLayer(EXACT), StaticRecallLayer(EXACT, 99)], ids=["growing", "static"])
+@pytest.mark.parametrize("layer", [CondensedLayer(EXACT), StaticCondensedLayer(EXACT, 99)], ids=["growing", "static"])
 def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
     """The window then has as many columns as rows have tokens, some of which hold nothing."""
     q, k, v = oracle.random_qkv(2, 4, 2, 45, 8, 8)

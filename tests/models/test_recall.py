@@ -8,7 +8,7 @@ from grids import grid
 from models import tiny
 
 import condense
-from condense.caches import RecallLayer
+from condense.caches import CondensedLayer
 
 METHOD = condense.Recall(group_size=4, window=8, num_recall=2)
 MODELS = ("llama", "gpt2", "deepseek_v2")
@@ -61,7 +61,7 @@ def test_tokens_that_are_taken_back(model):
 def test_crop_goes_back_to_what_was(model):
     ids = tiny.tokens(2, 45)
     cache, full = tiny.filled(model, ids), tiny.logits(model, ids)
-    assert {type(layer) for layer in cache.layers} == {RecallLayer}
+    assert {type(layer) for layer in cache.layers} == {CondensedLayer}
     cache.crop(-20)
     torch.testing.assert_close(
         tiny.in_chunks(model, ids[:, 25:], (3, *[1] * 17), cache), full[:, 25:], **tiny.exact(model)
@@ -86,8 +86,8 @@ def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
     """As on a GPU, where steps with a host store round entries in blocks, of which latents must be whole ones."""
     model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host", entry_bits=4)), set()
     monkeypatch.setattr(
-        f"condense.caches.{kind}_recall.check_store",
-        lambda method, k, v, latent, groups=None: widths.add((k.shape[3] - v.shape[3], latent)),
+        "condense.caches.store.Store.check",
+        lambda store, k, v, latent, groups=None: widths.add((k.shape[3] - v.shape[3], latent)),
     )
     mode = {"cache_implementation": "static"} if kind == "static" else {}
     tiny.generate(model, ROWS[0][None], **mode)

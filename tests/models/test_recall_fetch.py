@@ -9,7 +9,7 @@ from models import tiny
 from transformers import DynamicCache, StaticCache
 
 import condense
-from condense.caches import buffers, growing_recall, static_recall
+from condense.caches import store
 
 METHOD = condense.Recall(group_size=4, window=8, num_recall=2, store="host", slots=3)
 LAYERS, CHUNKS = 3, (20, 17, 1, 16)
@@ -21,20 +21,20 @@ def fetches(monkeypatch):
     """Copies that were begun, and for each store that was read, whether it was one of these."""
     begun, used = [], []
 
-    def fetch(store, count, device):
-        begun.append(store[:, :, :count].clone() if count else None)
+    def begin(tensor, count, device):
+        begun.append(tensor[:, :, :count].clone() if count else None)
         return begun[-1]
 
-    def read(store, count, device, fetched=None):
+    def read(self, tensor, count, device):
+        fetched, self._fetched = self._fetched, None
         used.append(fetched is not None and any(fetched is x for x in begun))
         if fetched is not None:
             assert fetched.shape[2] >= count
-            assert torch.equal(fetched[:, :, :count], store[:, :, :count])
-        return store[:, :, :count]
+            assert torch.equal(fetched[:, :, :count], tensor[:, :, :count])
+        return tensor[:, :, :count]
 
-    monkeypatch.setattr(buffers, "read_tokens", read)
-    for module in (growing_recall, static_recall):
-        monkeypatch.setattr(module, "fetch_tokens", fetch)
+    monkeypatch.setattr(store, "_begin_to_fetch", begin)
+    monkeypatch.setattr(store.Store, "read", read)
     return begun, used
 
 

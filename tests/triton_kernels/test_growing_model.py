@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from triton_kernels.test_growing_layer import DEVICE, Reading
 
 import condense
-from condense.caches import CondensedLayer, growing
+from condense.caches import CondensedLayer, growing, ring
 from condense.models import layers
 
 PAIRS = {
@@ -49,7 +49,8 @@ def model(request):
 @pytest.fixture(autouse=True)
 def stepping(monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(growing, "step_backend", lambda *args, **kwargs: "triton")
+        for module in (growing, ring):
+            monkeypatch.setattr(module, "step_backend", lambda *args, **kwargs: "triton")
 
 
 def _generate(model, ids, **kwargs):

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton_kernels.test_growing_layer import DEVICE, SCALE, Counting, started  # noqa: F401
 
 import condense
-from condense.caches import RecallLayer, read_request, ring
+from condense.caches import CondensedLayer, read_request, ring
 from condense.caches.ring import room_for
-from condense.caches.token_store import finish_writes
+from condense.caches.store import finish_writes
 from condense.ops import Extras
 
 RECALL = condense.Recall(group_size=4, window=6, num_recall=2)
@@ -30,7 +30,7 @@ METHODS = {
 B, H, K, D = 2, 2, 1, 16
 
 
-class Operating(RecallLayer):
+class Operating(CondensedLayer):
     """Every token is read by one operation."""
 
     def _keep(self, *args):
@@ -46,7 +46,7 @@ def stepping(monkeypatch):
 
 
 def _pair(method):
-    return RecallLayer(method), Operating(method)
+    return CondensedLayer(method), Operating(method)
 
 
 def _qkv(L, seed=0, rows=B):
@@ -60,9 +60,9 @@ def _read(layer, qkv, counts=None, extras=None):
     if q.shape[2] == 1 and layer.can_step(k, v):
         return layer.step(q, k, v, scale=SCALE, real=counts, extras=extras or Extras())
     context = layer.read(k, v, read_request(q, scale=SCALE, counts=counts))
-    out = layer.recall.attend(q, context, scale=SCALE, backend="torch")[0]
+    out = layer.method.attend(q, context, scale=SCALE, backend="torch")[0]
     if q.is_cuda:
-        finish_writes(q.device)
+        finish_writes(layer._ring.buffers)
     return out
 
 
@@ -83,7 +83,7 @@ def test_steps_are_the_bits_of_operations(method):
     for seed, L in enumerate((64, *[1] * 4, 3, *[1] * 4)):
         _agree(layers, _qkv(L, seed))
     assert layers[0]._ring._prepared is not None
-    assert layers[0]._ring.buffers.entries_k.shape[2] > room_for(layers[0].recall.layout.rule.closed(64))
+    assert layers[0]._ring.buffers.entries_k.shape[2] > room_for(layers[0].method.layout.rule.closed(64))
 
 
 @pytest.mark.parametrize("name", ["recall", "entries-8-weighted", "host"])
@@ -146,7 +146,7 @@ def test_tokens_that_are_laid_out_in_turn_in_several_ways():
 @pytest.mark.parametrize("name", ["recall", "entries-4-matched", "host"])
 def test_a_step_allocates_and_starts_kernels(name, started):  # noqa: F811
     """But for the steps that make room, which pad."""
-    layer = RecallLayer(METHODS[name])
+    layer = CondensedLayer(METHODS[name])
     for L in (31, 1):
         _read(layer, _qkv(L))
     started.clear()
@@ -163,7 +163,7 @@ def test_a_step_allocates_and_starts_kernels(name, started):  # noqa: F811
 
 
 def test_rows_that_are_left_out_free_their_memory():
-    layer = RecallLayer(RECALL)
+    layer = CondensedLayer(RECALL)
     for L in (20, 1):
         _read(layer, _qkv(L))
     old = [weakref.ref(x) for x in layer._ring.buffers]
@@ -172,7 +172,7 @@ def test_rows_that_are_left_out_free_their_memory():
 
 
 def test_a_prompt_that_needs_longer_buffers_frees_the_shorter_ones():
-    layer = RecallLayer(RECALL)
+    layer = CondensedLayer(RECALL)
     for L in (20, 1):
         _read(layer, _qkv(L))
     store = weakref.ref(layer._ring.buffers.store)
@@ -193,7 +193,7 @@ def test_a_copy_goes_its_own_way():
 
 def test_a_trace_gets_one_operation():
     """Subclasses of tensors see the step by name, and none is prepared."""
-    layer, seen = RecallLayer(RECALL), []
+    layer, seen = CondensedLayer(RECALL), []
     _read(layer, _qkv(20))
 
     class Seen(torch.Tensor):

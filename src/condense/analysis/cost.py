@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from condense.config import check_int
-from condense.methods import Dense, Method, Recall
+from condense.methods import Dense, Method
 from condense.state import first_entries
 
 
@@ -30,10 +30,10 @@ def keys_read(method: Method, seen: int) -> int:
     if first_entries(method, seen) > 0:
         raise ValueError(f"method must read keys whose number follows from the tokens alone, got {method}")
     read = [hi - lo for lo, hi in method.layout.rule.spans(seen)]
-    if isinstance(method, Recall):
+    if (choice := method.layout.choice) is not None:
         groups, window = read
-        opened = method.quota.at(groups)
-        read = [groups - opened if method.unchosen == "pool" else 0, opened * method.group_size, window]
+        opened = choice.quota.at(groups)
+        read = [groups - opened if choice.pool else 0, opened * method.layout.rule.chunk, window]
     return sum(read)
 
 

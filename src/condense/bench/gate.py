@@ -19,7 +19,8 @@ from torch import Tensor
 
 from condense.bench.budget import Verdict, judge
 from condense.bench.problems import Inputs, pooled
-from condense.methods import Context, Method, Recall
+from condense.methods import Context, Method, step_settings
+from condense.ops import ChoiceSettings
 from condense.ops.recall import GroupIndex, choose_groups, index_scores
 from condense.ops.tensors.bias import joined_bias
 
@@ -96,16 +97,18 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     pairs = zip(entries[:2], window[:2], strict=True)
     tensors = [x if x.shape[3] else y.new_zeros(*x.shape[:3], y.shape[3]) for x, y in pairs]
     clear = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
-    if isinstance(method, Recall) and context.extra:
+    choice = method.layout.choice
+    if choice is not None and context.extra:
         codes, grid, store = context.extra
         closed = spans[0][1][..., 0]
-        opened, is_clear = _opened(method, q[:, :, at], GroupIndex(codes, grid), closed, scale)
-        if method.prompt == "exact" and L > 1:
+        opened, is_clear = _opened(choice, q[:, :, at], GroupIndex(codes, grid), closed, scale)
+        if method.reads_exactly and L > 1:
             opened, is_clear = masks[0].expand_as(opened), torch.ones_like(is_clear)
         clear = is_clear.repeat_interleave(q.shape[1] // codes.shape[1], 1)[..., None]
-        masks[0] = masks[0] & ~opened & (method.unchosen == "pool")
-        masks.insert(1, opened.repeat_interleave(method.group_size, -1))
-        tensors += method.store_format.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype)
+        masks[0] = masks[0] & ~opened & choice.pool
+        masks.insert(1, opened.repeat_interleave(method.layout.rule.chunk, -1))
+        form = step_settings(method).store_format
+        tensors += form.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype)
     rows, heads = (max(x.shape[dim] for x in masks) for dim in (0, 1))
     mask = torch.cat([x.expand(rows, heads, -1, -1) for x in masks], dim=-1)
     bias = joined_bias([entries.bias, *[None] * (len(masks) - 1)], [x.shape[3] for x in masks], q.device)
@@ -113,7 +116,9 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     return Seen(at, q[:, :, at], (*tensors, *window[:2]), mask, bias[:, :, None], clear)
 
 
-def _opened(method: Recall, q: Tensor, index: GroupIndex, closed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _opened(
+    choice: ChoiceSettings, q: Tensor, index: GroupIndex, closed: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """The groups that queries open, bool ``[B, K, S, G]``, and whose choice is clear, bool ``[B, K, S]``.
 
     q ``[B, H, S, D]``; closed int64 ``[B|1, 1, S]``: groups that each query may open. A choice is clear if the scores
@@ -121,8 +126,8 @@ def _opened(method: Recall, q: Tensor, index: GroupIndex, closed: Tensor, scale:
     """
     K, G = index.codes.shape[1:3]
     codes = index.codes.double() if index.codes.is_floating_point() else index.codes
-    scores = index_scores(q.double(), GroupIndex(codes, index.grid.double()), method.index_settings, scale)
-    opened = choose_groups(scores, closed, method.quota, K)
+    scores = index_scores(q.double(), GroupIndex(codes, index.grid.double()), choice.index, scale)
+    opened = choose_groups(scores, closed, choice.quota, K)
     is_closed = torch.arange(G, device=q.device) < closed[..., None]
     error = 64 * torch.finfo(torch.float32).eps * float(scores.masked_fill(~is_closed, 0.0).abs().max())
     scores = scores.masked_fill(~is_closed, -math.inf)

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from condense.bench.budget import Verdict
-from condense.methods import Recall
 from condense.models import GraphDecoder, MethodChoice, methods_of, use
 
 
@@ -28,10 +27,8 @@ class ModelGate:
         # long enough to leave the window, with groups that end in each piece and in the steps, and to choose from
         self.steps = chunk + 3
         length = max(each.layout.rule.window or 0 for each in methods) + 4 * chunk + self.steps
-        length += max(
-            each.num_recall * chunk if isinstance(each, Recall) and isinstance(each.num_recall, int) else 0
-            for each in methods
-        )
+        quotas = [each.layout.choice.quota for each in methods if each.layout.choice is not None]
+        length += max((quota.most * chunk for quota in quotas if quota.part == quota.of), default=0)
         self.ids = random_tokens(model, length, seed)
 
     def check(self, compile: bool | None, *, condensed: bool = True) -> Verdict | None:

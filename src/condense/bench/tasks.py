@@ -21,9 +21,9 @@ from condense.bench.baselines import dense_attention, dense_step, flex_attention
 from condense.bench.budget import Verdict
 from condense.bench.problems import Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
 from condense.bench.rows import op_kind
-from condense.caches import CondensedLayer, StaticCondensedLayer, StaticRecallLayer, read_request
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.functional import attention
-from condense.methods import Context, Dense, Method, Recall
+from condense.methods import Context, Dense, Method
 from condense.ops import Source
 
 MIN_CACHES = 8
@@ -97,7 +97,9 @@ class Task:
         """Attention alone, forward or forward and backward, over sources that are there."""
         inputs, backend = self.setting.inputs(self.length), self.backend or "auto"
         context, scale = pooled(method, inputs, backend), inputs.scale
-        extra, store = (context.extra[:2], context.extra[2:]) if isinstance(method, Recall) else (context.extra, ())
+        extra, store = (
+            (context.extra[:2], context.extra[2:]) if method.layout.choice is not None else (context.extra, ())
+        )
         leaves = (inputs.q, *context.tensors[:2], *store, *context.tensors[2:])
 
         def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, *others: Tensor) -> Tensor:
@@ -148,8 +150,7 @@ class Task:
         In turn over static caches, copies of one that has read ``length`` tokens, together larger than L2.
         """
         inputs = self.setting.inputs(self.length + 1)
-        scale, new_layer = inputs.scale, StaticRecallLayer if isinstance(method, Recall) else StaticCondensedLayer
-        layer, growing = new_layer(method, self.length + _ROOM), CondensedLayer(method)  # type: ignore[arg-type]
+        scale, layer, growing = inputs.scale, StaticCondensedLayer(method, self.length + _ROOM), CondensedLayer(method)
         q, k, v = (x[:, :, :-1] for x in inputs)
         for cache in (layer, growing):
             cache.read(k, v, read_request(q, scale=scale))

@@ -24,6 +24,18 @@ class CondensedCacheLayer(CacheLayerMixin):
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
 
+    def fetch(self) -> bool:
+        """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store."""
+        return False
+
+    def after_attention(self) -> None:
+        """Make later work wait for what `read` has begun to store while the layer attended."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
+        return 0
+
     @abstractmethod
     def check_crop(self, tokens_to_remove: int) -> int:
         """The number of tokens that ``crop`` takes back. Raises ValueError if it cannot take back so many."""

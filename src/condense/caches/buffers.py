@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.caches.token_store import read_tokens, write_tokens
+from condense.caches.store import Store
 from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
 from condense.ops import StepSettings, StepState
 from condense.ops.step import Sizes, empty_state
@@ -33,24 +33,22 @@ def new_buffers(
 
 def read_state(
     method: Method,
-    settings: StepSettings,
+    store: Store,
     buffers: StepState,
     seen: PerRow,
     first: FirstEntries,
     num_window: int,
     num_queries: int,
-    fetched: Tensor | None = None,
 ) -> LayerState:
     """The state in the buffers, with the newest ``num_window`` tokens and ``num_queries`` queries, or all if fewer.
 
-    seen and first as in `condense.state.LayerState`; fetched: stored tokens, as in
-    `condense.caches.token_store.read_tokens`.
+    seen and first as in `condense.state.LayerState`. store: reads the stored tokens.
     """
     entries, device = max_row(num_entries(method, seen, first.num)), buffers.ring_k.device
     return LayerState(
         tuple(
-            read_tokens(x, entries * n, device, fetched) if x is buffers.store else x[:, :, : entries * n]
-            for x, n in _entries_of(buffers, settings)
+            store.read(x, entries * n, device) if x is buffers.store else x[:, :, : entries * n]
+            for x, n in _entries_of(buffers, store.settings)
         ),
         newest_columns(buffers.ring_k, seen, num_window),
         newest_columns(buffers.ring_v, seen, num_window),
@@ -60,15 +58,13 @@ def read_state(
     )
 
 
-def write_state(
-    method: Method, settings: StepSettings, buffers: StepState, before: LayerState | None, state: LayerState
-) -> None:
+def write_state(method: Method, store: Store, buffers: StepState, before: LayerState | None, state: LayerState) -> None:
     """Copy ``state`` into buffers that hold the state ``before`` (None: they are empty); of entries, only new ones."""
     first = 0 if before is None else min_row(num_entries(method, before.seen, before.first.num))
     last = max_row(num_entries(method, state.seen, state.first.num))
     if last > first:  # before the first group is pooled, a state has no tensors of the method's own
-        for (buffer, n), made in zip(_entries_of(buffers, settings), state.entries, strict=True):
-            write_tokens(buffer, n * first, made[:, :, n * first : n * last])
+        for (buffer, n), made in zip(_entries_of(buffers, store.settings), state.entries, strict=True):
+            store.write(buffer, n * first, made[:, :, n * first : n * last])
     store_newest(buffers.ring_k, state.window_k, state.seen)
     store_newest(buffers.ring_v, state.window_v, state.seen)
     store_newest(buffers.ring_q, state.mean_q, state.seen)

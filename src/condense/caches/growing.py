@@ -4,17 +4,16 @@ Its length is the number of tokens seen, though it stores entries, the exact win
 has one of two forms:
 
 - a `LayerState`, made anew by `condense.functional.extend` when tokens are read; on a CPU it has no other form;
-- a `condense.caches.ring.RingState`: buffers to which the Triton step adds single tokens in place.
+- a `condense.caches.ring.RingState`: buffers to which a step adds single tokens in place.
 
-The first step after a read copies the state into buffers, the first read after a step copies it out of them.
-`condense.Recall` has too much to copy: its layer (`condense.caches.growing_recall`) keeps buffers from the first read
-on, to which both reads and steps write. Shapes as in `condense.state`.
+The first step after a read copies the state into buffers, the first read after a step copies it out of them. With a
+store (`condense.Recall`) that would be too much to copy: there are buffers from the first read on, to which both reads
+and steps write. Shapes as in `condense.state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,9 +21,10 @@ from torch import Tensor
 from condense.caches.base import CondensedCacheLayer
 from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.caches.ring import RingState
+from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
-from condense.ops import NO_EXTRAS, Extras, StepSettings, step_backend
+from condense.ops import NO_EXTRAS, Extras, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import LayerState, first_needed, num_entries
 
@@ -33,6 +33,8 @@ class CondensedLayer(CondensedCacheLayer):
     """The condensed cache of one attention layer; beams, row selection, repetition, crop and reset apply to all of it.
 
     A condensed model gives a single token to `step` if `can_step`, and all others to `update`, which calls `read`.
+    The first tokens raise ValueError, nothing stored, where index and store cannot hold or steps not read them
+    (`condense.caches.store.Store.check`), and RuntimeError where the host cannot pin what a store needs.
     """
 
     is_compileable = False
@@ -42,6 +44,7 @@ class CondensedLayer(CondensedCacheLayer):
     def __init__(self, method: Method) -> None:
         super().__init__()
         self.method = method
+        self.store = Store(step_settings(method))
         # Only one of `_state` (after a prefill) and `_ring` (buffers, while decoding) is set. Converting copies, so it
         # is done when a call needs the other.
         self._state: LayerState | None = None
@@ -62,12 +65,13 @@ class CondensedLayer(CondensedCacheLayer):
     def state(self, state: LayerState | None) -> None:
         self._state, self._ring = state, None
 
-    @cached_property
-    def _settings(self) -> StepSettings:
-        return step_settings(self.method)
+    @property
+    def _keeps_buffers(self) -> bool:
+        return self.store.settings.choice is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
-        """Note the device; the tensors are made by the first `read`. latent_width: as in `ReadRequest`."""
+        """Note the device, once it is clear that tokens like these can be kept; latent_width: as in `ReadRequest`."""
+        self.store.check(key_states, value_states, latent_width or 0)
         self.device = key_states.device
         self.is_initialized = True
 
@@ -79,7 +83,7 @@ class CondensedLayer(CondensedCacheLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(k, v, request.latent_width)
-        before = self._before(request.fetched)
+        before = self._before()
         if before is not None:
             refuse_other_dtype(before.window_k.dtype, k.dtype)
         method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
@@ -90,13 +94,40 @@ class CondensedLayer(CondensedCacheLayer):
         self._count(k.shape[2], request.trailing)
         return context
 
-    def _before(self, fetched: Tensor | None) -> LayerState | None:
-        """The state that new tokens are added to; fetched: as in `ReadRequest`."""
-        return self.state
+    def _before(self) -> LayerState | None:
+        """The state that new tokens are added to."""
+        ring = self._ring
+        if ring is None or not self._keeps_buffers:
+            return self.state
+        if not ring.is_writable:
+            self._map_tensors(torch.clone)
+        # autograd may keep what attention reads, and later tokens are written to the buffers in place
+        return ring.state() if torch.is_grad_enabled() else ring.view()
 
     def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:
         """Keep the state ``after``, which ``method`` made from ``before``. latent: width of latents, 0 for none."""
-        self.state = after
+        if not self._keeps_buffers:
+            self.state = after
+        elif before is None or self._ring is None:
+            self._ring = RingState(method, self.store, after, latent)
+        else:
+            self._ring.write(before, after)
+
+    def fetch(self) -> bool:
+        """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store."""
+        if self._keeps_buffers and self._ring is not None:
+            self._ring.fetch()
+        return self._keeps_buffers
+
+    def after_attention(self) -> None:
+        """Make later work wait for what `read` has begun to store while the layer attended."""
+        if self._ring is not None:
+            self.store.settle(self._ring.buffers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
+        return self._ring.buffers.store.nbytes if self._ring is not None and self.store.on_host else 0
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: some were read before, and Triton can run.
@@ -110,7 +141,7 @@ class CondensedLayer(CondensedCacheLayer):
         if self._state is None or self._state.window_k.dtype != k.dtype:
             return False
         widths, latent = (k.shape[3], v.shape[3]), latent_width or 0
-        return step_backend(k.device, k.dtype, widths, self._settings, latent=latent) == "triton"
+        return step_backend(k.device, k.dtype, widths, self.store.settings, latent=latent) == "triton"
 
     def step(
         self,
@@ -130,7 +161,8 @@ class CondensedLayer(CondensedCacheLayer):
         """
         if self._ring is None:
             assert self._state is not None
-            self._ring = RingState(self.method, self._settings, self._state, latent_width or 0)
+            method = self.method if latent_width is None else self.method.for_latents(latent_width)
+            self._ring = RingState(method, self.store, self._state, latent_width or 0)
             self._state = None
         out = self._ring.step(q, k, v, scale=scale, real=real, extras=extras)
         self._count(1, 1 if real is None else int(real.min()))
@@ -234,7 +266,8 @@ class CondensedLayer(CondensedCacheLayer):
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in the order of ``beam_idx`` (int ``[B]``)."""
+        """Rows in the order of ``beam_idx`` (int ``[B]``). Raises ValueError for a store in host memory."""
+        self.store.refuse_reorder()
         self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -246,7 +279,8 @@ class CondensedLayer(CondensedCacheLayer):
         self._map_rows(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
-        """Move the state to the CPU."""
+        """Move the state to the CPU. Raises ValueError for a store that is there already."""
+        self.store.refuse_offload()
         self._map_tensors(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:

@@ -15,8 +15,7 @@ class ReadRequest(NamedTuple):
 
     q ``[B, H, L, D]``: summary queries are means of these. scale: softmax scale. plan: which of the tokens are real.
     trailing: number of last slots that are real in every row, before rows were aligned. latent_width: as in
-    `condense.Method.for_latents`, None for ordinary keys and values. fetched: stored tokens that the layer's ``fetch``
-    (of `condense.caches.RecallLayer`) has begun to copy in this forward, None if it was not called.
+    `condense.Method.for_latents`, None for ordinary keys and values.
     """
 
     q: Tensor
@@ -24,7 +23,6 @@ class ReadRequest(NamedTuple):
     plan: ForwardPlan
     trailing: int
     latent_width: int | None = None
-    fetched: Tensor | None = None
 
 
 def read_request(

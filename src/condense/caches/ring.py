@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.caches.buffers import new_buffers, read_state, write_state
+from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
 from condense.ops import (
     NO_EXTRAS,
@@ -23,7 +24,6 @@ from condense.ops import (
     NewToken,
     OwnEntries,
     StepCall,
-    StepSettings,
     StepState,
     decode_step,
     prepare_step,
@@ -50,15 +50,19 @@ def _blocks(slots: int) -> int:
 
 
 class RingState:
-    """The buffers of one layer while it decodes token by token with the Triton step, and numbers on the host.
+    """The buffers of one layer, and numbers on the host: of `condense.Recall` always, of others while they decode.
+
+    A store in host memory has room for a power of two groups, since PyTorch takes pinned memory in powers of two, and
+    doubles once that is full; all else grows by 1/32.
 
     first: as in `condense.state.LayerState`. num_window, num_queries: columns of tokens and queries that
     `state` returns, at most those that the rings hold.
     """
 
-    def __init__(self, method: Method, settings: StepSettings, state: LayerState, latent: int) -> None:
+    def __init__(self, method: Method, store: Store, state: LayerState, latent: int) -> None:
         """Copy a state into new buffers; latent: width of the latents in its keys (`Method.for_latents`), else 0."""
-        self.method, self.settings, self.latent = method, settings, latent
+        self.method, self.store, self.settings, self.latent = method, store, store.settings, latent
+        settings = store.settings
         rule, S = settings.rule, settings.num_summary
         self.num_window, self.num_queries = state.window_k.shape[2], state.mean_q.shape[2]
         self._most_window = sys.maxsize if rule.window is None else _blocks(rule.window + rule.chunk + SLACK)
@@ -68,38 +72,52 @@ class RingState:
         # `seen` is the sum. `_taken` counts steps that all rows took, so that an ordinary step changes no tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
-        self.buffers = self._take_memory(state.window_k, state.window_v, M, W)
+        self.buffers = new_buffers(
+            state.window_k, state.window_v, settings, entries=M, tokens=W, queries=max(S, self._most_queries),
+            stored=store.room_for(M),
+        )  # fmt: skip
         self._choose_backend()
-        write_state(method, settings, self.buffers, None, state)
+        write_state(method, store, self.buffers, None, state)
         self._steps_left = self._count_steps()
         # what the newest step worked out, for tokens laid out as its own and for the buffers that it wrote to
         self._prepared: PreparedStep | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose buffers are others: they prepare their own steps."""
+        finish_writes(self.buffers)
         return self.__dict__ | {"_prepared": None}
 
-    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
-        queries = max(self.settings.num_summary, self._most_queries)
-        return new_buffers(k, v, self.settings, entries=M, tokens=W, queries=queries)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.buffers = with_pinned_store(self.buffers)
 
     @property
     def seen(self) -> PerRow:
         """Real tokens per row, as in `condense.state.LayerState`."""
         return self._before + self._taken
 
-    def state(self, fetched: Tensor | None = None) -> LayerState:
-        """A copy of the state, which further steps do not change. fetched: as in `view`."""
-        state = self.view(fetched)
+    def state(self) -> LayerState:
+        """A copy of the state, which further steps do not change."""
+        state = self.view()
         return state._replace(entries=tuple(x.clone() for x in state.entries))
 
-    def view(self, fetched: Tensor | None = None) -> LayerState:
-        """The state, whose entries share memory with the buffers: for use before the next step.
-
-        fetched: as in `condense.caches.request.ReadRequest`.
-        """
+    def view(self) -> LayerState:
+        """The state, whose entries share memory with the buffers: for use before the next step."""
         held = self.num_window, self.num_queries
-        return read_state(self.method, self.settings, self.buffers, self.seen, self.first, *held, fetched)
+        return read_state(self.method, self.store, self.buffers, self.seen, self.first, *held)
+
+    def write(self, before: LayerState, after: LayerState) -> None:
+        """Copy in the state ``after``, which `condense.functional.extend` made from ``before``, the buffers' state."""
+        self._make_room(after.seen)
+        write_state(self.method, self.store, self.buffers, before, after)
+        self._before, self._taken = after.seen, 0
+        self.num_window, self.num_queries = after.window_k.shape[2], after.mean_q.shape[2]
+        self._steps_left = self._count_steps()
+
+    def fetch(self) -> None:
+        """Begin to copy the stored tokens to the device for the next `view`."""
+        tokens = max_row(num_entries(self.method, self.seen)) * self.settings.rule.chunk
+        self.store.fetch(self.buffers.store, tokens, self.buffers.seen.device)
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras = NO_EXTRAS
@@ -139,17 +157,22 @@ class RingState:
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.
 
-        Only ``seen`` is lowered: slots past it are overwritten before they are read again.
+        Only ``seen`` is lowered: slots of rings past it are overwritten before they are read again. Slots of a store
+        are emptied: groups that close again may be others.
         """
+        self.store.forget()
         self._taken -= count
         self.num_window -= count
         self.num_queries = max(0, self.num_queries - count)
-        self.buffers = self.buffers._replace(seen=self.buffers.seen - count)
+        held = torch.full_like(self.buffers.held, -1)
+        self.buffers = self.buffers._replace(seen=self.buffers.seen - count, held=held)
         self._steps_left = self._count_steps()
 
     def map_tensors(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> None:
-        """Apply ``change`` to all buffers and ``change_number`` to the numbers per row."""
-        self.buffers = type(self.buffers)._make(map(change, self.buffers))
+        """Apply ``change`` to all buffers and ``change_number`` to the numbers per row; a pinned store stays pinned."""
+        finish_writes(self.buffers)
+        self.store.forget()
+        self.buffers = with_pinned_store(StepState._make(map(change, self.buffers)))
         self._prepared = None  # which would keep the old buffers alive
         self._before, self.first = change_number(self._before), FirstEntries(*map(change_number, self.first))
 
@@ -187,15 +210,19 @@ class RingState:
         )  # fmt: skip
 
     def _longer_entries(self, buffers: StepState, slots: int) -> StepState:
-        names = entry_names(self.settings)
-        return buffers._replace(**{name: longer(getattr(buffers, name), slots) for name in names})
+        new = {name: longer(getattr(buffers, name), slots) for name in entry_names(self.settings) if name != "store"}
+        store = self.store.longer(buffers.store, slots, buffers.seen.device)
+        return buffers._replace(**new, store=store)
 
     def _entry_slots(self, entries: int) -> int:
         """Columns to take for ``entries`` entries: with spare room, but not more than the rule ever needs."""
-        limit = self.settings.rule.max_chunks
-        if limit is None:
-            return room_for(entries)
-        return min(room_for(entries), limit * self.settings.rule.entries + max_row(self.first.num))
+        limit, slots = self.settings.rule.max_chunks, room_for(entries)
+        if limit is not None:
+            return min(slots, limit * self.settings.rule.entries + max_row(self.first.num))
+        if self.store.on_host:
+            # no spare room beyond the power of two that a store in host memory takes: one group more would double it
+            return min(slots, self.store.room_for(max(entries, room_for(0))))
+        return slots
 
     def _token_slots(self, tokens: int) -> int:
         """Slots of a ring to take for ``tokens`` tokens: with spare room, but not more than the window ever needs."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from condense.caches.buffers import new_buffers, read_state, static_bias, write_state
 from condense.caches.fixed import FixedCacheLayer
 from condense.caches.request import ReadRequest, refuse_other_dtype
+from condense.caches.store import PinnedCopies, Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
@@ -47,12 +48,13 @@ class HostCounts(NamedTuple):
     rows: tuple[PerRow, FirstEntries] | None = None
 
 
-class StaticCondensedLayer(FixedCacheLayer):
+class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, which stay fixed. It
     stays where it is, unless after `reset` more first entries are made than there is room for.
-    Another number of rows, or more tokens than fit, raise ValueError and change nothing.
+    Another number of rows, or more tokens than fit, raise ValueError and change nothing; so do, with no memory taken,
+    tokens that `condense.caches.store.Store.check` refuses. RuntimeError where the host cannot pin what a store needs.
 
     Slots are counted on the device, in ``num_slots`` (int64 ``[]``), so that a replayed CUDA graph counts too, and on
     the host, which would wait for the device if it read ``num_slots``. The host's count ends when a step is captured or
@@ -64,6 +66,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         self.method = method
         self.max_cache_len = max_cache_len
         self.settings = step_settings(method)
+        self.store = Store(self.settings)
         self.buffers: StepState | None = None
         self.bias: Tensor | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
@@ -107,10 +110,12 @@ class StaticCondensedLayer(FixedCacheLayer):
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
         """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
+        self.store.check(k, v, self.latent_width, groups=M)
         widths = (k.shape[3], v.shape[3])
         self.backend = step_backend(k.device, k.dtype, widths, self.settings, latent=self.latent_width, entries=M)
         self.bias = static_bias(self.method, k.shape[0], M, k.device)
-        queries, stored = self.settings.num_summary, 0 if self.settings.choice is None else M
+        stored = 0 if self.settings.choice is None else M
+        queries = self.settings.num_summary
         return new_buffers(k, v, self.settings, entries=M, tokens=W, queries=queries, stored=stored)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
@@ -166,14 +171,14 @@ class StaticCondensedLayer(FixedCacheLayer):
             first = first_entries(self.method, plan.num_tokens - plan.padding)
             needed = max_row(num_entries(self.method, max(0, self.max_cache_len - L), first))
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
-        before = None if fresh else self._state(buffers, request.fetched)
+        before = None if fresh else self._state(buffers)
         try:
             context, after = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
         except ValueError:
             # nothing was read: if this was the first call, give back the memory, so that rows and dtype are free again
             self.buffers, self.bias = held
             raise
-        write_state(self.method, self.settings, buffers, before, after)
+        write_state(self.method, self.store, buffers, before, after)
         if fresh:
             self._set_bias(after.first)
         self.num_slots.add_(L)
@@ -181,6 +186,25 @@ class StaticCondensedLayer(FixedCacheLayer):
             self._counts = HostCounts(self._counts.slots + L, (after.seen, after.first))
         self.expected = Expected.ANY
         return context
+
+    def fetch(self) -> bool:
+        """As `condense.caches.CondensedLayer.fetch`, of as many tokens as rows without padding would have stored."""
+        if self.settings.choice is None:
+            return False
+        if self.buffers is not None and (slots := self.count_slots()) > 0:
+            tokens = max_row(num_entries(self.method, slots)) * self.settings.rule.chunk
+            self.store.fetch(self.buffers.store, tokens, self.buffers.seen.device)
+        return True
+
+    def after_attention(self) -> None:
+        """Make later work wait for what `read` has begun to store while the layer attended."""
+        if self.buffers is not None:
+            self.store.settle(self.buffers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
+        return self.buffers.store.nbytes if self.buffers is not None and self.store.on_host else 0
 
     def skip_prompt(self) -> None:
         """Count the prompt as read though none was, so that `step` reads the next token."""
@@ -238,8 +262,8 @@ class StaticCondensedLayer(FixedCacheLayer):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def _state(self, buffers: StepState, fetched: Tensor | None) -> LayerState:
-        """The state in the buffers; fetched: as in `ReadRequest`."""
+    def _state(self, buffers: StepState) -> LayerState:
+        """The state in the buffers."""
         if self._counts is not None and self._counts.rows is not None:
             seen, first = self._counts.rows
         else:
@@ -248,7 +272,7 @@ class StaticCondensedLayer(FixedCacheLayer):
             first = NO_FIRST
             if self.settings.has_first:
                 first = FirstEntries.of(*buffers.first.to("cpu", copy=True).T)
-        return read_state(self.method, self.settings, buffers, seen, first, max_row(seen), max_row(seen), fetched)
+        return read_state(self.method, self.store, buffers, seen, first, max_row(seen), max_row(seen))
 
     def _set_bias(self, first: FirstEntries) -> None:
         """Update the bias of entries that begin with ``first``, if the step does not derive it from settings."""
@@ -269,6 +293,7 @@ class StaticCondensedLayer(FixedCacheLayer):
         """Forget everything, in place."""
         if self.buffers is not None:
             clear_state(self.buffers, self.settings)
+            self.store.forget()
             self.num_slots.zero_()
             self._set_bias(NO_FIRST)
         self.expected = self._expected_first
@@ -276,7 +301,9 @@ class StaticCondensedLayer(FixedCacheLayer):
             self._counts = HostCounts()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in the order of ``beam_idx`` (int ``[B]``), in place."""
+        """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""
+        self.store.refuse_reorder()
+        self.store.forget()
         of_rows = [*(self.buffers or ())]
         if self.bias is not None:
             of_rows.append(self.bias)

@@ -64,7 +64,7 @@ class CalibrationConfig:
 
 def _check_candidate(method: Method) -> None:
     """Raise ValueError for a method whose loss over whole texts says nothing about its steps."""
-    if isinstance(method, Recall) and method.prompt == "exact":
+    if method.reads_exactly:
         raise ValueError(f"candidates: {method} reads whole texts with dense attention: use prompt='recall'")
     if method.layout.lookahead is not None:
         raise ValueError(

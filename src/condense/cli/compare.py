@@ -115,7 +115,7 @@ def compare_command(
 def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: bool) -> None:
     from rich.table import Table
 
-    from condense.methods import Dense, Recall
+    from condense.methods import Dense
     from condense.models import described, methods_of
     from condense.plots import method_labels
 
@@ -149,7 +149,9 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype:
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):
         console.print(f"{label}: {described(outcome.method)}")
-    if on_cpu and any(isinstance(method, Recall) for outcome in outcomes for method in methods_of(outcome.method)):
+    if on_cpu and any(
+        method.layout.choice is not None for outcome in outcomes for method in methods_of(outcome.method)
+    ):
         console.print(SLOW_ON_CPU)
 
 

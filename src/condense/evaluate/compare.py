@@ -17,7 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from condense.caches import RecallLayer, cache_nbytes
+from condense.caches import CondensedCacheLayer, cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense
 from condense.models import MethodChoice, attention_layers, check_stock, chosen_methods, use
@@ -164,7 +164,7 @@ def _bytes_after_a_token(model: PreTrainedModel, cache: DynamicCache, token: Ten
     """
     cache = copy.deepcopy(cache)
     model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache_nbytes(cache), sum(layer.host_bytes for layer in cache.layers if isinstance(layer, RecallLayer))
+    return cache_nbytes(cache), sum(x.host_bytes for x in cache.layers if isinstance(x, CondensedCacheLayer))
 
 
 @torch.no_grad()

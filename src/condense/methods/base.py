@@ -131,6 +131,11 @@ class Method(MethodConfig):
         return None
 
     @property
+    def reads_exactly(self) -> bool:
+        """True if calls of several tokens are read with dense attention, so that steps compute another function."""
+        return False
+
+    @property
     def reads_packed(self) -> bool:
         """True if one call reads all documents packed into a row, False if each document needs a call of its own.
 

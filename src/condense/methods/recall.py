@@ -182,6 +182,11 @@ class Recall(Method):
         return StoreFormat(self.store_bits, self.group_size)
 
     @property
+    def reads_exactly(self) -> bool:
+        """True for ``prompt="exact"``."""
+        return self.prompt == "exact"
+
+    @property
     def has_step(self) -> bool:
         """True: `condense.ops.decode_step` computes `attend`."""
         return type(self).attend is Recall.attend

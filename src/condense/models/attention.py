@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
-from condense.caches.token_store import join_writes
-from condense.methods import Method, Recall
+from condense.methods import Method
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import (
     AttentionCall,
@@ -215,12 +214,11 @@ class CacheProxy:
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
         start = None if all_real else seen
         padding = None if start is None else forward.padding(start, forward.L)
-        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(start), forward.fetched)
+        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(start))
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
         out = condensed(target, *aligned)
-        method = method_of(call.module)
-        if isinstance(method, Recall) and method.store == "host" and call.q.is_cuda:
-            join_writes(call.q.device)  # the writes to the store ran beside this layer's attention
+        if self.cache is not None:
+            self.cache.layers[self.layer_idx].after_attention()
         return out if padding is None else padding.restore(out)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from condense.methods import Method, Recall, step_settings
+from condense.methods import Method, step_settings
 from condense.models.counts import kept
 from condense.ops.step import Per, fields_of
 from condense.state import num_entries
@@ -40,10 +40,10 @@ class CachedHeads(NamedTuple):
             held[on_host and per is Per.STORED] += counts.get(per, 0) * nbytes
         return held[False], held[True]
 
-    def recalled_bytes(self, method: Recall, length: int, itemsize: int) -> int:
+    def step_bytes(self, method: Method, length: int, itemsize: int) -> int:
         """Bytes that a step after ``length`` tokens reads: index, entries and their biases, open groups, the window."""
-        groups = int(num_entries(method, length))
-        opened, g = method.quota.at(groups), method.group_size
+        choice, groups, g = method.layout.choice, int(num_entries(method, length)), method.layout.rule.chunk
+        opened = 0 if choice is None else choice.quota.at(groups)
         counts = dict.fromkeys(("codes", "grid", "biases"), groups) | {"store": opened * g}
         counts |= dict.fromkeys(("entries_k", "entries_v"), groups - opened)
         counts |= dict.fromkeys(("ring_k", "ring_v"), length - groups * g)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeGuard
 
-from condense.methods import DGA, Method, Recall
+from condense.methods import DGA, Method
 from condense.ops import UniformRule
+from condense.ops.recall import Quota
 from condense.ops.step import Per
 from condense.state import SLACK, first_entries, first_needed, num_entries
 
@@ -37,12 +38,11 @@ def sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
     return rule.chunk * full * (full - 1) // 2 + rest * full + (behind - counted) * (most or 0)
 
 
-def sum_opened(method: Recall, length: int) -> int:
+def sum_opened(rule: UniformRule, quota: Quota, length: int) -> int:
     """Number of open groups, summed over the queries of a text of ``length`` tokens."""
-    rule, quota = method.layout.rule, method.quota
     if quota.part == quota.of:
         return sum_closed(rule, length, quota.most)
-    full, rest = divmod(max(0, length - method.window), rule.chunk)
+    full, rest = divmod(max(0, length - (rule.window or 0)), rule.chunk)
     # of a share there is no most
     shares = _floor_sum(full, quota.of, quota.part, quota.of - 1)
     return rule.chunk * shares + (rest + 1) * quota.at(full) if full else 0

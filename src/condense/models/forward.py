@@ -63,8 +63,6 @@ class Forward:
         self._plans: dict[int | None, ForwardPlan] = {}
         self._packed: ForwardPlan | None = None
         self._lengths: dict[bool, list[int] | None] = {}
-        # by layer, stored tokens that are being copied to the device for it (`condense.models.layers`)
-        self.fetched: dict[int, Tensor | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from condense.config import check_int
-from condense.methods import DGA, Method, Recall, step_settings
+from condense.methods import DGA, Method, step_settings
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
@@ -21,6 +21,7 @@ from condense.models.counts import (
     sum_opened,
 )
 from condense.models.families import is_latent, sliding_window
+from condense.ops import ChoiceSettings
 from condense.ops.tensors.per_row import PerRow, at_most
 from condense.ops.triton.limits import settings_obstacle
 from condense.state import num_entries
@@ -110,15 +111,15 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 
 
 def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | None:
-    if isinstance(method, Recall):
-        read = f"a step after them reads {heads.cached.recalled_bytes(method, length, itemsize):,} bytes"
-        if method.prompt == "exact":
+    if (choice := method.layout.choice) is not None:
+        read = f"a step after them reads {heads.cached.step_bytes(method, length, itemsize):,} bytes"
+        if method.reads_exactly:
             read = f"the prompt is read with dense attention; {read}"
-        if method.store == "host":
+        if choice.store.on_host:
             host = heads.cached.cached_bytes(method, length, itemsize)[1]
-            return f"recall: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
-        larger = ", so the cache is larger than a dense one" if method.store_bits == 16 else ""
-        return f"recall: all {length} tokens stay on the device{larger}; {read} of it"
+            return f"{method.name}: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
+        larger = ", so the cache is larger than a dense one" if choice.store.bits == 16 else ""
+        return f"{method.name}: all {length} tokens stay on the device{larger}; {read} of it"
     if chooses_from_prompt(method) and method.prompt_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
@@ -181,8 +182,8 @@ class _Heads:
         """FLOPs of a prompt of ``length`` tokens."""
         if chooses_from_prompt(method):
             return int(self._selected(method, length))
-        if isinstance(method, Recall):
-            return self._recalled(method, length)
+        if (choice := method.layout.choice) is not None:
+            return self._recalled(method, choice, length)
         rule = method.layout.rule
         visible = length * (length + 1) // 2 - sum_closed(rule, length, None) * rule.chunk
         visible += sum_closed(rule, length, rule.max_chunks) * rule.entries
@@ -199,8 +200,8 @@ class _Heads:
         if method.layout.rule.window is None:
             return None
         opened = 0
-        if isinstance(method, Recall):
-            opened = method.num_recall if isinstance(method.num_recall, int) else _MOST_OPENED
+        if (choice := method.layout.choice) is not None:
+            opened = choice.quota.most if choice.quota.part == choice.quota.of else _MOST_OPENED
         # a method that pays at all pays from some length below this limit (DGA's prompts: 8 ``min_focal`` above it)
         limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
         if chooses_from_prompt(method):
@@ -248,20 +249,21 @@ class _Heads:
         pooled = groups * (2 * g * (self.scored + self.entry_numbers) + self.summary_flops)
         return visible * self._per_key + (selecting + pooled) * (groups > 0)
 
-    def _recalled(self, method: Recall, length: int) -> int:
+    def _recalled(self, method: Method, choice: ChoiceSettings, length: int) -> int:
         """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends. With
         ``prompt="exact"`` it attends to all tokens and asks nothing.
 
         Of latents, the index is asked by absorbed queries, and entries and stored tokens are expanded.
         """
         rule, groups = method.layout.rule, int(num_entries(method, length))
-        exact = method.prompt == "exact"
-        closed, opened = (0, 0) if exact else (sum_closed(rule, length, None), sum_opened(method, length))
+        closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.quota, length)
+        if method.reads_exactly:
+            closed = opened = 0
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
-        visible += closed - opened if method.unchosen == "pool" else 0
-        asked = self.num_q * 2 * closed * method.index_settings.num_rows * self.cached_widths[0]
+        visible += closed - opened if choice.pool else 0
+        asked = self.num_q * 2 * closed * choice.index.num_rows * self.cached_widths[0]
         asked += length * self.absorb_flops if closed else 0
-        made = groups if method.unchosen == "pool" else 0
+        made = groups if choice.pool else 0
         pooled = made * rule.chunk * 2 * self.entry_numbers
         if method.layout.num_summary > 0:
             pooled += made * rule.chunk * 2 * self.scored + length * self.summary_flops

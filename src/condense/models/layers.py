@@ -12,12 +12,10 @@ from condense.caches import (
     CondensedCacheLayer,
     CondensedLayer,
     ReadRequest,
-    RecallLayer,
     StaticCondensedLayer,
-    StaticRecallLayer,
 )
 from condense.functional import read_whole
-from condense.methods import Context, Method, Recall, StreamingLLM
+from condense.methods import Context, Method, StreamingLLM
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
 from condense.models.stock import LocalChunks
@@ -27,8 +25,7 @@ from condense.plan import ForwardPlan
 class Target(NamedTuple):
     """The call with new tokens, and the layer of a cache that they go to, or None for no cache.
 
-    padding: by which the tokens were aligned. plan: of these tokens. fetched: stored tokens that layers have fetched,
-    by layer (`condense.models.forward.Forward`).
+    padding: by which the tokens were aligned. plan: of these tokens.
     """
 
     call: AttentionCall
@@ -36,7 +33,6 @@ class Target(NamedTuple):
     layer_idx: int
     padding: Padding | None = None
     plan: ForwardPlan | None = None
-    fetched: dict[int, Tensor | None] | None = None
 
 
 def read_tokens(
@@ -54,26 +50,18 @@ def read_tokens(
     assert target.plan is not None
     condensed_layer(cache, target.layer_idx, method)
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
-    fetched = {} if target.fetched is None else target.fetched
-    context = cache.update(
-        k,
-        v,
-        target.layer_idx,
-        # `pop`: fetched tokens leave the dictionary, so that their memory is free once this layer has attended
-        request=ReadRequest(q, scale, target.plan, trailing, latent_width, fetched.pop(target.layer_idx, None)),
-    )[0]
+    request = ReadRequest(q, scale, target.plan, trailing, latent_width)
+    context = cache.update(k, v, target.layer_idx, request=request)[0]
     # The copy runs while this layer attends. Not for a single token: most often the next layer reads it in a step.
     if q.shape[2] > 1:
-        _fetch_next(cache, target.layer_idx, fetched)
+        _fetch_next(cache, target.layer_idx)
     return context
 
 
-def _fetch_next(cache: Cache, layer_idx: int, fetched: dict[int, Tensor | None]) -> None:
-    """Begin to copy the stored tokens of the next layer that has a store, unless that was begun before."""
-    for index, layer in enumerate(cache.layers[layer_idx + 1 :], layer_idx + 1):
-        if isinstance(layer, RecallLayer | StaticRecallLayer):
-            if index not in fetched:
-                fetched[index] = layer.fetch()
+def _fetch_next(cache: Cache, layer_idx: int) -> None:
+    """Begin to copy the stored tokens of the next layer that has a store."""
+    for layer in cache.layers[layer_idx + 1 :]:
+        if isinstance(layer, CondensedCacheLayer) and layer.fetch():
             return
 
 
@@ -130,9 +118,7 @@ def _room(cache: Cache) -> int:
 
 def _new_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLayer | StaticCondensedLayer:
     if not isinstance(layer, StaticLayer | StaticCondensedLayer):
-        return RecallLayer(method) if isinstance(method, Recall) else CondensedLayer(method)
-    if isinstance(method, Recall):
-        return StaticRecallLayer(method, room)
+        return CondensedLayer(method)
     condensed = StaticCondensedLayer(method, room)
     condensed.is_sliding = layer.is_sliding  # transformers reads it to choose the mask that a layer gets
     return condensed

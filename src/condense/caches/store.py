@@ -1,0 +1,200 @@
+"""The store of exact tokens of closed groups: on the device of the other buffers, or in host memory.
+
+Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. The tokens of a prompt are
+copied to it on a stream for writing, while attention of the same layer runs; `Store.settle` makes later work wait for
+that. A later piece of a prompt needs the stored tokens on the device: they are copied there on a stream for fetching,
+while the layer before runs. Beside tensors on the CPU, host memory is ordinary memory.
+
+Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stored token has a width of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from condense.ops import StepSettings, StepState
+from condense.ops.step import fields_of
+from condense.ops.step.state import pinned_zeros
+from condense.ops.triton.limits import step_obstacle
+
+
+class Store:
+    """Where one layer keeps the exact tokens of closed groups, and the copies to and from there that are under way.
+
+    A method without a choice among groups has an empty store, for which all of this does nothing.
+    """
+
+    def __init__(self, settings: StepSettings) -> None:
+        self.settings = settings
+        choice = settings.choice
+        self.on_host = choice is not None and choice.store.on_host
+        # tokens that `fetch` has begun to copy for the next `read`
+        self._fetched: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which fetch their own tokens."""
+        return self.__dict__ | {"_fetched": None}
+
+    def check(self, k: Tensor, v: Tensor, latent: int, groups: int = 0) -> None:
+        """Raise ValueError where tokens like k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` cannot be kept or read.
+
+        latent: as in `condense.ops.StepCall`. groups: the most that there will be, 0 if that is not known.
+        """
+        widths = (k.shape[3], v.shape[3])
+        fields_of(self.settings, k.shape[1], widths, k.dtype)  # widths that index and store cannot hold
+        if self.on_host and k.is_cuda:
+            obstacle = step_obstacle(k.device, k.dtype, widths, self.settings, latent=latent, entries=groups)
+            if obstacle is not None:
+                raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
+
+    def refuse_reorder(self) -> None:
+        """Raise ValueError if rows would move in host memory at every step."""
+        if self.on_host:
+            raise ValueError(
+                "beams move the rows of a cache at every step, too much for store='host': use store='device', or "
+                "decode greedily or by sampling"
+            )
+
+    def refuse_offload(self) -> None:
+        """Raise ValueError if most of the layer is in host memory already."""
+        if self.on_host:
+            raise ValueError(
+                "offloaded caches move all layers to the CPU and back, and store='host' keeps most of them there: "
+                "leave cache_implementation unset, or use store='device'"
+            )
+
+    def room_for(self, groups: int) -> int:
+        """Groups to take memory for: PyTorch takes pinned memory in powers of two."""
+        if self.settings.choice is None:
+            return 0
+        return 1 << (groups - 1).bit_length() if self.on_host else groups
+
+    def longer(self, store: Tensor, groups: int, device: torch.device) -> Tensor:
+        """The store, or a longer copy with room for ``groups`` groups. device: that of the other buffers."""
+        tokens = self.room_for(groups) * self.settings.rule.chunk
+        if self.settings.choice is None or tokens <= store.shape[2]:
+            return store
+        if store.device == device:
+            return F.pad(store, (0, 0, 0, tokens - store.shape[2]))
+        _finish_writes(device)
+        longer = pinned_zeros((*store.shape[:2], tokens, store.shape[3]), store.dtype)
+        longer[:, :, : store.shape[2]].copy_(store)
+        return longer
+
+    def write(self, store: Tensor, start: int, tokens: Tensor) -> None:
+        """Write ``tokens`` ``[B, K, n, width]`` to columns ``[start, start + n)`` of a store.
+
+        One in host memory is written while other work goes on, until `settle`.
+        """
+        self.forget()
+        n = tokens.shape[2]
+        if store.device == tokens.device:
+            store[:, :, start : start + n].copy_(tokens)
+            return
+        stream = _streams(tokens.device).write
+        stream.wait_stream(torch.cuda.current_stream(tokens.device))
+        with torch.cuda.stream(stream):
+            # one copy per row and KV head, because only their columns lie side by side in the store
+            for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
+                there[start : start + n].copy_(here, non_blocking=True)
+        tokens.record_stream(stream)
+
+    def fetch(self, store: Tensor, count: int, device: torch.device) -> None:
+        """Begin to copy the first ``count`` columns of a store in host memory to ``device``, while other work runs.
+
+        `read` waits for the copy. Nothing is begun if the store is on ``device``, or if that was done before.
+        """
+        if self._fetched is None:
+            self._fetched = _begin_to_fetch(store, count, device)
+
+    def read(self, store: Tensor, count: int, device: torch.device) -> Tensor:
+        """The first ``count`` columns of a store on ``device``: a view of a store there, else a copy, for one call."""
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched.shape[2] < count:
+            fetched = _begin_to_fetch(store, count, device)
+        if fetched is None:
+            return store[:, :, :count].to(device)
+        torch.cuda.current_stream(device).wait_stream(_streams(device).fetch)
+        return fetched[:, :, :count]
+
+    def settle(self, buffers: StepState) -> None:
+        """Make what is given to the device's current stream from now on wait for all that `write` has begun."""
+        if buffers.is_apart:
+            _join_writes(buffers.seen.device)
+
+    def forget(self) -> None:
+        """Drop what was fetched: rows or tokens of the store are others now."""
+        self._fetched = None
+
+
+class PinnedCopies:
+    """Mixin for classes with ``buffers``: copies and unpickled objects have a pinned store too."""
+
+    buffers: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        finish_writes(self.buffers)
+        state = super().__getstate__()
+        assert isinstance(state, dict)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.buffers is not None:
+            self.buffers = with_pinned_store(self.buffers)
+
+
+def finish_writes(buffers: StepState | None) -> None:
+    """Wait on the host until a store in its memory holds all tokens that copies and kernels were to write so far."""
+    if buffers is not None and buffers.is_apart:
+        _finish_writes(buffers.seen.device)
+
+
+def with_pinned_store(buffers: StepState) -> StepState:
+    """The buffers with their store in pinned memory, if it is in host memory: copies of tensors are not pinned."""
+    if not buffers.is_apart or buffers.store.is_pinned():
+        return buffers
+    return buffers._replace(store=buffers.store.pin_memory())
+
+
+class _Streams(NamedTuple):
+    """For copies from a device to stores in host memory, and from there to the device."""
+
+    write: torch.cuda.Stream
+    fetch: torch.cuda.Stream
+
+
+@functools.cache
+def _streams(device: torch.device) -> _Streams:
+    """The streams of a device, shared by all layers, whose copies take the same way."""
+    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+def _begin_to_fetch(store: Tensor, count: int, device: torch.device) -> Tensor | None:
+    """The first ``count`` columns of a store in host memory, as they are copied to ``device``; None for one there."""
+    if store.device == device or count == 0:
+        return None
+    tokens = torch.empty(*store.shape[:2], count, store.shape[3], dtype=store.dtype, device=device)
+    stream = _streams(device).fetch
+    # wait for kernels that may still use the new tensor's memory, and for columns of the store still being written
+    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_stream(_streams(device).write)
+    with torch.cuda.stream(stream):
+        for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
+            here.copy_(there[:count], non_blocking=True)
+    tokens.record_stream(stream)
+    return tokens
+
+
+def _join_writes(device: torch.device) -> None:
+    torch.cuda.current_stream(device).wait_stream(_streams(device).write)
+
+
+def _finish_writes(device: torch.device) -> None:
+    _join_writes(device)
+    torch.cuda.current_stream(device).synchronize()
