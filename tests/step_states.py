@@ -18,7 +18,7 @@ RECALLS = {
     "bounds-16": _RECALL.replace(index_bits=16),
     "bounds-8": _RECALL.replace(window=9, num_recall=3),
     "bounds-4": _RECALL.replace(window=3, index_size=4, index_bits=4),
-    "sub_means-8": _RECALL.replace(group_size=6, index="sub_means"),
+    "three-blocks": _RECALL.replace(group_size=6),
     "window-0-opened": _RECALL.replace(window=0),
     "g-1-opened": _RECALL.replace(group_size=1, window=3, index_size=1, index_bits=16, num_recall=5),
     "none-open": _RECALL.replace(num_recall=0),
@@ -59,7 +59,7 @@ def own_by(settings):
     """As `own_of`, for settings of Recall alone."""
     choice = settings.choice
     method = condense.Recall(
-        group_size=settings.rule.chunk, window=settings.rule.window, index=choice.index.kind,
+        group_size=settings.rule.chunk, window=settings.rule.window,
         index_size=choice.index.size, index_bits=choice.index.bits, key_pooling=settings.key_pooling,
         value_pooling=settings.value_pooling, rep_bias="matched" if settings.matched else "none",
         unchosen="pool" if choice.pool else "drop", store_bits=choice.store.bits,

@@ -64,7 +64,7 @@ def test_every_method_is_right_in_every_row():
         "dga": condense.DGA(group_size=4, window=8),
         "log_size": PROMPT.replace(rep_bias="log_size", complementary=False),
         "recall": condense.Recall(group_size=4, window=8, num_recall=3),
-        "drop": condense.Recall(group_size=4, window=8, num_recall=3, index="sub_means", unchosen="drop"),
+        "drop": condense.Recall(group_size=4, window=8, num_recall=3, unchosen="drop"),
         "exact": condense.Recall(group_size=4, window=8, num_recall=3, prompt="exact", store_bits=4),
     }
     plan, content = run(methods=methods, lengths=(64,), baselines=())

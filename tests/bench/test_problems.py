@@ -54,7 +54,7 @@ def test_flops_of_one_pair():
 
 RECALL = {
     "bounds-8": condense.Recall(group_size=4, window=5, num_recall=2),
-    "means-16": condense.Recall(group_size=4, window=5, num_recall=3, index="sub_means", index_bits=16),
+    "bounds-16": condense.Recall(group_size=4, window=5, num_recall=3, index_bits=16),
     "drop-4": condense.Recall(group_size=4, window=5, num_recall=2, index_bits=4, unchosen="drop"),
 }
 

@@ -15,7 +15,7 @@ METHODS = {
     "bounds": Recall(group_size=4, window=6, num_recall=2, index_bits=16),
     "bounds-8": Recall(group_size=4, window=6, num_recall=2),
     "drop": Recall(group_size=4, window=5, num_recall=3, unchosen="drop"),
-    "means": Recall(group_size=6, window=3, num_recall=1, index="sub_means", index_size=2, rep_bias="none"),
+    "three-blocks": Recall(group_size=6, window=3, num_recall=1, index_size=2, rep_bias="none"),
     "window0": Recall(group_size=3, window=0, num_recall=2, index_size=1),
     "g1": Recall(group_size=1, window=4, num_recall=5),
     "weighted": Recall(group_size=4, window=6, num_recall=2, key_pooling="weighted", value_pooling="weighted"),
@@ -108,7 +108,7 @@ def test_latents_with_all_groups_open_are_dense(backend):
 
 @pytest.mark.parametrize("steps", [(41,), (7, 1, 13, 2, 1, 17)], ids=str)
 @pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
-@pytest.mark.parametrize("name", ["bounds-8", "drop", "means", "window0", "weighted", "matched", "a-quarter"])
+@pytest.mark.parametrize("name", ["bounds-8", "drop", "three-blocks", "window0", "weighted", "matched", "a-quarter"])
 def test_latents_are_one_kv_head_however_they_are_read(name, absorb, steps):
     """By definition: absorbed queries on keys ``[c ; k_rope]`` and values c, with one choice for all heads."""
     x, d_c = latent_oracle.random(2, 3, 41, (5, 4, 6, 3)), 6
@@ -133,7 +133,6 @@ def test_settings_survive_and_bad_ones_are_refused():
         ({"num_recall": -1}, "num_recall must be an integer >= 0, got -1"),
         ({"num_recall": 2.5}, "num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got 2.5"),
         ({"index_bits": 3}, "index_bits must be one of 16, 8, 4, got 3"),
-        ({"index": "keys"}, "index must be one of 'bounds', 'sub_means', got 'keys'"),
         ({"index_size": 5}, "index_size must divide the group size, 16, got 5"),
         ({"group_size": 5}, "index_size must be given for a group_size that has no half, .* got group_size=5"),
         ({"unchosen": "keep"}, "unchosen must be one of 'pool', 'drop', got 'keep'"),

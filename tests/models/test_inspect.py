@@ -35,7 +35,7 @@ def flops(name, method, length):
 RECALLS = {
     "bounds": condense.Recall(group_size=4, window=8, num_recall=2),
     "one-block": condense.Recall(group_size=8, window=3, num_recall=1, index_size=8, index_bits=16),
-    "means-drop": condense.Recall(group_size=6, window=0, num_recall=3, index="sub_means", unchosen="drop"),
+    "whole-drop": condense.Recall(group_size=6, window=0, num_recall=3, unchosen="drop"),
     "none-open": condense.Recall(group_size=4, window=5, num_recall=0, index_bits=4),
     "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3, index_size=2),
     "three-open": condense.Recall(group_size=8, window=5, num_recall=3, index_size=8),
@@ -54,7 +54,7 @@ def recall_flops(name, method, length):
         opened = method.quota.at(closed)
         entries = closed - opened if pool else 0
         total += (entries + opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
-        total += closed * blocks * H * 2 * asked * (2 if method.index == "bounds" else 1)
+        total += closed * blocks * H * 2 * asked * 2
     total += length * absorb if closed > 0 else 0
     return total + closed * (g * 2 * numbers * pool + (g + pool) * expand)
 

@@ -35,7 +35,7 @@ CASES = CHOICES | {
     "sliding": ("qwen2-mixed", {0: tiny.STREAMING_6}),
     "recall": ("llama", RECALL),
     "recall-4-drop": ("gpt2", RECALL.replace(index_bits=4, num_recall=3, unchosen="drop")),
-    "recall-means": ("deepseek_v2", RECALL.replace(index="sub_means", index_bits=16, window=5)),
+    "recall-16-bits": ("deepseek_v2", RECALL.replace(index_bits=16, window=5)),
     "recall-share-matched": ("llama", RECALL.replace(num_recall=0.3, key_pooling="weighted", rep_bias="matched")),
     "recall-store-and-entries-4": ("deepseek_v2", RECALL.replace(store_bits=4, entry_bits=4)),
     "recall-store-8-host": ("llama", RECALL.replace(store_bits=8, store="host", slots=3)),

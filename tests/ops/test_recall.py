@@ -29,7 +29,6 @@ from condense.ops.torch import recall as torch_recall
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 B, D, DV, SCALE = 2, 6, 5, 0.6
 BACKENDS = ("reference", "torch")
-KINDS = ("bounds", "sub_means")
 HEADS = {"ratio-1": (2, 2), "ratio-3": (6, 2), "ratio-7": (7, 1)}
 
 
@@ -56,7 +55,7 @@ def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backe
     """Attention over a whole prompt of right-aligned rows."""
     rows, L = q.shape[0], q.shape[2]
     pads = [0] * rows if pads is None else pads
-    settings = IndexSettings("bounds", g, g, 16) if settings is None else settings
+    settings = IndexSettings(g, g, 16) if settings is None else settings
     G = L // g
     groups_k, groups_v = (left_aligned(x, pads, G, g) for x in (k, v))
     entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
@@ -79,17 +78,15 @@ def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backe
 
 def definition(q, k, v, *, g, w, r, settings, unchosen="pool"):
     """The same by plain loops."""
-    method = Recall(
-        group_size=g, window=w, num_recall=r, index=settings.kind, index_size=settings.size, unchosen=unchosen
-    )
+    method = Recall(group_size=g, window=w, num_recall=r, index_size=settings.size, unchosen=unchosen)
     return oracle.attention(q, k, v, method=method, scale=SCALE)
 
 
-@grid(8, heads=HEADS, kind=KINDS, unchosen=["pool", "drop"], backend=BACKENDS)
-def test_against_plain_loops(heads, kind, unchosen, backend):
+@grid(6, heads=HEADS, unchosen=["pool", "drop"], backend=BACKENDS)
+def test_against_plain_loops(heads, unchosen, backend):
     H, K = heads
     q, k, v = tensors(H, K, 23)
-    settings = IndexSettings(kind, 4, 2, 16)
+    settings = IndexSettings(4, 2, 16)
     want = definition(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen)
     got = recall(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen, backend=backend, lse=True)
     torch.testing.assert_close(got, want, **EXACT)
@@ -108,7 +105,7 @@ def test_other_groups_and_windows(g, w, size, monkeypatch):
     """In blocks of seven queries, the last of one query alone: it gathers its groups."""
     monkeypatch.setattr(torch_recall, "_BLOCK", 7)
     q, k, v = tensors(2, 1, 29)
-    settings = IndexSettings("bounds", g, size, 16)
+    settings = IndexSettings(g, size, 16)
     want = definition(q, k, v, g=g, w=w, r=3, settings=settings)
     for backend in BACKENDS:
         got = recall(q, k, v, g=g, w=w, r=3, settings=settings, backend=backend, lse=True)
@@ -122,7 +119,7 @@ def test_rows_that_start_apart(backend, monkeypatch):
     q, k, v = tensors(4, 2, 31, rows=3)
     pads = [0, 13, 31]
     q[1, :, :13] = torch.nan
-    settings = IndexSettings("bounds", 4, 2, 16)
+    settings = IndexSettings(4, 2, 16)
     out, lse = recall(q, k, v, g=4, w=5, r=2, pads=pads, settings=settings, backend=backend, lse=True)
     for row, pad in enumerate(pads):
         assert bool((out[row, :, :pad] == 0).all())
@@ -152,10 +149,9 @@ def dense(q, k, v):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_groups_open_is_dense(kind, backend):
+def test_all_groups_open_is_dense(backend):
     q, k, v = tensors(6, 2, 41)
-    settings = IndexSettings(kind, 4, 2, 16)
+    settings = IndexSettings(4, 2, 16)
     for r in (9, 1000):
         got = recall(q, k, v, g=4, w=5, r=r, settings=settings, backend=backend)
         torch.testing.assert_close(got, dense(q, k, v), **EXACT)
@@ -180,7 +176,7 @@ def test_no_group_open_is_condensed(backend):
 def test_the_future_changes_no_bit_of_the_past(backend, bits, monkeypatch):
     monkeypatch.setattr(torch_recall, "_BLOCK", 16)
     qkv = tensors(4, 2, 60, dtype=torch.float32)
-    settings = IndexSettings("bounds", 4, 2, bits)
+    settings = IndexSettings(4, 2, bits)
     before = recall(*qkv, g=4, w=5, r=2, settings=settings, backend=backend)
     for t in (0, 7, 30, 59):
         changed = [x.clone() for x in qkv]
@@ -194,7 +190,7 @@ def test_the_future_changes_no_bit_of_the_past(backend, bits, monkeypatch):
 def test_queries_in_pieces_equal_the_whole(backend):
     """A prompt's queries in chunks and one by one, over the same buffers."""
     q, k, v = tensors(4, 2, 45)
-    settings, g, w, G = IndexSettings("sub_means", 4, 1, 16), 4, 5, 11
+    settings, g, w, G = IndexSettings(4, 1, 16), 4, 5, 11
     whole = recall(q, k, v, g=g, w=w, r=2, settings=settings, backend=backend)
     groups_k, groups_v = (left_aligned(x, [0, 0], G, g) for x in (k, v))
     entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
@@ -214,7 +210,7 @@ def test_gradients(block, pads, monkeypatch):
     """Through queries, entries, store and window; none through the choice, which stands still here."""
     monkeypatch.setattr(torch_recall, "_BLOCK", block)
     q, k, v = (x[..., :2].clone().requires_grad_() for x in tensors(2, 1, 9))
-    settings = IndexSettings("bounds", 2, 1, 16)
+    settings = IndexSettings(2, 1, 16)
 
     def function(*qkv):
         out, lse = recall(*qkv, g=2, w=3, r=1, pads=pads, settings=settings, lse=True)
@@ -225,7 +221,7 @@ def test_gradients(block, pads, monkeypatch):
 
 def test_the_choice_carries_no_gradient():
     q, k, v = tensors(2, 1, 11)
-    settings = IndexSettings("bounds", 2, 1, 16)
+    settings = IndexSettings(2, 1, 16)
     index = build_index(left_aligned(k.requires_grad_(), [0, 0], 5, 2), settings)
     assert not index.codes.requires_grad
     assert not index_scores(q.requires_grad_(), index, settings, SCALE).requires_grad
@@ -241,7 +237,7 @@ def test_bounds_bound(bits, dtype, spread):
     k[:, 1] += 40.0
     k[0, 2, 3], k[1, 2, 4] = 0.5, 0.0
     k = k.to(dtype)
-    settings = IndexSettings("bounds", 8, 4, bits)
+    settings = IndexSettings(8, 4, bits)
     index = build_index(k, settings)
     lo, hi = decoded(index, settings, 16)
     blocks = k.double().unflatten(3, (2, 4))
@@ -276,22 +272,20 @@ def decoded(index, settings, width):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantised_index_chooses_by_what_it_holds(kind, bits):
-    """Scores above those of every token for bounds, near the exact ones for means; the bytes are as said."""
+def test_quantised_index_chooses_by_what_it_holds(bits):
+    """Scores are above those of every token, and by at most a step of the grid above the exact ones."""
     q, k, _ = tensors(4, 2, 24)
-    settings = IndexSettings(kind, 4, 2, bits)
+    settings = IndexSettings(4, 2, bits)
     groups = left_aligned(k, [0, 0], 6, 4)
     index = build_index(groups, settings)
     got = index_scores(q, index, settings, SCALE)
     assert index.codes.dtype == torch.uint8
     assert index.codes.shape == (B, 2, 6, settings.num_rows * D * bits // 8)
     scores = torch.einsum("bkrld,bkgud->bkrlgu", q.unflatten(1, (2, 2)), groups).flatten(1, 2) * SCALE
-    if kind == "bounds":
-        assert bool((got >= scores.amax(-1)).all())
-    exact = index_scores(q, build_index(groups, IndexSettings(kind, 4, 2, 16)), IndexSettings(kind, 4, 2, 16), SCALE)
+    assert bool((got >= scores.amax(-1)).all())
+    exact = index_scores(q, build_index(groups, IndexSettings(4, 2, 16)), IndexSettings(4, 2, 16), SCALE)
     step = index.grid[..., 0].repeat_interleave(2, 1)[:, :, None]
-    reach = step * q.abs().sum(-1)[..., None] * SCALE * (1.001 if kind == "bounds" else 0.501)
+    reach = step * q.abs().sum(-1)[..., None] * SCALE * 1.001
     assert bool(((got - exact).abs() <= reach).all())
 
 
@@ -299,15 +293,14 @@ def test_an_index_grows_group_by_group():
     """Every group's index depends on that group alone."""
     _, k, _ = tensors(2, 2, 24, dtype=torch.bfloat16)
     groups = left_aligned(k, [0, 0], 6, 4)
-    for kind in KINDS:
-        for bits in (16, 8, 4):
-            settings = IndexSettings(kind, 4, 2, bits)
-            whole = build_index(groups, settings)
-            assert whole.num_groups == 6
-            parts = [build_index(groups[:, :, j : j + 1], settings) for j in range(6)]
-            assert all(torch.equal(x, torch.cat(y, dim=2)) for x, *y in zip(whole, *parts, strict=True))
-            part = whole.narrow(2, 5)
-            assert all(torch.equal(x[:, :, 2:5], y) for x, y in zip(whole, part, strict=True))
+    for bits in (16, 8, 4):
+        settings = IndexSettings(4, 2, bits)
+        whole = build_index(groups, settings)
+        assert whole.num_groups == 6
+        parts = [build_index(groups[:, :, j : j + 1], settings) for j in range(6)]
+        assert all(torch.equal(x, torch.cat(y, dim=2)) for x, *y in zip(whole, *parts, strict=True))
+        part = whole.narrow(2, 5)
+        assert all(torch.equal(x[:, :, 2:5], y) for x, y in zip(whole, part, strict=True))
 
 
 def test_ties_go_to_the_lower_group():
@@ -364,18 +357,18 @@ def test_memory_is_linear(monkeypatch):
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [({"kind": "mean"}, "index must"), ({"bits": 5}, "index_bits must"), ({"size": 3}, "index_size must divide"),
+    [({"bits": 5}, "index_bits must"), ({"size": 3}, "index_size must divide"),
      ({"size": 0}, "index_size must divide")],
 )  # fmt: skip
 def test_settings_are_checked(changed, words):
     with pytest.raises(ValueError, match=words):
-        IndexSettings(**{"kind": "bounds", "group_size": 16, "size": 8, "bits": 8} | changed)
+        IndexSettings(**{"group_size": 16, "size": 8, "bits": 8} | changed)
 
 
 def test_bad_input():
     q, k, v = tensors(2, 1, 8)
     with pytest.raises(ValueError, match="even key width"):
-        build_index(left_aligned(k[..., :5], [0, 0], 2, 4), IndexSettings("bounds", 4, 4, 4))
+        build_index(left_aligned(k[..., :5], [0, 0], 2, 4), IndexSettings(4, 4, 4))
     with pytest.raises(ValueError, match="unchosen must"):
         recall(q, k, v, g=4, w=1, r=1, unchosen="keep")
     with pytest.raises(ValueError, match="backend must"):

@@ -56,7 +56,7 @@ def for_a_gpu(monkeypatch):
         )
 
 
-INDEX = IndexSettings("bounds", 16, 8, 8)
+INDEX = IndexSettings(16, 8, 8)
 
 
 def read_prompt(attend, q, k, v, asked, keys):

@@ -25,11 +25,9 @@ class Key(NamedTuple):
     tokens: list[int]
 
 
-def score(query: Tensor, keys: Tensor, kind: str, size: int, scale: float) -> float:
+def score(query: Tensor, keys: Tensor, size: int, scale: float) -> float:
     """The index score of a group of keys ``[g, D]`` in blocks of ``size`` tokens for one query ``[D]``."""
     blocks = [keys[i : i + size] for i in range(0, len(keys), size)]
-    if kind == "sub_means":
-        return math.log(sum(math.exp(scale * float(query @ block.mean(0))) for block in blocks))
     bounds = [[(float(x), float(c.min()), float(c.max())) for x, c in zip(query, b.T, strict=True)] for b in blocks]
     return max(scale * sum(max(x * low, x * high) for x, low, high in block) for block in bounds)
 
@@ -41,7 +39,7 @@ def opened(method: Any, queries: Tensor, k: Tensor, closed: int, scale: float) -
     settings, shares = method.index_settings, []
     groups = k[: closed * settings.group_size].unflatten(0, (closed, -1))
     for query in queries:
-        scores = [score(query, keys, settings.kind, settings.size, scale) for keys in groups]
+        scores = [score(query, keys, settings.size, scale) for keys in groups]
         total = math.log(sum(math.exp(s) for s in scores))
         shares.append([s - total for s in scores])
     best = [max(of_heads) for of_heads in zip(*shares, strict=True)]

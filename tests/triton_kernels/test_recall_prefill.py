@@ -30,8 +30,8 @@ from condense.ops.triton.limits import DTYPES
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 WIDTHS = [(D, D) for D in (64, 80, 96, 192, 256)] + [(192, 128)] if CUDA else [(40, 24)]
-BOUNDS_8, BOUNDS_16 = IndexSettings("bounds", 4, 2, 8), IndexSettings("bounds", 4, 4, 16)
-MEANS_8, MEANS_4 = IndexSettings("sub_means", 4, 1, 8), IndexSettings("sub_means", 3, 3, 4)
+BOUNDS_8, BOUNDS_16 = IndexSettings(4, 2, 8), IndexSettings(4, 4, 16)
+EACH_8, WHOLE_4 = IndexSettings(4, 1, 8), IndexSettings(3, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Case:
 CASES = {
     "ratio-1": Case((1, 1), L=45),
     "ratio-3-padded": Case((3, 1), BOUNDS_16, L=29, pads=(0, 11)),
-    "ratio-7": Case((7, 1), MEANS_8, L=23, unchosen="drop"),
-    "later-queries": Case((2, 1), MEANS_4, L=9, start=40, window=3, bias=None),
+    "ratio-7": Case((7, 1), EACH_8, L=23, unchosen="drop"),
+    "later-queries": Case((2, 1), WHOLE_4, L=9, start=40, window=3, bias=None),
     "a-fifth-padded": Case((3, 1), r=Quota(part=1, of=5), pads=(0, 13)),
     "own-biases": Case((2, 1), L=25, pads=(0, 6), bias="own"),
-    "no-window": Case((2, 2), IndexSettings("bounds", 1, 1, 4), L=13, window=0, r=2),
+    "no-window": Case((2, 2), IndexSettings(1, 1, 4), L=13, window=0, r=2),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),
-    "latents-means": Case((2, 2), MEANS_8, L=9, start=40, latent=288, unchosen="drop"),
+    "latents-later": Case((2, 2), EACH_8, L=9, start=40, latent=288, unchosen="drop"),
     "one-index-for-two-heads": Case((4, 2), BOUNDS_16, L=37, pads=(0, 6), bias="own", latent=64),
 }
 if CUDA:
-    of_16, whole_16 = IndexSettings("bounds", 16, 8, 8), IndexSettings("bounds", 16, 16, 16)
+    of_16, whole_16 = IndexSettings(16, 8, 8), IndexSettings(16, 16, 16)
     CASES |= {
         f"{dtype}-{name}".removeprefix("torch."): Case(*fields, widths=(128, 128), dtype=dtype)
         for dtype in DTYPES
@@ -77,7 +77,7 @@ if CUDA:
             "ratio-1": ((2, 2), of_16, 1100, 0, 100, 9),
             "ratio-4": ((8, 2), of_16, 1500, 0, 100, 20, (0, 301)),
             "a-twelfth": ((4, 1), of_16, 1300, 0, 100, Quota(part=1, of=12), (0, 77)),
-            "ratio-7-means": ((7, 1), IndexSettings("sub_means", 16, 4, 4), 901, 0, 64, 12, (0,), "drop"),
+            "ratio-7-four-blocks": ((7, 1), IndexSettings(16, 4, 4), 901, 0, 64, 12, (0,), "drop"),
             "later-queries": ((4, 1), whole_16, 333, 2048, 64, 30),
         }.items()
     }
@@ -88,7 +88,7 @@ if CUDA:
             "deepseek": (576, (16, 16), of_16, 1300, 0, 100, 20, (0, 301), "pool", 0.5, (192, 128)),
             "many-heads": (576, (64, 64), of_16, 400, 500, 64, 9, (0,), "pool", 0.5, (192, 128)),
             "minicpm": (288, (40, 40), whole_16, 333, 1024, 64, 9, (0,), "pool", 0.5, (96, 64)),
-            "means": (576, (5, 5), IndexSettings("sub_means", 16, 4, 4), 901, 0, 64, 9, (0,), "drop", 0.5, (192, 128)),
+            "four-blocks": (576, (5, 5), IndexSettings(16, 4, 4), 901, 0, 64, 9, (0,), "drop", 0.5, (192, 128)),
         }.items()
     }
 
@@ -238,7 +238,7 @@ def test_widths(widths, chosen):
 
 def test_many_groups_are_chosen_from_the_best_cells(chosen):
     """More cells of groups than groups to open, ties of whole cells included: their lower groups are opened."""
-    case = Case((2, 1), IndexSettings("bounds", 1, 1, 16), L=9, start=140, window=2, r=4)
+    case = Case((2, 1), IndexSettings(1, 1, 16), L=9, start=140, window=2, r=4)
     problem = Problem(case)
     problem.inputs[3][:, :, 20:100] = problem.inputs[3][:, :, 20:21].clone()
     problem.index = build_index(problem.inputs[3].unflatten(2, (-1, 1)), case.index)
@@ -248,7 +248,7 @@ def test_many_groups_are_chosen_from_the_best_cells(chosen):
 
 
 def test_equal_scores_open_the_lower_groups(chosen):
-    case = Case((1, 1), IndexSettings("bounds", 1, 1, 16), L=5, start=80, window=2, r=5)
+    case = Case((1, 1), IndexSettings(1, 1, 16), L=5, start=80, window=2, r=5)
     problem = Problem(case)
     problem.inputs[3][:] = problem.inputs[3][:, :, :1].clone()
     problem.index = build_index(problem.inputs[3].unflatten(2, (-1, 1)), case.index)

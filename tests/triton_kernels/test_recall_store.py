@@ -23,7 +23,7 @@ CUDA = DEVICE == "cuda"
 # name of the case, bits of the store, widths
 STORES = [
     ("bounds-8", 8, (16, 24)),
-    ("sub_means-8", 4, (24, 16)),
+    ("three-blocks", 4, (24, 16)),
     ("g-1-opened", 4, (16, 16)),
     ("a-third", 8, (40, 16)),
 ]

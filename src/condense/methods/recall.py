@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from condense.config import check_bits, check_choice, check_int
+from condense.config import Removed, check_bits, check_choice, check_int
 from condense.methods.base import Context, Method, matched_bias
 from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import ChunkPooling, Layout
@@ -37,10 +37,8 @@ from condense.ops import (
     pool_groups,
 )
 from condense.ops.recall import (
-    INDEX_KINDS,
     GroupIndex,
     IndexChoice,
-    IndexKind,
     IndexSettings,
     Quota,
     RecallSources,
@@ -61,10 +59,10 @@ class Recall(Method):
     opens: a number >= 0, or a share of the closed groups, above 0 and below 1, rounded up, which grows with the text.
     Query heads that share a KV head open the same groups.
 
-    index: how a query's score of a group is estimated: "bounds" (per channel the smallest and the largest key of each
-    block of ``index_size`` tokens: never below the best token's score) or "sub_means" (each block's mean key).
-    index_size: tokens per block, a divisor of ``group_size``; None stands for half a group. index_bits: bits per number
-    of the index: 16 (the dtype of the keys), 8 or 4.
+    A query's score of a group is estimated by an index, per channel the smallest and the largest key of each block of
+    ``index_size`` tokens, and so never below the best token's score. index_size: tokens per block, a divisor of
+    ``group_size``; None stands for half a group. index_bits: bits per number of the index: 16 (the dtype of the keys),
+    8 or 4.
 
     key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, "weighted" by the softmax of the
     tokens' scores, or "select" the token with the highest. Scores are for the group's summary query, the mean of the
@@ -92,10 +90,10 @@ class Recall(Method):
     """
 
     name: ClassVar[str] = "recall"
+    removed: ClassVar = {"index": Removed("bounds", "groups are found by the bounds of their keys")}
     group_size: int = 16
     window: int = 1024
     num_recall: int | float = 64
-    index: IndexKind = "bounds"
     index_size: int | None = None
     index_bits: int = 8
     key_pooling: Pooling = "mean"
@@ -117,7 +115,6 @@ class Recall(Method):
             raise ValueError(
                 f"num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got {self.num_recall!r}"
             )
-        check_choice("index", self.index, INDEX_KINDS)
         if self.index_size is not None:
             check_int("index_size", self.index_size, 1)
         elif self.group_size % max(1, self.group_size // 2):
@@ -169,7 +166,7 @@ class Recall(Method):
     def index_settings(self) -> IndexSettings:
         """The settings of the groups' index."""
         size = max(1, self.group_size // 2) if self.index_size is None else self.index_size
-        return IndexSettings(self.index, self.group_size, size, self.index_bits)
+        return IndexSettings(self.group_size, size, self.index_bits)
 
     @cached_property
     def quota(self) -> Quota:

@@ -39,7 +39,7 @@ def _score(call: Scoring) -> None:
     """Score bounds of keys 64 or 128 wide, up to 8 blocks per group; Triton's kernel scores any other index."""
     q, (heads, R), D = call.q, call.heads, call.q.shape[3]
     blocks = power_of_2(call.settings.num_blocks)
-    if call.settings.kind != "bounds" or blocks > 8 or D not in (64, 128):
+    if blocks > 8 or D not in (64, 128):
         score(call)
         return
     tiles = cdiv(call.stop - call.first, GROUPS.value * ROWS.value // R)

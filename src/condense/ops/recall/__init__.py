@@ -9,17 +9,15 @@ from condense.ops.recall.choice import (
     chosen_groups,
     index_scores,
 )
-from condense.ops.recall.index import INDEX_KINDS, GroupIndex, IndexKind, IndexSettings, build_index
+from condense.ops.recall.index import GroupIndex, IndexSettings, build_index
 from condense.ops.recall.sources import RecallSources, Unchosen
 from condense.ops.recall.store import StoreFormat
 
 __all__ = [
-    "INDEX_KINDS",
     "ArrayChoice",
     "Choice",
     "GroupIndex",
     "IndexChoice",
-    "IndexKind",
     "IndexSettings",
     "Quota",
     "RecallSources",

@@ -104,24 +104,19 @@ class IndexChoice:
 def index_scores(q: Tensor, index: GroupIndex, settings: IndexSettings, scale: float) -> Tensor:
     """Score of each group for each query, estimated from the index, ``[B, H, L, G]`` float32 or wider, no gradient.
 
-    q ``[B, H, L, D]``, scale > 0. "bounds": ``scale * sum_d max(q_d lo_d, q_d hi_d)``, the largest over the group's
-    blocks: an upper bound of the scaled score of each of its tokens, computed as two products, of the positive part of
-    q with the largest keys and of its negative part with the smallest. "sub_means": ``ln sum_blocks exp(scale * q .
-    mean)``. Scores of groups with equal rows may differ in their last digit: the order of a product's sums depends on
-    the number of columns and on the column.
+    q ``[B, H, L, D]``, scale > 0. ``scale * sum_d max(q_d lo_d, q_d hi_d)``, the largest over the group's blocks: an
+    upper bound of the scaled score of each of its tokens, computed as two products, of the positive part of q with the
+    largest keys and of its negative part with the smallest. Scores of groups with equal rows may differ in their last
+    digit: the order of a product's sums depends on the number of columns and on the column.
     """
     B, H, L, D = q.shape
     rows = index.rows(settings)
     K, G, m = rows.shape[1], rows.shape[2], settings.num_blocks
     queries = q.to(torch.promote_types(q.dtype, rows.dtype)).reshape(B, K, H // K * L, D)
     rows = rows.to(queries.dtype)
-    if settings.kind == "bounds":
-        lo, hi = (x.flatten(2, 3).mT for x in (rows[..., :m, :], rows[..., m:, :]))
-        products = queries.clamp(min=0.0) @ hi + queries.clamp(max=0.0) @ lo
-    else:
-        products = queries @ rows.flatten(2, 3).mT
-    scores = (products * scale).reshape(B, H, L, G, m)
-    return scores.amax(-1) if settings.kind == "bounds" else scores.logsumexp(-1)
+    lo, hi = (x.flatten(2, 3).mT for x in (rows[..., :m, :], rows[..., m:, :]))
+    products = queries.clamp(min=0.0) @ hi + queries.clamp(max=0.0) @ lo
+    return (products * scale).reshape(B, H, L, G, m).amax(-1)
 
 
 @torch.no_grad()

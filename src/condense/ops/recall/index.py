@@ -1,25 +1,22 @@
 """The index of Recall: a few rows per closed group, from which a query's score of the group is estimated.
 
-A group of g tokens is cut into m blocks of u tokens. "bounds" (after Quest, arXiv:2406.10774) keeps, channel by
-channel, the smallest and the largest key of each block; "sub_means" keeps each block's mean key. A group's rows depend
-on its own keys alone, also when quantised, so that the index of new groups can be appended.
+A group of g tokens is cut into m blocks of u tokens. The index (after Quest, arXiv:2406.10774) keeps, channel by
+channel, the smallest and the largest key of each block. A group's rows depend on its own keys alone, also when
+quantised, so that the index of new groups can be appended.
 
-Shapes: B rows, K KV heads, G groups of g tokens, m = g / u blocks per group, F index rows per group (2 m for bounds,
-first the lowest, then the highest; m for means), D key width.
+Shapes: B rows, K KV heads, G groups of g tokens, m = g / u blocks per group, F = 2 m index rows per group, first the
+lowest, then the highest, D key width.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from condense.config import check_bits
-
-IndexKind = Literal["bounds", "sub_means"]
-INDEX_KINDS: tuple[IndexKind, ...] = ("bounds", "sub_means")
 
 # Grid positions (at most 255) are computed in float32 with an error below 2 ** -14. Before they are rounded, bounds are
 # moved outwards by the larger MARGIN, so that they stay bounds. The grid is longer than the spread of the keys by the
@@ -32,20 +29,16 @@ REACH = 1.0 + 2.0**-20
 class IndexSettings:
     """The settings of an index.
 
-    kind: "bounds" or "sub_means". group_size: tokens per group, g. size: tokens per block, u, which divides g.
-    bits: 16 keeps the dtype of the keys; 8 and 4 store unsigned integers on a grid of one step and one zero per group
-    and KV head.
-    Raises ValueError for another kind, size or number of bits.
+    group_size: tokens per group, g. size: tokens per block, u, which divides g. bits: 16 keeps the dtype of the keys;
+    8 and 4 store unsigned integers on a grid of one step and one zero per group and KV head.
+    Raises ValueError for another size or number of bits.
     """
 
-    kind: IndexKind
     group_size: int
     size: int
     bits: int
 
     def __post_init__(self) -> None:
-        if self.kind not in INDEX_KINDS:
-            raise ValueError(f"index must be one of {', '.join(map(repr, INDEX_KINDS))}, got {self.kind!r}")
         check_bits("index_bits", self.bits)
         if self.size < 1 or self.group_size % self.size:
             raise ValueError(f"index_size must divide the group size, {self.group_size}, got {self.size}")
@@ -58,7 +51,7 @@ class IndexSettings:
     @property
     def num_rows(self) -> int:
         """Index rows per group, F."""
-        return self.num_blocks * (2 if self.kind == "bounds" else 1)
+        return 2 * self.num_blocks
 
     def widths(self, D: int) -> tuple[int, int]:
         """Columns of ``codes`` and of ``grid`` per group for keys of width D.
@@ -108,16 +101,12 @@ class GroupIndex(NamedTuple):
 def build_index(k_groups: Tensor, settings: IndexSettings) -> GroupIndex:
     """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype.
 
-    Bounds stay bounds at any number of bits: the smallest are rounded down, the largest up. Means are rounded to the
-    nearest. No gradient.
+    Bounds stay bounds at any number of bits: the smallest are rounded down, the largest up. No gradient.
     """
     m, D = settings.num_blocks, k_groups.shape[4]
     blocks = k_groups.unflatten(3, (m, settings.size))
     wide = torch.promote_types(k_groups.dtype, torch.float32)
-    if settings.kind == "bounds":
-        rows = torch.cat([blocks.amin(4), blocks.amax(4)], dim=3)
-    else:
-        rows = blocks.mean(4, dtype=wide)
+    rows = torch.cat([blocks.amin(4), blocks.amax(4)], dim=3)
     num_codes, num_grid = settings.widths(D)
     if settings.bits == 16:
         codes = rows.to(k_groups.dtype).flatten(3)
@@ -127,10 +116,7 @@ def build_index(k_groups: Tensor, settings: IndexSettings) -> GroupIndex:
     zero, largest = rows.amin((3, 4)), rows.amax((3, 4))
     step = ((largest - zero) / levels * REACH).clamp(min=torch.finfo(wide).tiny)
     position = (rows - zero[..., None, None]) / step[..., None, None]
-    if settings.kind == "bounds":
-        position = torch.cat([(position[..., :m, :] - MARGIN).floor(), (position[..., m:, :] + MARGIN).ceil()], dim=3)
-    else:
-        position = (position + 0.5).floor()
+    position = torch.cat([(position[..., :m, :] - MARGIN).floor(), (position[..., m:, :] + MARGIN).ceil()], dim=3)
     codes = position.clamp(0, levels).to(torch.uint8)
     if settings.bits == 4:
         low, high = codes.chunk(2, dim=-1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.choice import Quota
-from condense.ops.recall.index import GroupIndex, IndexKind, IndexSettings
+from condense.ops.recall.index import GroupIndex, IndexSettings
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice_kernels import recall_cells_kernel, recall_groups_kernel
@@ -115,12 +115,11 @@ def choice_operation(name: str, score: Callable[[Scoring], None] = score) -> Cal
 
     @torch.library.custom_op(f"condense::{name}", mutates_args=())
     def op(
-        q: Tensor, codes: Tensor, grid: Tensor, kind: str, sizes: Sequence[int], starts: Tensor | None,
-        rule: Sequence[int], scale: float, quota: Sequence[int], closed: int,
+        q: Tensor, codes: Tensor, grid: Tensor, sizes: Sequence[int], starts: Tensor | None, rule: Sequence[int],
+        scale: float, quota: Sequence[int], closed: int,
     ) -> Tensor:  # fmt: skip
-        index_kind: IndexKind = "bounds" if kind == "bounds" else "sub_means"
         return choose(
-            q, GroupIndex(codes, grid), IndexSettings(index_kind, *sizes), Positions(starts, tuple(rule)), scale=scale,
+            q, GroupIndex(codes, grid), IndexSettings(*sizes), Positions(starts, tuple(rule)), scale=scale,
             quota=Quota(*quota), closed=closed, score=score,
         )  # fmt: skip
 
@@ -138,4 +137,4 @@ def choice_arguments(
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of `choose` as types that an operation takes."""
     sizes = [settings.group_size, settings.size, settings.bits]
-    return q, *index, settings.kind, sizes, positions.starts, positions.rule, scale, list(quota), closed
+    return q, *index, sizes, positions.starts, positions.rule, scale, list(quota), closed

@@ -30,14 +30,13 @@ from condense.ops.triton.recall_store_kernels import put_keys, put_values, ring_
 class Index(NamedTuple):
     """The constants of an index.
 
-    blocks: per group. tokens: per block. bounds: bounds, not means. bits: per number. As powers of two: tokens_tile,
-    tokens per block; columns_tile, columns of a row where it is written (bytes, if quantised); words_tile, where it is
-    read (words of 16 bits).
+    blocks: per group. tokens: per block. bits: per number. As powers of two: tokens_tile, tokens per block;
+    columns_tile, columns of a row where it is written (bytes, if quantised); words_tile, where it is read (words of 16
+    bits).
     """
 
     blocks: int
     tokens: int
-    bounds: bool
     bits: int
     tokens_tile: int
     columns_tile: int
@@ -78,30 +77,19 @@ def row_of_step(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.
 
 @triton.jit
 def _block(ring, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr):
-    """Lowest and highest key of the block that begins at position ``start``, or its mean twice; columns from LO on."""
+    """Lowest and highest key of the block that begins at position ``start``; columns from LO on."""
     i = tl.arange(0, INDEX.tokens_tile)
     inside = i < INDEX.tokens
     x = ring_tokens(ring.keys, ring.new, start + i, t, ring.size, inside, LO, D, INDEX.columns_tile)
-    if INDEX.bounds:
-        low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
-        high = tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
-    else:
-        total = tl.sum(tl.where(inside[:, None], x, 0.0), 0)
-        low = tl.div_rn(total, tl.zeros_like(total) + INDEX.tokens)
-        high = low
-    return low, high
+    low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
+    return low, tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
 
 
 @triton.jit
-def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: tl.constexpr):
-    """Codes of x: rounded up or down for bounds, else to the nearest, as in `condense.ops.recall.build_index`."""
+def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr):
+    """Codes of x, rounded up or down as in `condense.ops.recall.build_index`."""
     position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
-    if not BOUNDS:
-        position = tl.floor(position + 0.5)
-    elif UPWARDS:
-        position = tl.ceil(position + _MARGIN)
-    else:
-        position = tl.floor(position - _MARGIN)
+    position = tl.ceil(position + _MARGIN) if UPWARDS else tl.floor(position - _MARGIN)
     return tl.minimum(tl.maximum(position, 0.0), LEVELS).to(tl.int32)
 
 
@@ -109,7 +97,6 @@ def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr, BOUNDS: t
 def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.constexpr):
     """Write the index of the group that begins at position ``first``."""
     BITS: tl.constexpr = INDEX.bits
-    BOUNDS: tl.constexpr = INDEX.bounds
     PARTS: tl.constexpr = 2 if BITS == 4 else 1
     C: tl.constexpr = D // PARTS
     c = tl.arange(0, INDEX.columns_tile)
@@ -132,16 +119,15 @@ def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.c
         if BITS == 16:
             codes_low, codes_high = low, high
         else:
-            codes_low = _codes(low, step, zero, LEVELS, False, BOUNDS)
-            codes_high = _codes(high, step, zero, LEVELS, True, BOUNDS)
+            codes_low = _codes(low, step, zero, LEVELS, False)
+            codes_high = _codes(high, step, zero, LEVELS, True)
         if BITS == 4:
             low, high = _block(ring, first + block * INDEX.tokens, t, C, D, INDEX)
-            codes_low += _codes(low, step, zero, LEVELS, False, BOUNDS) * 16
-            codes_high += _codes(high, step, zero, LEVELS, True, BOUNDS) * 16
+            codes_low += _codes(low, step, zero, LEVELS, False) * 16
+            codes_high += _codes(high, step, zero, LEVELS, True) * 16
         element = codes_ptr.dtype.element_ty
         tl.store(codes_ptr + block * C + c, codes_low.to(element), mask=c < C)
-        if BOUNDS:
-            tl.store(codes_ptr + (INDEX.blocks + block) * C + c, codes_high.to(element), mask=c < C)
+        tl.store(codes_ptr + (INDEX.blocks + block) * C + c, codes_high.to(element), mask=c < C)
 
 
 @triton.jit
@@ -232,7 +218,7 @@ def recall_close_kernel(
                     put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
             _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
     if closes & (work == 2):
-        F: tl.constexpr = 2 * INDEX.blocks if INDEX.bounds else INDEX.blocks
+        F: tl.constexpr = 2 * INDEX.blocks
         C: tl.constexpr = D // 2 if INDEX.bits == 4 else D
         at = head * G + group
         _put_index(_Ring(ring_k_ptr, k_ptr, W), codes_ptr + at * F * C, grid_ptr + at * 2, first, t, D, INDEX)

@@ -93,12 +93,12 @@ def index_rows(index: GroupIndex, settings: IndexSettings, cells: int, dtype: to
     two.
     """
     m = settings.num_blocks
-    codes = index.codes.unflatten(3, (-1, m, index.codes.shape[3] // settings.num_rows))
+    codes = index.codes.unflatten(3, (2, m, index.codes.shape[3] // settings.num_rows))
     if settings.bits == 4:
         codes = torch.cat([codes & 15, codes >> 4], dim=-1)
     codes = F.pad(codes, (0, 0, 0, 0, 0, 0, 0, cells * CELL - codes.shape[2]))
     blocks = torch.arange(power_of_2(m), device=codes.device).clamp(max=m - 1)
-    # [B, K, cells, CELL / 4, 2, 2, F / m, m, D] to [B, K * F / m, cells * 2 * m * CELL / 4 * 2, D]
+    # [B, K, cells, CELL / 4, 2, 2, 2, m, D] to [B, K * 2, cells * 2 * m * CELL / 4 * 2, D]
     codes = codes[:, :, :, :, blocks].unflatten(2, (-1, CELL // 4, 2, 2)).permute(0, 1, 6, 2, 4, 7, 3, 5, 8)
     return whole_rows(codes.to(dtype, memory_format=torch.contiguous_format).flatten(3, 7).flatten(1, 2))
 
@@ -134,9 +134,8 @@ class Scoring(NamedTuple):
 
     def form(self, groups: int, steps: int = 0) -> ScoreForm:
         """Constants of Triton's kernels. groups: groups per tile. steps: as in `ScoreForm`."""
-        m, precision = self.settings.num_blocks, "tf32x3" if self.q.dtype == torch.float32 else "tf32"
-        is_bounds, has_grid = self.settings.kind == "bounds", self.grid is not None
-        return ScoreForm(m, power_of_2(m), groups, CELL, is_bounds, has_grid, steps, precision)
+        precision = "tf32x3" if self.q.dtype == torch.float32 else "tf32"
+        return ScoreForm(power_of_2(self.settings.num_blocks), groups, CELL, self.grid is not None, steps, precision)
 
     @property
     def grid_ptr(self) -> Tensor:
@@ -149,7 +148,7 @@ def bytes_per_query(q: Tensor, settings: IndexSettings, cells: int) -> int:
     copies in `_score_wide`.
     """
     B, H, _, D = q.shape
-    copies = 0 if D <= _WIDE else 3 if settings.kind == "bounds" else 2
+    copies = 0 if D <= _WIDE else 3
     return B * H * (cells * CELL * 4 + copies * D * q.element_size())
 
 
@@ -178,13 +177,9 @@ def _score_wide(call: Scoring) -> None:
     (heads, R), D, n = call.heads, call.q.shape[3], call.stop - call.first
     # [B, H, n, D] to [B * K, n, R, D]
     q = call.q[:, :, call.first : call.stop].unflatten(1, (-1, R)).transpose(2, 3).flatten(0, 1)
-    is_bounds = call.settings.kind == "bounds"
-    rows = q.new_empty(heads, 2 if is_bounds else 1, n, R, D)
-    if is_bounds:
-        torch.clamp(q, max=0, out=rows[:, 0])
-        torch.clamp(q, min=0, out=rows[:, 1])
-    else:
-        rows[:, 0] = q
+    rows = q.new_empty(heads, 2, n, R, D)
+    torch.clamp(q, max=0, out=rows[:, 0])
+    torch.clamp(q, min=0, out=rows[:, 1])
     tiles, blocks = _wide_tiles(q.dtype, q.is_cuda), power_of_2(call.settings.num_blocks)
     groups = min(MOST_GROUPS, max(CELL, tiles.columns // blocks))
     _SCORE_WIDE(

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
-from condense.ops.triton.device.parts import parts
 from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
 
@@ -30,16 +29,14 @@ CELLS_PER_LINE = tl.constexpr(4)
 class ScoreForm(NamedTuple):
     """The constants of an index and of its tiles.
 
-    m: blocks per group. MP: m rounded up to a power of two. BG: groups per tile. C: groups per cell. bounds: the index
-    holds bounds, not means. grid: it is quantised, with a step and a zero per group. steps: of `_wide_products`, 0 if
-    queries are held in registers. precision: of products.
+    MP: blocks per group, m, rounded up to a power of two. BG: groups per tile. C: groups per cell. grid: the index is
+    quantised, with a step and a zero per group. steps: of `_wide_products`, 0 if queries are held in registers.
+    precision: of products.
     """
 
-    m: int
     MP: int
     BG: int
     C: int
-    bounds: bool
     grid: bool
     steps: int
     precision: str
@@ -119,7 +116,7 @@ class _Results(NamedTuple):
 class _Scored(NamedTuple):
     """The queries of a tile, as `_score_groups` takes them.
 
-    q: tiles, for bounds the negative and the positive part; or `_Wide`. sum_q: the sum of each query. scale: of scores.
+    q: tiles of the negative and the positive part, or `_Wide`. sum_q: the sum of each query. scale: of scores.
     score, cell: pointers to the results of each row. real: whether a row counts. lines: rows of the block.
     """
 
@@ -134,13 +131,11 @@ class _Scored(NamedTuple):
 
 @triton.jit
 def _index_products(q, index, at, PRECISION: tl.constexpr):
-    """Products of a tile of queries with the rows of the index from ``at`` on; for bounds the sum of both parts."""
+    """Products of a tile of queries with the rows of the index from ``at`` on, both parts added."""
     x = index.rows.load([index.b, index.head, at, 0])
     s = tl.dot(q[0], tl.trans(x.reshape(x.shape[2], x.shape[3])), input_precision=PRECISION)
-    if len(q) == 2:
-        x = index.rows.load([index.b, index.head + 1, at, 0])
-        s = tl.dot(q[1], tl.trans(x.reshape(x.shape[2], x.shape[3])), s, input_precision=PRECISION)
-    return s
+    x = index.rows.load([index.b, index.head + 1, at, 0])
+    return tl.dot(q[1], tl.trans(x.reshape(x.shape[2], x.shape[3])), s, input_precision=PRECISION)
 
 
 @triton.jit
@@ -152,7 +147,7 @@ def _wide_products(q, index, at, FORM: tl.constexpr):
     BN: tl.constexpr = index.rows.block_shape[2]
     BK: tl.constexpr = q.rows.block_shape[3]
     s = tl.zeros([BM, BN], tl.float32)
-    for step in range(STEPS * (2 if FORM.bounds else 1)):
+    for step in range(STEPS * 2):
         part, d = step // STEPS, step % STEPS * BK
         x = q.rows.load([q.head, part, q.line, d]).reshape(BM, BK)
         y = index.rows.load([index.b, index.head + part, at, d]).reshape(BN, BK)
@@ -183,24 +178,13 @@ def _score_groups(queries, index, lse, stretch, closed, FORM: tl.constexpr, MASK
             s = _index_products(queries.q, index, group * MP, PRECISION)
         s = tl.permute(tl.reshape(s, [BM, BC, 2, MP, C // 4, 2]), [0, 1, 4, 2, 5, 3])
         s = tl.reshape(s, [BM, BC, C, MP])
-        if FORM.bounds:
-            # step > 0 and zero are the same for all blocks of a group, so the best block is known before scaling
-            s = tl.max(s, 3)
-            if FORM.grid:
-                at = index.grid + cell[:, None] * (2 * C) + c[None, :]
-                s = s * tl.load(at)[None] + queries.sum_q[:, None, None] * tl.load(at + C)[None]
-            else:
-                s = s * queries.scale
+        # step > 0 and zero are the same for all blocks of a group, so the best block is known before scaling
+        s = tl.max(s, 3)
+        if FORM.grid:
+            at = index.grid + cell[:, None] * (2 * C) + c[None, :]
+            s = s * tl.load(at)[None] + queries.sum_q[:, None, None] * tl.load(at + C)[None]
         else:
-            if FORM.grid:
-                at = index.grid + cell[:, None] * (2 * C) + c[None, :]
-                s = s * tl.load(at)[None, :, :, None]
-                s += (queries.sum_q[:, None, None] * tl.load(at + C)[None])[:, :, :, None]
-            else:
-                s = s * queries.scale
-            s = tl.where(tl.arange(0, MP)[None, None, None, :] < FORM.m, s, float("-inf"))
-            largest = tl.max(s, 3)
-            s = largest + tl.log2(tl.sum(tl.exp2(s - largest[:, :, :, None]), 3))
+            s = s * queries.scale
         if MASKED:
             n = cell[:, None] * C + c[None, :]
             s = tl.where(n[None] < closed[:, None, None], s, float("-inf"))
@@ -229,9 +213,7 @@ def _score_tile(q, sum_q, lines, row, rows, grid_ptr, results, scale, FORM: tl.c
     """Score the closed groups of a tile of queries. rows, grid_ptr: see `recall_score_kernel`."""
     head, line = tl.program_id(1).to(tl.int64), lines.line
     of_head = head * lines.size
-    index = _Index(
-        rows, row.b, row.head * (2 if FORM.bounds else 1), grid_ptr + head * results.cells * 2 * FORM.C
-    )  # fmt: skip
+    index = _Index(rows, row.b, row.head * 2, grid_ptr + head * results.cells * 2 * FORM.C)
     queries = _Scored(
         q, sum_q, scale, results.score + (of_head * results.cells + line) * FORM.C,
         results.cell + of_head * results.cells + line * CELLS_PER_LINE, lines.real, lines.size,
@@ -256,8 +238,8 @@ def recall_score_kernel(
 
     Grid (tiles of BM rows, B * K). Tiles of groups behind the last closed group of a tile of queries are not written.
 
-    rows: descriptor of the index in the dtype of q. Bounds: ``[B, K * 2, cells * C * MP, D]``, for each head the lowest
-    keys, then the highest. Means: ``[B, K, cells * C * MP, D]``. The rows of a cell are ordered as ``[2, MP, C / 4,
+    rows: descriptor of the index in the dtype of q, ``[B, K * 2, cells * C * MP, D]``, for each head the lowest keys,
+    then the highest. The rows of a cell are ordered as ``[2, MP, C / 4,
     2]``: block p of group ``4 i + 2 j + k`` at ``[j, p, i, k]``. A thread holds every other pair of columns of a
     product, and by this order the scores of adjacent groups.
     grid: float32 ``[B, K, cells, 2, C]``, step and zero of each group, both times the scale; read if the index is
@@ -273,8 +255,8 @@ def recall_score_kernel(
     negative, positive = tl.where(q < 0, q, tl.zeros_like(q)), tl.where(q > 0, q, tl.zeros_like(q))
     lines = _Lines((i - first) * R + r, real, closed_groups(i, row, spans, G, KIND), (stop - first) * R)
     _score_tile(
-        parts(negative if FORM.bounds else q, positive if FORM.bounds else None), tl.sum(q.to(tl.float32), 1), lines,
-        row, rows, grid_ptr, _Results(score_ptr, cell_ptr, lse_ptr, cells), scale, FORM,
+        (negative, positive), tl.sum(q.to(tl.float32), 1), lines, row, rows, grid_ptr,
+        _Results(score_ptr, cell_ptr, lse_ptr, cells), scale, FORM,
     )  # fmt: skip
 
 
@@ -287,8 +269,8 @@ def recall_score_wide_kernel(
 ):  # fmt: skip
     """As `recall_score_kernel`, for keys of any width, whose queries do not stay in registers.
 
-    q: descriptor, for bounds ``[B * K, 2, n * R, D]``, the negative and the positive part; else ``[B * K, 1, n * R,
-    D]``. sum_q: float32 ``[B * K, n * R]``. The blocks of both descriptors have the same number of columns.
+    q: descriptor ``[B * K, 2, n * R, D]``, the negative and the positive part. sum_q: float32 ``[B * K, n * R]``. The
+    blocks of both descriptors have the same number of columns.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)

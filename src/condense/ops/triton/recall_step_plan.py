@@ -146,7 +146,7 @@ def plan_of(
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
     of_index = Index(
-        index.num_blocks, index.size, index.kind == "bounds", index.bits, power_of_2(index.size),
+        index.num_blocks, index.size, index.bits, power_of_2(index.size),
         _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16),
     )  # fmt: skip
     # tile columns for the bytes of a stored token

@@ -110,10 +110,9 @@ def recall_score_kernel(
     t, _, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
     tiles = tl.cdiv(closed, BG)
     BITS: tl.constexpr = INDEX.bits
-    BOUNDS: tl.constexpr = INDEX.bounds
     PC: tl.constexpr = INDEX.words_tile
     m: tl.constexpr = INDEX.blocks
-    F: tl.constexpr = 2 * m if BOUNDS else m
+    F: tl.constexpr = 2 * m
     PARTS: tl.constexpr = 16 // BITS
     C: tl.constexpr = D // PARTS
     r = tl.program_id(2) * BR + tl.arange(0, BR)
@@ -153,24 +152,15 @@ def recall_score_kernel(
         inside, row = group < closed, tl.minimum(group, closed - 1)
         next_step, next_zero = _grid_of(grid_ptr, tl.minimum(group + BG, closed - 1), closed, BITS)
         best = tl.full([BG, BR], float("-inf"), tl.float32)
-        mass = tl.zeros([BG, BR], tl.float32)
         for block in tl.static_range(m):
             # programmatic launches and this assembly are what a GPU has and the interpreter has not
-            if BOUNDS:
-                s = _index_products(codes_ptr, row, down, block, F, C, PC, BITS, PRECISION, EARLY)
-                s += _index_products(codes_ptr, row, up, m + block, F, C, PC, BITS, PRECISION, EARLY)
-            else:
-                s = _index_products(codes_ptr, row, queries, block, F, C, PC, BITS, PRECISION, EARLY)
+            s = _index_products(codes_ptr, row, down, block, F, C, PC, BITS, PRECISION, EARLY)
+            s += _index_products(codes_ptr, row, up, m + block, F, C, PC, BITS, PRECISION, EARLY)
             if BITS < 16:
                 s = s * (step[:, None] * (unit * scale)[None, :]) + zero[:, None] * (sum_q * scale)[None, :]
             else:
                 s *= scale
-            larger = tl.maximum(best, s)
-            if not BOUNDS:
-                mass = mass * tl.exp2(best - larger) + tl.exp2(s - larger)
-            best = larger
-        if not BOUNDS:
-            best += tl.log2(mass)
+            best = tl.maximum(best, s)
         at = (head * R + r)[None, :] * GROUPS + group[:, None]
         tl.store(score_ptr + at, best, mask=inside[:, None] & (r < R)[None, :])
         # kept per place in a tile: to join them, warps would wait for each other
