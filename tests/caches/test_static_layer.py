@@ -26,7 +26,7 @@ METHODS = tiny.METHODS | {
     "bounds": condense.Recall(group_size=4, window=6, num_recall=3),
     "bounds-16-drop": condense.Recall(group_size=4, window=5, num_recall=3, index_bits=16, unchosen="drop"),
     "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
-    "means": condense.Recall(group_size=6, window=3, num_recall=1, index="sub_means", index_size=2, rep_bias="none"),
+    "three-blocks": condense.Recall(group_size=6, window=3, num_recall=1, index_size=2, rep_bias="none"),
     "recall-no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
     "recall-g-1": condense.Recall(group_size=1, window=4, num_recall=5),
     "none-open": condense.Recall(group_size=4, window=6, num_recall=0),
