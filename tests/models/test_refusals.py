@@ -219,6 +219,12 @@ def _two_stacks():
     return model
 
 
+def _two_reasons():
+    model = tiny.model("gemma", use_bidirectional_attention=True)
+    model.model.layers[1].self_attn.is_kv_shared_layer = True
+    return model
+
+
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 UNSUPPORTED = {
     "bloom": (
@@ -240,6 +246,10 @@ UNSUPPORTED = {
     "gemma-bidirectional": (
         lambda: tiny.model("gemma", use_bidirectional_attention=True),
         "GemmaForCausalLM has bidirectional attention",
+    ),
+    "two-reasons": (
+        lambda: _two_reasons(),
+        "cannot be condensed: later layers read the keys of earlier ones; GemmaForCausalLM has bidirectional attention",
     ),
     "two-stacks": (lambda: _two_stacks(), "must have one stack of decoder layers, got two attentions of layer 0: pass"),
     "linear": (lambda: torch.nn.Linear(3, 3), "model must be a transformers PreTrainedModel, got Linear"),

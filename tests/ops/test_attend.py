@@ -211,8 +211,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
         (CUDA, {"dropout_p": 0.1}, "has no attention dropout .* got 0.1"),
         (CUDA, {"dtype": torch.float64}, "takes torch.bfloat16, .*, got torch.float64"),
         (CUDA, {"widths": (64, 72)}, "has kernels for head widths 64, .*, 256, got \\(64, 72\\)"),
+        (CUDA, {"dropout_p": 0.1, "num_sources": 5}, "has no attention dropout .*, got 0.1; takes .*, got 5"),
     ],
-    ids=["CPU", "dropout", "dtype", "width"],
+    ids=["CPU", "dropout", "dtype", "width", "all"],
 )
 def test_triton_is_refused_where_it_cannot_run_and_auto_does_without(device, changes, message):
     options = {"dtype": torch.bfloat16, "widths": (128, 128), **changes}

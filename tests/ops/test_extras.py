@@ -90,7 +90,6 @@ def test_hopper_has_no_soft_cap(monkeypatch):
 
     gpu = type("Gpu", (), {"capability": (9, 0), "multiprocessors": 1})()
     monkeypatch.setattr(limits, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(limits.triton_limits, "attend_obstacle", lambda problem: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     problem = Problem(torch.device("cuda"), torch.bfloat16, (64, 64))
     assert resolve_backend("hopper", problem) == "hopper"

@@ -25,7 +25,7 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     table = recall_step_plan._table
     monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
     monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
-    monkeypatch.setattr(limits, "absence", lambda device: None)
+    monkeypatch.setattr(limits, "absence", lambda device: [])
     method = condense.Recall(window=64, num_recall=8, index_bits=bits, rep_bias="none")
     settings = with_store(step_settings(method), slots=slots)
     state = empty(settings, 1024, 2, (128, 128), rows=1, dtype=torch.bfloat16)

@@ -71,6 +71,7 @@ def test_the_ring_fits_a_page(method, slots, ring):
         (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
         (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
         (STREAMING.replace(entry_bits=4), "pages hold entries of 16 bits, got .*: use entry_bits=16"),
+        (STREAMING.replace(entry_bits=4, window=1000), "use entry_bits=16; window must be .*: use window=1008 or"),
     ],
     ids=str,
 )
@@ -118,6 +119,8 @@ def test_engines_that_fit(engine):
         (changed(speculative=True), "--speculative-config"),
         (changed(shared_context=True), "context parallelism"),
         (changed(microbatches=True), "--enable-dbo"),
+        (changed(offloading=True, kv_transfer=True), "^--kv-offloading-size is .*: leave it out$"),
+        (changed(tensor_parallel=3, speculative=True), "^--tensor-parallel-size .*; --speculative-config .* out$"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

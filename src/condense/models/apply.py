@@ -243,16 +243,18 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
     if base is None:
         raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
     config: Any = base.config
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise ValueError(f"{type(base).__name__} has cross-attention: only decoder-only models can be condensed")
+    name, wrong = type(base).__name__, []
     found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
-    reason = obstacle(base)
-    if reason is not None:
-        raise ValueError(f"{type(base).__name__} cannot be condensed: {reason}")
-    if not found:
-        raise ValueError(f"{type(base).__name__} has no attention that condense knows{_closest(base)}")
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        wrong.append(f"{name} has cross-attention: only decoder-only models can be condensed")
+    if (reason := obstacle(base)) is not None:
+        wrong.append(f"{name} cannot be condensed: {reason}")
     if any(getattr(module, "is_causal", True) is False for module in found):
-        raise ValueError(f"{type(base).__name__} has bidirectional attention: only causal models can be condensed")
+        wrong.append(f"{name} has bidirectional attention: only causal models can be condensed")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    if not found:
+        raise ValueError(f"{name} has no attention that condense knows{_closest(base)}")
     return base, _by_layer(found)
 
 

@@ -112,10 +112,10 @@ FAMILIES = {
     "VaultGemmaAttention": "vaultgemma",
     "YoutuAttention": "youtu",
 }
-# classes that `condense.register` took
+# classes that `condense.register` accepted
 REGISTERED: set[type[nn.Module]] = set()
 _LEARNED_POSITIONS = ("biogpt", "gpt2", "gpt_bigcode", "opt")
-# experts that run all at once, on every token; transformers calls them "eager", as it has no other implementation
+# experts that run all at once, on every token; transformers calls them "eager" too, their only implementation
 _EXPERTS_AT_ONCE = ("Llama4TextExperts",)
 
 
@@ -145,7 +145,7 @@ def is_latent(module: nn.Module) -> bool:
     return getattr(module, "kv_lora_rank", None) is not None
 
 
-# why families are not condensed, as a clause after "<class> cannot be condensed: "
+# reasons why families are refused, as clauses after "<class> cannot be condensed: "
 _HAS_ENCODER = "it is an encoder, or the decoder of a model that has one"
 _OWN_CODE = "its attention is written out in its own code and calls no attention function"
 _NO_SOFTMAX = "its layers have no softmax attention"
@@ -235,16 +235,17 @@ REFUSED = {
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Why a model cannot be condensed, as a clause; None if no reason is known."""
+    """All reasons why a model cannot be condensed, as clauses; None if no reason is known."""
+    found = [REFUSED.get(_family_of(model))]
     for module in model.modules():
         if type(module).__name__.endswith("Indexer"):
-            return _INDEXER
+            found.append(_INDEXER)
         if getattr(module, "is_kv_shared_layer", False):
-            return _SHARED_KEYS
+            found.append(_SHARED_KEYS)
     text: Any = getattr(getattr(model, "config", None), "text_config", None)
     if getattr(text, "use_bidirectional_attention", None) == "vision":
-        return _BLOCKS
-    return REFUSED.get(_family_of(model))
+        found.append(_BLOCKS)
+    return "; ".join(dict.fromkeys(reason for reason in found if reason is not None)) or None
 
 
 def _family_of(module: nn.Module) -> str:

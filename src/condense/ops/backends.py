@@ -44,9 +44,10 @@ class Backend:
     """A backend's operations and limits.
 
     imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle,
-    importance_obstacle: why it cannot run for a `Problem`, as the rest of a sentence that begins with the backend's
-    name; None if it can. recall_obstacle: the same of `condense.ops.attend_recall`, from its tensors. instead: the
-    backend that such an error recommends. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
+    importance_obstacle: all reasons why it cannot run for a `Problem`, as clauses that follow the backend's name,
+    joined by "; "; None if it can. recall_obstacle: the same for `condense.ops.attend_recall`, from its arguments.
+    instead: the backend that such an error recommends. is_fast: whether "auto" takes it for attention on a GPU, where
+    it can run.
     """
 
     name: str

@@ -1,15 +1,15 @@
-"""A method in pages: what an engine must keep for a request, and what cannot be served, by name with the way out.
+"""The pages that a serving engine keeps per request, and the methods and engines that cannot serve.
 
-An engine keeps what its layers know of a request in pages of N slots, all of one size, from one pool. A condensed layer
-has up to three kinds (`condense.ops.paged`):
+An engine keeps the tokens of a request in pages of N slots, all of one size, from one pool. A condensed layer has up to
+three kinds (`condense.ops.paged`):
 
 - window: the exact tokens, N to a page; pages behind the last ``window + group_size`` tokens go back to the pool;
-- entries: one entry per group, N to a page, which so covers ``N * group_size`` tokens; kept as long as the request;
+- entries: one entry per group, so a page covers ``N * group_size`` tokens; kept as long as the request;
 - ring: the newest mean queries, one page per request, for methods whose groups are weighed by several queries.
 
-A page of entries may be shared by requests that begin with the same tokens, as an engine's prefix cache does. So the
-entry of group j lies where the token stands that completes its summary: in slot ``s = j + summary_delay / g`` of the
-entries, which covers tokens ``[s * g, (s + 1) * g)`` and depends on no later ones.
+An engine's prefix cache shares a page of entries among requests that begin with the same tokens. So a slot of the
+entries, which covers tokens ``[s * g, (s + 1) * g)``, must not depend on later ones: it holds the entry that the last
+of these tokens completes, that of group ``j = s - summary_delay / g``.
 
 Shapes: g tokens per group, w tokens of window, N slots of a page.
 """
@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """The pages of one method. settings: the method as kernels know it. slots: of a page, N."""
+    """The pages of one method. settings: the method's, for kernels. slots: slots of a page, N."""
 
     settings: StepSettings
     slots: int
@@ -66,7 +66,7 @@ class ServingPlan:
 
     @property
     def tokens_per_page(self) -> int:
-        """Tokens that a page of entries covers. Prompts share what they have in common up to a multiple of it."""
+        """Tokens that a page of entries covers. A common prefix is shared up to a multiple of it."""
         return self.slots * self.group_size
 
     def blocks(self, num_tokens: int, num_new: int = 1) -> Blocks:
@@ -78,32 +78,40 @@ class ServingPlan:
 
 
 def serving_plan(method: Method) -> ServingPlan:
-    """The pages of a method. Raises ValueError for a method that cannot be served in pages."""
+    """The pages of a method. Raises ValueError, with all reasons, for a method that cannot be served in pages."""
     if not isinstance(method, GroupPooling):
         raise ValueError(f"method must be CCA or LCA to be served, got {method}: others run with model.generate")
+    settings = step_settings(method)
+    if wrong := _obstacles(method, settings):
+        raise ValueError("; ".join(wrong))
+    return ServingPlan(settings, -(-max(settings.num_summary, 1) // _SLOTS) * _SLOTS)
+
+
+def _obstacles(method: GroupPooling, settings: StepSettings) -> list[str]:
+    """All settings of a method that pages cannot hold, each with its way out."""
+    wrong = []
+    g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
     if method.summary == "prompt":
-        raise ValueError(
+        wrong.append(
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use summary='streaming'"
         )
     if method.rep_bias == "matched":
-        raise ValueError(f"pages have no room for the biases of {method}: use rep_bias='log_size'")
+        wrong.append(f"pages have no room for the biases of {method}: use rep_bias='log_size'")
     if method.entry_bits < 16:
-        raise ValueError(f"pages hold entries of 16 bits, got {method}: use entry_bits=16")
-    settings = step_settings(method)
-    g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
+        wrong.append(f"pages hold entries of 16 bits, got {method}: use entry_bits=16")
     if g < 2:
-        raise ValueError(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
+        wrong.append(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
     if delay % g:
-        raise ValueError(
+        wrong.append(
             f"window must be a multiple of group_size, {g}, to be served with summary='streaming', got {delay}: use "
             f"window={-(-delay // g) * g} or summary='last'"
         )
     if num_summary > g:
-        raise ValueError(
+        wrong.append(
             f"num_summary_queries must be at most group_size, {g}, to be served, got {num_summary}: a shared prefix "
             "ends with a whole group, and queries before it are not kept"
         )
-    return ServingPlan(settings, -(-max(num_summary, 1) // _SLOTS) * _SLOTS)
+    return wrong
 
 
 def serving_plans(saved: Any) -> dict[int, ServingPlan]:
@@ -143,29 +151,31 @@ TESTED = ("0.29", "0.33")
 
 
 def check_engine(engine: EngineSettings) -> None:
-    """Raise ValueError, in vLLM's own terms, if an engine cannot serve condensed models as it is set up."""
-    if engine.tensor_parallel < 1:
-        raise ValueError(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")
+    """Raise ValueError, in vLLM's own terms, with all that keeps an engine from serving condensed models."""
+    wrong = []
     first, end = (_release(version) for version in TESTED)
     if not first <= _release(engine.version) < end:
-        raise ValueError(
+        wrong.append(
             f"vLLM must be at least {TESTED[0]} and below {TESTED[1]}, the releases that condensed models were tested "
             f"with, got {engine.version}: install 'vllm>={TESTED[0]},<{TESTED[1]}'"
         )
     if engine.cache_dtype not in ("auto", engine.model_dtype):
-        raise ValueError(
+        wrong.append(
             f"--kv-cache-dtype must be auto or the model's {engine.model_dtype} for condensed models, got "
             f"{engine.cache_dtype}: entries are made of exact keys and values"
         )
-    if engine.kv_heads % engine.tensor_parallel:
-        raise ValueError(
+    if engine.tensor_parallel < 1:
+        wrong.append(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")
+    elif engine.kv_heads % engine.tensor_parallel:
+        wrong.append(
             f"--tensor-parallel-size must divide the model's {engine.kv_heads} KV heads, got "
             f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"
         )
+    # vLLM turns offloading into a KV transfer: the error names the flag that the user gave
+    transfer = engine.kv_transfer and not engine.offloading
     for chosen, message in (
-        # first, as vLLM makes a transfer of it
         (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
-        (engine.kv_transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
+        (transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
         (
             engine.one_manager,
             "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
@@ -175,7 +185,9 @@ def check_engine(engine: EngineSettings) -> None:
         (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
     ):
         if chosen:
-            raise ValueError(message)
+            wrong.append(message)
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def _release(version: str) -> tuple[int, int]:

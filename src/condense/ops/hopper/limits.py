@@ -14,7 +14,6 @@ from condense.ops.types import Problem
 DTYPES = (torch.bfloat16, torch.float16)
 # widths of keys and values
 WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
-NO_SOFTCAP = "has no soft-capped scores"
 # rows of a tile: queries times query heads
 TILE_ROWS = 128
 # of Recall's keys and values; a group is a multiple of 8 tokens (one TMA box) and divides 64 (one block of keys)
@@ -22,21 +21,24 @@ RECALL_WIDTHS, RECALL_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
 
 def attend_obstacle(problem: Problem) -> str | None:
-    """Why the kernel cannot take a problem, None if it can."""
-    if (obstacle := triton_limits.attend_obstacle(problem)) is not None:
-        return obstacle
-    on_gpu = problem.device.type == "cuda" and torch.cuda.is_available()
-    if not on_gpu or gpu_of(problem.device).capability != (9, 0):
-        return "needs a GPU of compute capability 9.0 (H100, H200)"
-    if problem.softcap:
-        return f"{NO_SOFTCAP}, got a cap of {problem.softcap}"
-    if problem.dtype not in DTYPES:
-        return f"takes {', '.join(map(str, DTYPES))}, got {problem.dtype}"
+    """All reasons why the kernel cannot take a problem, None if it can."""
+    found = [*_absence(problem.device, problem.softcap), *triton_limits.takes(DTYPES, problem.dtype)]
     if problem.widths not in WIDTHS:
-        return f"takes keys and values of widths {', '.join(map(str, WIDTHS))}, got {problem.widths}"
+        found.append(f"takes keys and values of widths {', '.join(map(str, WIDTHS))}, got {problem.widths}")
     if problem.ratio > TILE_ROWS:
-        return f"takes up to {TILE_ROWS} query heads per KV head, got {problem.ratio}"
-    return None
+        found.append(f"takes up to {TILE_ROWS} query heads per KV head, got {problem.ratio}")
+    return triton_limits.clauses(found + triton_limits.call_obstacles(problem))
+
+
+def _absence(device: torch.device, softcap: float) -> list[str]:
+    """The obstacles to any kernel for Hopper on a device."""
+    found = triton_limits.absence_of_triton()
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if not on_gpu or gpu_of(device).capability != (9, 0):
+        found.append("needs a GPU of compute capability 9.0 (H100, H200)")
+    if softcap:
+        found.append(f"has no soft-capped scores, got a cap of {softcap}")
+    return found
 
 
 def fills_gpu(problem: Problem) -> bool:
@@ -49,23 +51,16 @@ def fills_gpu(problem: Problem) -> bool:
 
 
 def recall_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str | None:
-    """Why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
-    if softcap:
-        return f"{NO_SOFTCAP}, got a cap of {softcap}"
-    if (obstacle := triton_limits.recall_obstacle(q, sources, choice)) is not None:
-        return obstacle
+    """All reasons why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
+    found = [*_absence(q.device, softcap), *triton_limits.takes(DTYPES, q.dtype)]
     bias, window = sources.entries.bias, sources.window
     if isinstance(bias, Tensor):
-        return f"takes one bias for all entries, got a tensor of shape {tuple(bias.shape)}"
+        found.append(f"takes one bias for all entries, got a tensor of shape {tuple(bias.shape)}")
     widths, R = (q.shape[3], window.v.shape[3]), q.shape[1] // window.k.shape[1]
-    if q.device.type != "cuda" or gpu_of(q.device).capability != (9, 0):
-        return "needs a GPU of compute capability 9.0 (H100, H200)"
-    if q.dtype not in DTYPES:
-        return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
     if widths not in RECALL_WIDTHS:
-        return f"takes keys and values of widths {', '.join(map(str, RECALL_WIDTHS))}, got {widths}"
+        found.append(f"takes keys and values of widths {', '.join(map(str, RECALL_WIDTHS))}, got {widths}")
     if R < 2:
-        return "takes at least 2 query heads per KV head, got 1"
+        found.append("takes at least 2 query heads per KV head, got 1")
     if sources.group_size not in RECALL_GROUPS:
-        return f"takes groups of {', '.join(map(str, RECALL_GROUPS))} tokens, got {sources.group_size}"
-    return None
+        found.append(f"takes groups of {', '.join(map(str, RECALL_GROUPS))} tokens, got {sources.group_size}")
+    return triton_limits.clauses(found + triton_limits.recall_call_obstacles(q, sources, choice))

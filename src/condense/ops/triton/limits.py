@@ -37,76 +37,96 @@ LATENT_WIDTHS = (288, 576)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def absence(device: torch.device) -> str | None:
-    """Why no Triton kernel can run on a device, None if they can."""
+def clauses(found: list[str]) -> str | None:
+    """All obstacles as one text, so that a user can remove them together; None if there are none."""
+    return "; ".join(found) or None
+
+
+def absence(device: torch.device) -> list[str]:
+    """The obstacles to any Triton kernel on a device."""
+    found = list(absence_of_triton())
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, got {device.type}"
-    if not _HAS_TRITON:
-        return "needs the triton package"
-    return None
+        found.append(
+            f"needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, got {device.type}"
+        )
+    return found
+
+
+def absence_of_triton() -> list[str]:
+    """The obstacle that Triton is not installed, if so."""
+    return [] if _HAS_TRITON else ["needs the triton package"]
+
+
+def takes(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> list[str]:
+    """The obstacle that a dtype is not among those of the kernels, if so."""
+    return [] if dtype in dtypes else [f"takes {', '.join(map(str, dtypes))}, got {dtype}"]
 
 
 def attend_obstacle(problem: Problem) -> str | None:
-    """Why the attention kernels cannot take a problem, None if they can."""
-    device, dtype = problem.device, problem.dtype
-    if (missing := absence(device)) is not None:
-        return missing
+    """All reasons why the attention kernels cannot take a problem, None if they can."""
+    found = [*absence(problem.device), *call_obstacles(problem)]
+    if problem.device.type == "cuda":
+        found += takes(DTYPES, problem.dtype)
+        if any(width not in WIDTHS for width in problem.widths):
+            found.append(f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {problem.widths}")
+    return clauses(found)
+
+
+def call_obstacles(problem: Problem) -> list[str]:
+    """The obstacles in a problem that are neither its device nor its dtype and widths."""
+    found = []
     if problem.dropout_p > 0:
-        return f"has no attention dropout (set the model's attention dropout to 0), got {problem.dropout_p}"
+        found.append(f"has no attention dropout (set the model's attention dropout to 0), got {problem.dropout_p}")
     if problem.num_sources > MAX_SOURCES:
-        return f"takes up to {MAX_SOURCES} sources, got {problem.num_sources}"
-    if device.type == "cuda" and dtype not in DTYPES:
-        return f"takes {', '.join(map(str, DTYPES))}, got {dtype}"
-    if device.type == "cuda" and any(width not in WIDTHS for width in problem.widths):
-        return f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {problem.widths}"
-    return None
+        found.append(f"takes up to {MAX_SOURCES} sources, got {problem.num_sources}")
+    return found
 
 
 def recall_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float = 0.0) -> str | None:
-    """Why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
-    entries, _, window, spans = sources
-    if (missing := absence(q.device)) is not None:
-        return missing
-    D, Dv, K, G = q.shape[3], window.v.shape[3], window.k.shape[1], entries.k.shape[2]
-    on_gpu, R = q.device.type == "cuda", q.shape[1] // K
+    """All reasons why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
+    found = [*absence(q.device), *takes(DTYPES, q.dtype), *recall_call_obstacles(q, sources, choice)]
+    D, Dv = q.shape[3], sources.window.v.shape[3]
+    if q.device.type == "cuda" and (D not in WIDTHS or Dv not in WIDTHS):
+        found.append(f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {D} and {Dv}")
+    return clauses(found)
+
+
+def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: Choice) -> list[str]:
+    """The obstacles in arguments of `condense.ops.attend_recall` that are neither device nor dtype and widths."""
+    found, spans, K, G = [], sources.spans, sources.window.k.shape[1], sources.entries.k.shape[2]
     if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
-        return f"takes the spans of a uniform rule, got {spans}"
-    if q.dtype not in DTYPES:
-        return f"takes {', '.join(map(str, DTYPES))}, got {q.dtype}"
-    if on_gpu and (D not in WIDTHS or Dv not in WIDTHS):
-        return f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {D} and {Dv}"
-    most = MAX_HEADS_FLOAT32 if q.dtype == torch.float32 else MAX_HEADS
+        found.append(f"takes the spans of a uniform rule, got {spans}")
+    most, R = MAX_HEADS_FLOAT32 if q.dtype == torch.float32 else MAX_HEADS, q.shape[1] // K
     if most < R:
-        return f"takes up to {most} query heads per KV head in {q.dtype}, got {R}"
+        found.append(f"takes up to {most} query heads per KV head in {q.dtype}, got {R}")
     if G > MAX_GROUPS:
-        return f"chooses from up to {MAX_GROUPS:,} groups, got {G:,}"
-    return _index_obstacle(choice, K, on_gpu=on_gpu) if isinstance(choice, IndexChoice) else None
+        found.append(f"chooses from up to {MAX_GROUPS:,} groups, got {G:,}")
+    return found + (_index_obstacles(choice, K) if isinstance(choice, IndexChoice) else [])
 
 
-def _index_obstacle(choice: IndexChoice, K: int, *, on_gpu: bool) -> str | None:
-    """Why the kernels cannot choose for K KV heads, None if they can."""
-    (_, H, _, D), dtype, choosers = choice.q.shape, choice.q.dtype, choice.index.codes.shape[1]
+def _index_obstacles(choice: IndexChoice, K: int) -> list[str]:
+    """The obstacles to choosing for K KV heads."""
+    (_, H, _, D), dtype, choosers, found = choice.q.shape, choice.q.dtype, choice.index.codes.shape[1], []
     if choosers not in (1, K):
-        return f"takes an index for each of {K} KV heads or one for all, got {choosers}"
-    if on_gpu and D not in WIDTHS + LATENT_WIDTHS:
-        return f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}"
+        found.append(f"takes an index for each of {K} KV heads or one for all, got {choosers}")
+    if choice.q.device.type == "cuda" and D not in WIDTHS + LATENT_WIDTHS:
+        found.append(f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}")
     most = MAX_HEADS_FLOAT32 if dtype == torch.float32 and max(WIDTHS) >= D else MAX_HEADS
     if H // choosers > most:
-        return f"chooses for up to {most} query heads of width {D} at once in {dtype}, got {H // choosers}"
+        found.append(f"chooses for up to {most} query heads of width {D} at once in {dtype}, got {H // choosers}")
     if choice.settings.num_blocks > MAX_BLOCKS:
-        return f"takes an index of up to {MAX_BLOCKS} blocks per group, got {choice.settings.num_blocks}"
-    return None
+        found.append(f"takes an index of up to {MAX_BLOCKS} blocks per group, got {choice.settings.num_blocks}")
+    return found
 
 
 def pool_obstacle(problem: Problem) -> str | None:
-    """Why the kernels of summaries and pooling cannot take a problem, None if they can."""
-    if (missing := absence(problem.device)) is not None:
-        return missing
+    """All reasons why the kernels of summaries and pooling cannot take a problem, None if they can."""
+    found = absence(problem.device)
     if problem.dtype not in DTYPES:
-        return f"pools {', '.join(map(str, DTYPES))}, got {problem.dtype}"
+        found.append(f"pools {', '.join(map(str, DTYPES))}, got {problem.dtype}")
     if max(problem.widths) > MAX_POOLING_WIDTH:
-        return f"pools head widths up to {MAX_POOLING_WIDTH}, got {problem.widths}"
-    return None
+        found.append(f"pools head widths up to {MAX_POOLING_WIDTH}, got {problem.widths}")
+    return clauses(found)
 
 
 def step_obstacle(
@@ -118,69 +138,67 @@ def step_obstacle(
     latent: int = 0,
     entries: int = 0,
 ) -> str | None:
-    """Why the decode step kernels cannot run a method's steps with this device, dtype and widths, None if they can.
+    """All reasons why the decode step kernels cannot run a method's steps on this device, None if they can.
 
-    widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0. entries: that
-    the state has room for; 0 if that is not known.
+    widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0. entries: entries
+    that the state has room for; 0 if that is not known.
     """
-    if (missing := absence(device)) is not None:
-        return missing
-    if dtype not in DTYPES:
-        return f"takes {', '.join(map(str, DTYPES))}, got {dtype}"
-    D, Dv = widths
+    (D, Dv), found = widths, [*absence(device), *takes(DTYPES, dtype)]
     if latent and not (0 < latent < D and latent <= MAX_STEP_LATENT and D - latent <= MAX_STEP_WIDTH and Dv == 0):
-        return (
+        found.append(
             f"takes latents of up to {MAX_STEP_LATENT} columns of the keys, with up to {MAX_STEP_WIDTH} others and "
             f"values of width 0, got {latent} of {D} and values of width {Dv}"
         )
     if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
-        return f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}"
-    return settings_obstacle(settings) or _rounding_obstacle(latent, settings) or _choice_obstacle(D, settings, entries)
-
-
-def _rounding_obstacle(latent: int, settings: StepSettings) -> str | None:
-    """Why decode step kernels cannot round entries of latents of this width to so many bits, None if they can."""
+        found.append(f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}")
+    found += _settings_obstacles(settings)
     if settings.entry_bits < 16 and latent % BLOCK_WIDTH and settings.sees_entries:
-        return (
+        found.append(
             f"rounds entries in blocks of {BLOCK_WIDTH} channels, whole ones of latents, got latents of {latent} "
             f"columns and entry_bits={settings.entry_bits}"
         )
-    return None
+    return clauses(found + _choice_obstacles(D, settings, entries))
 
 
-def _choice_obstacle(D: int, settings: StepSettings, entries: int) -> str | None:
-    """Why decode step kernels cannot choose among groups by an index of keys of width D, None if they can."""
+def _choice_obstacles(D: int, settings: StepSettings, entries: int) -> list[str]:
+    """The obstacles to choosing among groups by an index of keys of width D in a decode step."""
     if settings.choice is None:
-        return None
-    index, slots = settings.choice.index, settings.choice.store.slots
+        return []
+    index, slots, found = settings.choice.index, settings.choice.store.slots, []
     if D * index.bits % 16:
-        return f"reads an index of {index.bits} bits in words of 16, got keys of width {D}"
+        found.append(f"reads an index of {index.bits} bits in words of 16, got keys of width {D}")
     if index.group_size > MAX_GROUP_SIZE or index.num_blocks > MAX_BLOCKS:
-        return (
+        found.append(
             f"takes groups of up to {MAX_GROUP_SIZE} tokens in up to {MAX_BLOCKS} blocks, got {index.group_size} "
             f"tokens in {index.num_blocks}"
         )
     if entries > MAX_GROUPS:
-        return (
+        found.append(
             f"chooses from up to {MAX_GROUPS:,} groups, got room for {entries:,} (a larger group_size or a shorter "
             "cache has fewer)"
         )
     if slots > MAX_SLOTS:
-        return f"looks through up to {MAX_SLOTS:,} slots, got {slots:,}"
-    return None
+        found.append(f"looks through up to {MAX_SLOTS:,} slots, got {slots:,}")
+    return found
 
 
 def settings_obstacle(settings: StepSettings) -> str | None:
-    """Why the decode step kernel cannot run a method's steps on any device, None if it can."""
-    focal, chunk, num_summary = settings.num_focal, settings.rule.chunk, settings.num_summary
+    """All reasons why the decode step kernel cannot run a method's steps on any device, None if it can."""
+    return clauses(_settings_obstacles(settings))
+
+
+def _settings_obstacles(settings: StepSettings) -> list[str]:
+    focal, chunk, num_summary, found = settings.num_focal, settings.rule.chunk, settings.num_summary, []
     if settings.key_pooling is None or settings.value_pooling is None:
-        return "supports built-in pooling only in a decode step, and this method makes its entries itself"
+        found.append("supports built-in pooling only in a decode step, and this method makes its entries itself")
     if settings.rule.entries != focal + 1:
-        return f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}"
+        found.append(f"makes num_focal + 1 = {focal + 1} entries per chunk, got {settings.rule.entries}")
     if settings.entry_bits < 16 and (focal > 0 or settings.has_first):
-        return f"keeps single tokens among entries in 16 bits, got entry_bits={settings.entry_bits}"
+        found.append(f"keeps single tokens among entries in 16 bits, got entry_bits={settings.entry_bits}")
     if focal > 0 and chunk > MAX_FOCAL_CHUNK:
-        return f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}"
+        found.append(f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}")
     if focal > 0 and not (focal < chunk and num_summary > 0):
-        return f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {num_summary} queries"
-    return None
+        found.append(
+            f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {num_summary} queries"
+        )
+    return found

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CondensedBackend(AttentionBackend):
-    """Named by condensed layers themselves, never chosen by vLLM."""
+    """The backend that condensed layers name; vLLM never chooses it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,12 +29,12 @@ class CondensedBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[CondensedImpl]:
-        """Computes a layer's attention."""
+        """The class that computes a layer's attention."""
         return CondensedImpl
 
     @staticmethod
     def get_builder_cls() -> type[CondensedMetadataBuilder]:
-        """Makes a step's metadata."""
+        """The class that makes a step's metadata."""
         return CondensedMetadataBuilder
 
     @classmethod
@@ -44,7 +44,7 @@ class CondensedBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Layouts with a layer's pages together, best with the slots of a head side by side."""
+        """Layouts that keep a layer's pages together; first the one with the slots of a head side by side."""
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
 

@@ -11,7 +11,7 @@ from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
 
 _OVERRIDES, _BATCH = "--hf-overrides", "--max-num-batched-tokens"
-# vLLM takes a shortened flag, such as `--hf-over`, for the only one that begins so; several begin with this
+# vLLM completes a shortened flag, such as `--hf-over`, if only one flag begins so; several begin with this
 _AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
 _BATCHED_TOKENS = "4096"
@@ -59,10 +59,10 @@ def adapters_in(flags: list[str]) -> list[str]:
 
 
 def _take(name: str, flags: list[str]) -> tuple[str | None, list[str]]:
-    """The value of a flag, given as ``--name value`` or ``--name=value``, and the other flags.
+    """Return the value of a flag, given as ``--name value`` or ``--name=value``, and the other flags.
 
-    Raises ValueError for a flag without a value, and for what vLLM would take in place of it: a second one, a part of
-    it (``--name.key``), a shortened name.
+    Raises ValueError for a flag without a value, and for flags that vLLM would use in its place: a second one, a part
+    of it (``--name.key``), a shortened name.
     """
     value, others, words = None, [], iter(flags)
     for flag in words:

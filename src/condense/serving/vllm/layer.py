@@ -1,7 +1,7 @@
-"""A layer of vLLM with condensed attention: what it asks the cache manager for, and how it comes into a model.
+"""A layer of vLLM with condensed attention, the pages that it asks for, and its place in a model.
 
 vLLM asks every layer of a model for one kind of cache. A condensed layer has up to three: the window is its own,
-entries and ring are asked for by two objects at its side, which compute nothing.
+entries and ring are asked for by two more objects, which compute nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from condense.serving.vllm.backend import CondensedBackend
 
 
 class CondensedAttention(Attention):
-    """Takes the place of a stock layer, under its name, with the backend that reads and writes pages."""
+    """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages."""
 
     def __init__(self, stock: Attention, plan: ServingPlan, vllm_config: VllmConfig) -> None:
         super().__init__(
@@ -43,12 +43,12 @@ class CondensedAttention(Attention):
         context.update({side.layer_name: side for side in self.sides.values()})
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """The window."""
+        """Pages of the window."""
         return self.window_spec
 
 
 class SideCache(AttentionLayerBase):
-    """Asks for the pages of a condensed layer's entries, or of its ring, and holds them."""
+    """An object that asks for the pages of a condensed layer's entries, or of its ring, and holds them."""
 
     def __init__(self, layer_name: str, spec: AttentionSpec) -> None:
         self.layer_name, self.spec = layer_name, spec
@@ -59,12 +59,12 @@ class SideCache(AttentionLayerBase):
         return CondensedBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
-        """The pages."""
+        """Pages of this kind."""
         return self.spec
 
 
 def _specs(layer: Attention, plan: ServingPlan) -> dict[str, AttentionSpec]:
-    """What is asked for, by kind. All pages have N slots of a key and a value, so none is padded."""
+    """The pages to ask for, by kind. All have N slots of a key and a value, so vLLM pads none."""
     page = AttentionSpec(
         block_size=plan.slots,
         num_kv_heads=layer.num_kv_heads,
@@ -83,7 +83,7 @@ def _specs(layer: Attention, plan: ServingPlan) -> dict[str, AttentionSpec]:
 
 
 def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Exchanges the attention of the layers that ``config.condense`` names, but those that it names dense.
+    """Replace the attention of the layers that ``config.condense`` names, except for those that it names dense.
 
     Raises ValueError if the engine, a method or a layer cannot be served condensed.
     """
@@ -103,14 +103,14 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
 
 
 def _condensed(stock: Attention, plan: ServingPlan, vllm_config: VllmConfig) -> CondensedAttention:
-    for wrong, what in (
+    properties = (
         (stock.sliding_window is not None, "a sliding window"),
         (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
         (getattr(stock.impl, "alibi_slopes", None) is not None, "scores shifted by position (ALiBi)"),
         (stock.kv_sharing_target_layer_name is not None, "the cache of another layer"),
-    ):
-        if wrong:
-            raise ValueError(f"layer {stock.layer_name} has {what} and cannot be condensed: leave it out of the layers")
+    )
+    if found := " and ".join(name for holds, name in properties if holds):
+        raise ValueError(f"layer {stock.layer_name} has {found} and cannot be condensed: leave it out of the layers")
     del vllm_config.compilation_config.static_forward_context[stock.layer_name]
     return CondensedAttention(stock, plan, vllm_config)
 

@@ -1,4 +1,4 @@
-"""What a step tells a condensed layer: which tokens are new, and the pages of each request, for each kind of page."""
+"""A step's metadata for condensed layers: the new tokens, and the pages of each request, for each kind of page."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = init_logger("vllm.condense")
 
 @dataclass
 class CondensedMetadata(AttentionMetadata):
-    """One kind of pages in one step; table int32 ``[R, n]``."""
+    """The metadata of one kind of pages in one step. table: int32 ``[R, n]``, the pages of each request."""
 
     new: NewTokens
     table: Tensor
 
 
 class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
-    """Makes the metadata of a step, for one kind of pages, from what vLLM says of the batch."""
+    """The builder of a step's metadata, for one kind of pages, from vLLM's description of the batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     # requests with one new token come first
@@ -44,22 +44,22 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CondensedMetadata:
-        """The metadata of one step; both other arguments change nothing."""
+        """Return the metadata of one step. common_prefix_len and fast_build are not used."""
         batch = common_attn_metadata
         # vLLM's trial runs at its start read page 0 only, some of them in a smaller pool than the one that serves
         if not self._said and int(batch.block_table_tensor[0, 0]) != 0:
             self._said = True
             self._say_concurrency()
         starts = batch.query_start_loc_cpu.tolist()
-        # exact but for speculative decoding, which is refused
+        # exact without speculative decoding, which is refused
         lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
         new = NewTokens(starts, lengths.tolist(), batch.seq_lens, _num_steps(starts))
         return CondensedMetadata(new, batch.block_table_tensor)
 
     def _say_concurrency(self) -> None:
-        """Says how many of the longest requests the pages hold, for a model whose layers are all condensed alike.
+        """Log how many of the longest requests the pages hold, for a model whose layers are all condensed alike.
 
-        What vLLM says holds back pages for all tokens in flight, for every request: more than it will ever keep.
+        vLLM's own figure is too low: for every request it counts pages for a whole batch of tokens being read.
         """
         layers = list(self.vllm_config.compilation_config.static_forward_context.values())
         plans = {layer.plan for layer in layers if hasattr(layer, "plan")}
@@ -67,7 +67,7 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         if len(plans) != 1 or not hasattr(own[0], "plan") or any(_is_stock(layer) for layer in layers):
             return
         longest, (plan,) = self.vllm_config.model_config.max_model_len, plans
-        # one page belongs to nobody
+        # vLLM gives one page to no request
         held = (own[0].kv_cache.shape[0] - 1) / plan.blocks(longest).total
         message = "Concurrency for %s tokens per request, once their prompts are read: %.2fx"
         logger.info_once(message, f"{longest:,}", held)
@@ -78,6 +78,6 @@ def _is_stock(layer: object) -> bool:
 
 
 def _num_steps(starts: list[int]) -> int:
-    """How many of the first requests have at most one new token."""
+    """Number of requests, from the first on, that have at most one new token."""
     longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)
     return next(longer, len(starts) - 1)

@@ -1,4 +1,4 @@
-"""vLLM's own model classes with condensed attention: built as they are, then single layers are exchanged."""
+"""vLLM's own model classes with condensed attention: built as stock models, then layer by layer replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from condense.serving.vllm.layer import condense_layers
 
 
 class _Condensed:
-    """Stands before a stock class: condenses the layers that ``config.condense`` names once it is built."""
+    """Mixin before a stock class: once the model is built, condenses the layers that ``config.condense`` names."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]

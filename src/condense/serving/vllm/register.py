@@ -1,6 +1,6 @@
-"""What vLLM calls when it starts, in every process: condensed models under names of their own.
+"""The entry point that vLLM calls when it starts, in every process: it registers condensed architectures.
 
-A saved condensed model names a condensed architecture, which vLLM without this plugin does not know and refuses.
+The configuration of a saved condensed model names such an architecture; vLLM without this plugin refuses it.
 """
 
 from __future__ import annotations
