@@ -11,7 +11,7 @@ import condense
 from condense.caches.buffers import static_bias
 from condense.methods import step_settings
 from condense.ops import NewToken, OwnEntries
-from condense.ops.step import Sizes, StepCall, empty_state
+from condense.ops.step import StateSizes, StepCall, empty_state
 
 _RECALL = condense.Recall(group_size=4, window=5, index_size=2, num_recall=2)
 RECALLS = {
@@ -33,7 +33,7 @@ def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, 
     W = length if rule.window is None else min(length, rule.window + rule.chunk + spare)
     M = rule.pooled(length, settings.summary_delay) * rule.entries if entries is None else entries
     stored = 0 if settings.choice is None else M * rule.chunk
-    sizes = Sizes(rows, K, widths, M, W, Q, stored)
+    sizes = StateSizes(rows, K, widths, M, W, Q, stored)
     return empty_state(torch.empty(0, dtype=dtype, device=device), settings, sizes)
 
 

@@ -138,6 +138,26 @@ def test_static_layers_start_anew_and_are_copied():
         assert torch.equal(_read(other, _qkv(1, i)), want)
 
 
+CHANGES = {
+    "reset": lambda layer: layer.reset(),
+    "crop": lambda layer: layer.crop(-1),
+    "rows": lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),
+    "order": lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])),
+    "copy": lambda layer: copy.deepcopy(layer),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_tokens_that_were_fetched_are_not_read_once_others_are_stored(change):
+    """A forward that was broken off leaves what it fetched for a layer behind it."""
+    layer = CondensedLayer(METHOD)
+    for part in (_qkv(60), _qkv(1)):
+        _read(layer, part)
+    layer.store._fetched = torch.full_like(layer._ring.buffers.store, torch.nan)
+    layer = change(layer) or layer
+    assert layer.store._fetched is None
+
+
 @pytest.mark.parametrize("layer", _layers(HOSTS[1]), ids=["growing", "static"])
 def test_what_a_store_in_host_memory_refuses(layer):
     with pytest.raises(ValueError, match=r"beams.*use store='device'"):

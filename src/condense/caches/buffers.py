@@ -12,7 +12,7 @@ from torch import Tensor
 from condense.caches.store import Store
 from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
 from condense.ops import StepSettings, StepState
-from condense.ops.step import Sizes, empty_state
+from condense.ops.step import StateSizes, empty_state
 from condense.ops.tensors.bias import per_entry
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.state import LayerState, num_entries
@@ -25,7 +25,7 @@ def new_buffers(
 
     Raises ValueError and RuntimeError, no memory taken, as `condense.ops.step.empty_state`.
     """
-    sizes = Sizes(
+    sizes = StateSizes(
         k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), entries, tokens, queries, stored * settings.rule.chunk
     )
     return empty_state(k, settings, sizes)

@@ -193,6 +193,7 @@ class CondensedLayer(CondensedCacheLayer):
     def reset(self) -> None:
         """Forget everything."""
         self.state = None
+        self.store.forget()
         self.is_initialized = False
         self._num_slots = self._num_real_slots = self._num_fixed_slots = 0
 

@@ -49,7 +49,7 @@ class Field(NamedTuple):
         return math.prod(self.width) * self.dtype.itemsize
 
 
-class Sizes(NamedTuple):
+class StateSizes(NamedTuple):
     """Sizes of a layer's keys and values, and of what is kept of them: rows B, KV heads K, widths D and Dv, M, W, Q and
     N; S is in the settings.
     """
@@ -175,15 +175,7 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
     )
 
 
-def bytes_per(settings: StepSettings, heads: int, widths: tuple[int, int], dtype: torch.dtype) -> dict[Per, int]:
-    """Bytes that a state takes for one entry, one token, ... of one KV head; per row without heads."""
-    total = dict.fromkeys(Per, 0)
-    for field in fields_of(settings, heads, widths, dtype):
-        total[field.per] += field.nbytes
-    return total
-
-
-def empty_state(k: Tensor, settings: StepSettings, sizes: Sizes) -> StepState:
+def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepState:
     """New buffers in the dtype and on the device of the keys k, full of zeros.
 
     Raises ValueError, no memory taken, as `fields_of`; RuntimeError where the host cannot pin what a store needs.
@@ -226,7 +218,7 @@ def _filled(state: StepState, settings: StepSettings) -> Iterator[tuple[Field, T
     queries, stored = max(settings.num_summary, state.ring_q.shape[2]), 0
     if settings.choice is not None:
         stored = max(M * g, state.store.shape[2])
-    sizes = Sizes(B, K, (D, Dv), M, W, queries, stored)
+    sizes = StateSizes(B, K, (D, Dv), M, W, queries, stored)
     for field, x in zip(fields_of(settings, K, (D, Dv), state.ring_k.dtype), state, strict=True):
         yield field, x, sizes.shape(field, settings)
 

@@ -23,7 +23,7 @@ _MIN_TILE = 32
 _MOST_RANKED = 512
 
 
-class _Tiles(NamedTuple):
+class _GroupTiles(NamedTuple):
     """Groups or keys per tile; warps, stages; programs wanted per multiprocessor."""
 
     rows: int
@@ -40,8 +40,8 @@ class _Table(NamedTuple):
     is read in larger tiles; so reads over the bus go on beside those of entries. 0: every split reads of both.
     """
 
-    score: _Tiles
-    attend: _Tiles
+    score: _GroupTiles
+    attend: _GroupTiles
     heads: int
     early: bool
     weight: int
@@ -49,14 +49,14 @@ class _Table(NamedTuple):
 
 def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
     if device.type != "cuda":  # the interpreter
-        return _Table(_Tiles(16, 4, 1, 1), _Tiles(16, 4, 1, 1), 16, False, 2)
+        return _Table(_GroupTiles(16, 4, 1, 1), _GroupTiles(16, 4, 1, 1), 16, False, 2)
     early = gpu_of(device).capability >= (9, 0)
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
-        return _Table(_Tiles(rows, 8, 1, 1), _Tiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
+        return _Table(_GroupTiles(rows, 8, 1, 1), _GroupTiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
     if dtype == torch.float32 or width > 128:
-        return _Table(_Tiles(32, 4, 2, 2), _Tiles(32, 4, 2, 2), 64, early, 0)
-    return _Table(_Tiles(64, 4, 3, 2), _Tiles(64, 4, 3, 3), 64, early, 5)
+        return _Table(_GroupTiles(32, 4, 2, 2), _GroupTiles(32, 4, 2, 2), 64, early, 0)
+    return _Table(_GroupTiles(64, 4, 3, 2), _GroupTiles(64, 4, 3, 3), 64, early, 5)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
