@@ -51,7 +51,6 @@ DEAR = {
     "triton_kernels/test_entry_bits.py::test_steps": 5,
     "triton_kernels/test_extras.py::test_steps_and_prompts": 3,
     "triton_kernels/test_growing_layer.py::test_a_first_token_is_a_prompt": 2,
-    "triton_kernels/test_growing_layer.py::test_a_step_is_one_operation": 1,
     "triton_kernels/test_growing_layer.py::test_room_to_spare_is_bounded": 1,
     "triton_kernels/test_growing_layer.py::test_rows_follow_in_the_middle_of_steps": 2,
     "triton_kernels/test_growing_layer.py::test_steps_and_chunks_equal_extend": 1,

@@ -153,7 +153,7 @@ def test_autocast_trains_and_generates(name):
     model = _trainable(name, "streaming-6", dtype=torch.float32, **NO_DROPOUT.get(name, {}))
 
     def error():
-        """Of the logits, which autocast rounds, root mean squares over those of float32."""
+        """Root mean square of what autocast rounds away of the logits, over that of the logits in float32."""
         want = model(IDS, use_cache=False).logits
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = model(IDS, use_cache=False).logits

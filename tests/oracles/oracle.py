@@ -78,7 +78,7 @@ def rounded_entry(method: Any, entry: tuple[Tensor, Tensor]) -> tuple[Tensor, Te
 def entry_bias(
     method: Any, j: int, entry: Tensor, qbar: Tensor, k: Tensor, scale: float, prompt: int | None = None
 ) -> Tensor:
-    """What is added to the scaled score of group j's entry, whose key is ``entry`` ``[D]``; others as above."""
+    """The bias added to the scaled score of group j's entry, whose key is ``entry`` ``[D]``; others as above."""
     g = method.group_size
     if method.rep_bias != "matched":
         return k.new_tensor(math.log(g) if method.rep_bias == "log_size" else 0.0)

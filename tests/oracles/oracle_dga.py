@@ -25,7 +25,7 @@ class Group(NamedTuple):
 
 
 class Row:
-    """What each query of one row and KV head sees. q ``[R, L, D]``, k ``[L, D]``; prompt: tokens read at once first."""
+    """Keys seen by each query of one row and KV head. q ``[R, L, D]``, k ``[L, D]``; prompt: tokens read at once."""
 
     def __init__(self, method: Any, q: Tensor, k: Tensor, scale: float, prompt: int) -> None:
         self.method, self.q, self.k, self.scale = method, q, k, scale

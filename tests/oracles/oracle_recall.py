@@ -47,7 +47,7 @@ def opened(method: Any, queries: Tensor, k: Tensor, closed: int, scale: float) -
 
 
 def num_opened(method: Any, closed: int) -> int:
-    """How many of ``closed`` groups a query opens."""
+    """Number of groups that a query opens, of ``closed``."""
     r = method.num_recall
     return min(r, closed) if isinstance(r, int) else math.ceil(Decimal(str(r)) * closed)
 
@@ -57,7 +57,7 @@ Entry = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 
 
 def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float, entry: Entry) -> list[Key]:
-    """What the query at position t sees; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
+    """The keys that the query at position t sees; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
     closed = max(0, t + 1 - method.window) // g
     chosen = opened(method, q[:, t].detach(), k.detach(), closed, scale)
